@@ -23,12 +23,12 @@ from lightning_loco.parameters.consensus import AveragedCopies, average
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.parameters.schema import (
-    check_carries,
+    broadcast_model,
     check_model,
+    check_outer_device,
     check_same_schema,
     check_same_settings,
     check_same_tensors,
-    share_from_worker_0,
 )
 from lightning_loco.values import plain
 
@@ -123,7 +123,7 @@ class Worker:
             trainable = kept or required
             itemsize = max(4, *(p.element_size() for p in trainable.values()))
             outer = None if settings.outer_device is None else CPU
-            check_carries(group, settings.outer_device)
+            check_outer_device(group, settings.outer_device)
             longest = longest_chunk(outer or device_of(model))
             cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
             replica = Replica(model, cuts, trainable.values(), outer)
@@ -132,11 +132,11 @@ class Worker:
         check_same_settings({**settings.describe(), **here}, group)
         check_same_schema(replica.layout, group)
         check_same_tensors(model, group.gather_objects)
-        return cls(group, replica, share_from_worker_0(model, group)), settings
+        return cls(group, replica, broadcast_model(model, group)), settings
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        self.replica.places.check()
+        self.replica.owners.check()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -259,21 +259,21 @@ class Worker:
             return
         valid = are_finite(replica.layout.chunks())
         status = self.status(sync_point_id(purpose))
-        status = status._replace(finite=float(valid), scalars=self.averaged_copies.look())
+        status = status._replace(finite=float(valid), scalars=self.averaged_copies.prepare())
         statuses = send_status(group, statistics, status, purpose).wait()
         num_valid = round(sum(status.finite for status in statuses))
         if num_valid == 0:
             raise RuntimeError(_NO_CONSENSUS)
         replica.keep_local()
-        replica.running.leave_since_round()
-        others, buffers = replica.find_differing(group)
+        replica.running_statistics.remove_before_round()
+        others, buffers = replica.compare_untracked(group)
         if outer is not None:
             replica.layout.write(outer)
         else:
             average(replica.layout, group, statistics, valid, num_valid)
         average(buffers, group, statistics, valid, num_valid)
         average(others, group, statistics, valid, num_valid)
-        self.averaged_copies.agree(statuses, group, statistics)
+        self.averaged_copies.synchronize(statuses, group, statistics)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -298,8 +298,8 @@ class Worker:
             "steps_since_round": self.steps_since_round,
             "params": params,
             "buffers": buffers,
-            "others": self.replica.local_others(),
-            "running": self.replica.running.state_dict(),
+            "others": self.replica.local_untracked(),
+            "running": self.replica.running_statistics.state_dict(),
             "statistics": self.statistics.state_dict(),
         }
 
@@ -309,8 +309,8 @@ class Worker:
         self.go_on_counting(saved)
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
-            self.replica.others.load(*saved["others"])
-        self.replica.running.load_state_dict(saved.get("running", {}))
+            self.replica.untracked.load(*saved["others"])
+        self.replica.running_statistics.load_state_dict(saved.get("running", {}))
 
     def go_on_counting(self, saved: dict[str, Any]) -> None:
         """Take the counters alone from a state of :meth:`state_dict`."""

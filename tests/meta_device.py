@@ -98,4 +98,4 @@ def with_streams() -> Iterator[None]:
 @pytest.fixture
 def no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines start without reading the parameters for their checksum."""
-    monkeypatch.setattr(worker_module, "share_from_worker_0", lambda model, group: 0)
+    monkeypatch.setattr(worker_module, "broadcast_model", lambda model, group: 0)

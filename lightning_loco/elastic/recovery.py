@@ -82,10 +82,10 @@ def copy_state(engine: Engine, position: dict[str, Any], with_saved_rounds: bool
     fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _to_cpu(v) for k, v in state.items() if isinstance(v, Tensor)}
     if engine.settings.algorithm.restart(fragment.state) is None:
-        tensors[_PARAMS] = worker.replica.layout.set_aside()
+        tensors[_PARAMS] = worker.replica.layout.new_flat_on_cpu()
     if (shared_residual := shared_part(fragment.residual)) is not None:
         tensors[_SHARED_RESIDUAL] = _to_cpu(shared_residual)
-    tensors[_BUFFERS] = worker.replica.buffers.set_aside()
+    tensors[_BUFFERS] = worker.replica.buffers.new_flat_on_cpu()
     values: dict[str, Any] = {
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
         **position,

@@ -54,18 +54,18 @@ class BucketChunk:
         self._is_rounded = params.is_rounded(message.dtype)
         kept = [message, self.scratch, sent_params, *self.state.values()]
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
-        self._windows = {id(v): params.tied(v) for v in self._kept}
+        self._packings = {id(v): params.packing(v) for v in self._kept}
 
     def __len__(self) -> int:
         return len(self.params)
 
     def pack(self, into: Tensor) -> None:
         """Copy the local parameters into ``into``, of shape ``(len(self),)``."""
-        (self._windows.get(id(into)) or self.params.tied(into)).pack()
+        (self._packings.get(id(into)) or self.params.packing(into)).pack()
 
     def unpack(self, values: Tensor) -> None:
         """Copy ``values``, of shape ``(len(self),)``, into the model."""
-        (self._windows.get(id(values)) or self.params.tied(values)).unpack()
+        (self._packings.get(id(values)) or self.params.packing(values)).unpack()
 
     def pack_exact(self, into: Tensor) -> None:
         """Copy the local parameters into ``into`` without the error of their last rounding.

@@ -209,9 +209,9 @@ class Engine:
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
-            worker.replica.put_back_buffers(self.buffers_at_start)
+            worker.replica.restore_buffers(self.buffers_at_start)
         if is_over:
-            worker.replica.running.note(worker.steps_since_round)
+            worker.replica.running_statistics.record(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
@@ -262,7 +262,7 @@ class Engine:
         fragment.applied_at = time.monotonic()
         statistics.outer_grad_norm = fragment.gradient_norm
         if not self.worker.was_finite:
-            self.worker.replica.put_back_buffers(self.buffers_at_start)
+            self.worker.replica.restore_buffers(self.buffers_at_start)
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - pending.began_at

@@ -77,11 +77,11 @@ def _with_means(engine: Engine, saved: EarlierRun, notes: list[str]) -> dict[str
     names = ["params", "fragments"] if saved.is_shared else ["params", "fragments", "shared"]
     state = {**saved.state, **mean_of_states(engine.worker, saved, names)}
     state.pop("others", None)
-    state["buffers"] = replica.buffers.set_aside()
+    state["buffers"] = replica.buffers.new_flat_on_cpu()
     state["buffers_at_start"] = replica.buffers.new_flat()
     state["running"] = {}
     if saved.consensus_key is None:
-        state["params"] = replica.layout.set_aside()
+        state["params"] = replica.layout.new_flat_on_cpu()
         notes.append("all workers begin at the consensus")
     else:
         notes.append(

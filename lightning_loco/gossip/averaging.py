@@ -85,7 +85,7 @@ class ModelAverager:
                 chunk.unpack(params)
             else:
                 theirs = theirs.to(self.layout.device)
-                for mine, their in chunk.window(theirs).pairs():
+                for mine, their in chunk.same_device_packing(theirs).pairs():
                     self._algorithm.blend(mine, their, factor)
         if self._upload_done is not None:
             self._upload_done.record(torch.cuda.current_stream(self.layout.device))

@@ -384,8 +384,8 @@ class PairwiseEngine:
             return []
         at_consensus = {
             **{name: value for name, value in state.items() if name != "others"},
-            "params": replica.layout.set_aside(),
-            "buffers": replica.buffers.set_aside(),
+            "params": replica.layout.new_flat_on_cpu(),
+            "buffers": replica.buffers.new_flat_on_cpu(),
             "clock": state["clock"] if is_same_algorithm else float(state["steps"]),
         }
         self.load_state_dict(at_consensus)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.parameter_server.plan import Message
-from lightning_loco.parameters.flat import Window
+from lightning_loco.parameters.flat import Packing
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]
 """Tensors by their number; None where there is none."""
@@ -118,7 +118,7 @@ class Slot:
         self._beside(tensors).pack()
         return self._packed
 
-    def _beside(self, tensors: Tensors) -> Window:
+    def _beside(self, tensors: Tensors) -> Packing:
         """The values of the tensors and their places side by side; those of none become zero."""
         if tensors is self._params and self._params_beside is not None:
             return self._params_beside
@@ -131,7 +131,7 @@ class Slot:
                 places.append(part)
                 whole = part.numel() == tensor.numel()
                 values.append(tensor if whole else tensor.reshape(-1)[start:stop])
-        return Window.of(values, places)
+        return Packing.of(values, places)
 
     def _direct(self, tensors: Tensors) -> Tensor | None:
         """The message in the memory of the only tensor that it has parts of, if it can be there."""
@@ -169,11 +169,11 @@ class Slot:
         ]
 
     @functools.cached_property
-    def _params_beside(self) -> Window | None:
+    def _params_beside(self) -> Packing | None:
         """All tensors beside their places, for good; None if one is cut, as its memory may move."""
         tensors = [self._params[index] for index in self.indices]
         is_cut = any(t.numel() != p.numel() for t, p in zip(tensors, self._parts, strict=True))
-        return None if is_cut else Window.of(tensors, self._parts)
+        return None if is_cut else Packing.of(tensors, self._parts)
 
     @functools.cached_property
     def _written(self) -> Tensor:

@@ -1,1 +1,1 @@
-"""A model as flat vectors: layout, packing, the worker's replica and the consensus."""
+"""A model as flat vectors: layout and packing, the worker's replica, the consensus, checks."""

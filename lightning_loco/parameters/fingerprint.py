@@ -1,4 +1,4 @@
-"""Numbers that tell whether tensors hold the same bits."""
+"""Checksums of tensors, to find out whether workers hold the same values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_WORD = 8
+_WORD_BYTES = 8
 _PIECE_BYTES = 2**24
 _WORDS_IN_CACHE = 2**17
 _WORDS_ON_GPU = 2**24
@@ -16,7 +16,7 @@ _WORDS_ON_GPU = 2**24
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    r"""Compute one number for each tensor: a sum over its memory, read as 64-bit words.
+    r"""Return one number for each tensor: a sum over its memory, read as 64-bit words.
 
     Word w adds :math:`w ((w \oplus (w \gg 31)) \lor 1)` modulo 2^64. A sum of the words alone
     would miss an element that grows by one unit in the last place while another one shrinks by one,
@@ -36,11 +36,11 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def crc32(tensor: Tensor, start: int = 0) -> int:
-    """CRC-32 of the values of a dense tensor.
+    """Return the CRC-32 checksum of the values of a dense tensor.
 
     Args:
         tensor: On any device.
-        start: The checksum of what comes before.
+        start: Checksum of preceding values, to continue it.
 
     Example:
         >>> crc32(torch.tensor([1, 0])) == crc32(torch.tensor([0, 1]))
@@ -52,10 +52,9 @@ def crc32(tensor: Tensor, start: int = 0) -> int:
 
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a dense tensor in order, copied piece by piece.
+    """Iterate over the bytes of a dense tensor in order, in copies of at most 16 MiB.
 
-    The memory of the tensor itself is not given to NumPy, because a storage that NumPy has seen
-    can no longer be resized by the code that owns it.
+    NumPy gets copies because a storage that is shared with NumPy can no longer be resized.
     """
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     for piece in torch.split(values.view(torch.uint8), _PIECE_BYTES):
@@ -64,10 +63,10 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 def _sum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.data_ptr() % _WORD or flat.storage_offset() * flat.element_size() % _WORD:
+    if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone()
     raw = flat.view(torch.uint8)
-    words = raw.numel() // _WORD * _WORD
+    words = raw.numel() // _WORD_BYTES * _WORD_BYTES
     total = raw[words:].sum(dtype=torch.int64)
     longest = _WORDS_IN_CACHE if raw.device.type == "cpu" else _WORDS_ON_GPU
     for piece in torch.split(raw[:words].view(torch.int64), longest):

@@ -1,8 +1,8 @@
-"""Flat buffers: where each parameter lives in one vector, and copying to and from it.
+"""Flat vectors: the position of each parameter in one vector, and copies to and from it.
 
-Parameters are copied, never re-pointed, so tied weights, memory formats and captured graphs stay
-intact. The vector is cut into chunks that stay in the processor's cache while they are packed,
-exchanged and unpacked.
+Parameters are copied into flat vectors, never re-pointed, so tied weights, memory formats and
+captured graphs stay intact. The vector is cut into chunks that fit the processor's cache while they
+are packed, exchanged and unpacked.
 """
 
 from __future__ import annotations
@@ -15,127 +15,16 @@ from torch import Tensor
 
 from lightning_loco.distributed.devices import CPU, has_streams
 
-Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
-"""(name, shape, dtype, strides) of every tensor: what must be equal on all workers."""
-
-
-class Window(NamedTuple):
-    """The views of a chunk, side by side with their places in a flat vector, dtype by dtype.
-
-    On a GPU, torch 2.5 to 2.10 copy wrong values if the tensors of one list have several dtypes.
-    """
-
-    by_dtype: list[tuple[list[Tensor], list[Tensor]]]
-
-    @classmethod
-    def of(cls, views: list[Tensor], parts: list[Tensor]) -> Window:
-        """Tie views to their places, which all have one dtype."""
-        if len({view.dtype for view in views}) == 1:
-            return cls([(views, parts)])
-        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for view, part in zip(views, parts, strict=True):
-            of_dtype = by_dtype.setdefault(view.dtype, ([], []))
-            of_dtype[0].append(view)
-            of_dtype[1].append(part)
-        return cls(list(by_dtype.values()))
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each view with its place."""
-        for views, parts in self.by_dtype:
-            yield from zip(views, parts, strict=True)
-
-    def pack(self) -> None:
-        """Copy the parameters into the flat vector."""
-        for views, parts in self.by_dtype:
-            torch._foreach_copy_(parts, views)
-
-    def unpack(self) -> None:
-        """Copy the flat vector into the parameters."""
-        for views, parts in self.by_dtype:
-            torch._foreach_copy_(views, parts)
-
-
-class DistantWindow(NamedTuple):
-    """A chunk beside its place in a flat vector in the memory of another device.
-
-    The views are gathered where they are, so that one stretch of memory crosses over.
-    """
-
-    chunk: Chunk
-    flat: Tensor
-
-    def pack(self) -> None:
-        """Copy the parameters into the flat vector, and wait until they are there."""
-        near = self._near()
-        self.chunk.window(near).pack()
-        self.flat.copy_(near)
-
-    def unpack(self) -> None:
-        """Copy the flat vector into the parameters; it may be changed at once."""
-        near = self._near()
-        near.copy_(self.flat)
-        self.chunk.window(near).unpack()
-
-    def _near(self) -> Tensor:
-        return torch.empty_like(self.flat, device=self.chunk.device, pin_memory=False)
-
-
-class Chunk:
-    """The slice ``start:stop`` of the flat vector, and the views of parameters it is made of."""
-
-    def __init__(self, start: int, views: list[Tensor]) -> None:
-        self.start = start
-        self.views = views
-        self._sizes = [view.numel() for view in views]
-        self._shapes = [view.shape if view.ndim > 1 else None for view in views]
-        self.stop = start + sum(self._sizes)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.views[0].device
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split_with_sizes(flat, self._sizes)
-        return [p if s is None else p.view(s) for p, s in zip(parts, self._shapes, strict=True)]
-
-    def is_rounded(self, dtype: torch.dtype) -> bool:
-        """Whether a parameter is stored in a narrower dtype than ``dtype``."""
-        return any(view.dtype != dtype for view in self.views)
-
-    def rounding_error(self, flat: Tensor) -> Tensor:
-        """What unpacking ``flat`` would lose because parameters are stored in narrower dtypes."""
-        pairs = zip(self._parts(flat), self.views, strict=True)
-        return torch.cat([(part - part.to(view.dtype)).reshape(-1) for part, view in pairs])
-
-    def window(self, flat: Tensor) -> Window:
-        """Tie the chunk to ``flat``, ``(len(self),)`` on the same device, for many copies."""
-        return Window.of(self.views, self._parts(flat))
-
-    def tied(self, flat: Tensor) -> Window | DistantWindow:
-        """Tie the chunk to ``flat``, ``(len(self),)`` on any device, for many copies."""
-        is_near = flat.device.type == self.device.type
-        return self.window(flat) if is_near else DistantWindow(self, flat)
-
-    def pack(self, flat: Tensor) -> None:
-        """Copy the parameters into ``flat``, of shape ``(len(self),)``, on any device."""
-        self.tied(flat).pack()
-
-    def unpack(self, flat: Tensor) -> None:
-        """Copy ``flat``, of shape ``(len(self),)``, on any device, into the parameters."""
-        self.tied(flat).unpack()
-
-
 CHUNK_ELEMENTS = 2**20
-"""Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
+"""Elements of a chunk on the CPU: 4 MiB of float32, which fit the processor's cache."""
 _CHUNK_ELEMENTS_ON_A_GPU = 2**24
+
+Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
+"""(name, shape, dtype, strides) of every tensor; equal on all workers."""
 
 
 def longest_chunk(device: torch.device) -> int:
-    """Elements that are worked on at once; more on a GPU, where each operation is a launch."""
+    """Return the elements of a chunk; more on a GPU, where every operation is a kernel launch."""
     return CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_ON_A_GPU
 
 
@@ -143,9 +32,9 @@ class Cuts(NamedTuple):
     """Where a flat vector is cut into chunks.
 
     Attributes:
-        chunk_elements: Longest chunk; None for no limit.
-        granularity: Chunks begin at multiples of it.
-        boundaries: Where chunks must end besides, in ascending order.
+        chunk_elements: Length of the longest chunk; None for no limit.
+        granularity: Chunks start at multiples of it.
+        boundaries: Positions at which a chunk must end, in ascending order.
     """
 
     chunk_elements: int | None = None
@@ -160,27 +49,26 @@ class FlatLayout:
     """The layout of named tensors in one flat vector of length ``numel``.
 
     Args:
-        named_tensors: Names and floating-point tensors; duplicates (tied weights) must be gone.
-        cuts: How to cut it into chunks. Default: a single one. Dense tensors are cut to fit; a
-            tensor with gaps in memory stays whole, and its chunk may then be longer.
-        device: Where new vectors are. Default: where the tensors are.
+        named_tensors: Names and floating-point tensors, without duplicates (tied weights).
+        cuts: How to cut the vector into chunks. Default: a single chunk. Dense tensors are cut to
+            fit; a tensor with gaps in memory stays whole, and its chunk may then be longer.
+        device: Device of new vectors. Default: that of the tensors.
 
     Attributes:
-        names: Of the tensors.
-        tensors: In the order of the vector.
-        device: Where vectors are.
+        names: Names of the tensors.
+        tensors: The tensors, in the order of the vector.
+        device: Device of new vectors.
         numel: Length of the vector.
-        cut: The chunks that :meth:`chunks` has returned last.
-        before_write: To be called before a round reads or writes the tensors, if it is not None.
+        dtype: float32, or float64 if any tensor is float64.
+        before_write: Unless None, rounds call it before they read or write the tensors.
 
     Raises:
         TypeError: If a tensor is not real floating point.
         ValueError: From :meth:`chunks`, if a boundary falls into a tensor with gaps in memory.
 
     Note:
-        The vector is float32, or float64 if any tensor is float64. Dense tensors are laid out in
-        the order of their memory, so that channels_last costs nothing; hence strides are part of
-        the schema.
+        The elements of dense tensors are in the order of their memory, so that channels_last costs
+        nothing. Therefore strides are part of the schema.
     """
 
     def __init__(
@@ -200,24 +88,24 @@ class FlatLayout:
             self.names.append(name)
             self.tensors.append(tensor)
         self.numel = sum(tensor.numel() for tensor in self.tensors)
-        wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
-        self.dtype = torch.float64 if wide else torch.float32
-        near = self.tensors[0].device if self.tensors else CPU
-        self.device = near if device is None else device
-        self._is_pinned = self.device.type == "cpu" and has_streams(near)
+        has_float64 = any(tensor.dtype == torch.float64 for tensor in self.tensors)
+        self.dtype = torch.float64 if has_float64 else torch.float32
+        device_of_tensors = self.tensors[0].device if self.tensors else CPU
+        self.device = device_of_tensors if device is None else device
+        self._is_pinned = self.device.type == "cpu" and has_streams(device_of_tensors)
         self._cuts = cuts
+        self._chunks: list[Chunk] = []
         self._addresses: list[int] = []
-        self.cut: list[Chunk] = []
         self.before_write: Callable[[], None] | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements of each tensor by its name, in the order of the vector."""
+        """Number of elements of each tensor by its name, in the order of the vector."""
         return {n: t.numel() for n, t in zip(self.names, self.tensors, strict=True)}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the flat vector."""
+        """Size of the flat vector in bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -233,40 +121,40 @@ class FlatLayout:
         ]
 
     def chunks(self) -> list[Chunk]:
-        """The chunks, in order; made anew when a parameter's memory has moved."""
+        """Return the chunks in order; a new list whenever the memory of a tensor has moved."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
             longest = self._cuts.chunk_elements or max(self.numel, 1)
             named = zip(self.names, self.tensors, strict=True)
-            found = stretches(named, longest, self._cuts.granularity, self._cuts.boundaries)
-            self.cut = [Chunk(start, views) for start, views in found]
+            slices = cut_tensors(named, longest, self._cuts.granularity, self._cuts.boundaries)
+            self._chunks = [Chunk(start, views) for start, views in slices]
             self._addresses = addresses
-        return self.cut
+        return self._chunks
 
     def empty(self, length: int) -> Tensor:
-        """New memory ``(length,)``, pinned if the tensors' device then copies it faster."""
+        """Allocate a vector ``(length,)``, pinned if the tensors' device then copies it faster."""
         return torch.empty(length, dtype=self.dtype, device=self.device, pin_memory=self._is_pinned)
 
     def new_flat(self) -> Tensor:
         """Copy all tensors into a new flat vector ``(numel,)``, on :attr:`device`."""
-        return self._copied_to(self.device)
+        return self._new_flat_on(self.device)
 
-    def _copied_to(self, device: torch.device) -> Tensor:
+    def new_flat_on_cpu(self) -> Tensor:
+        """Copy all tensors into a new flat vector ``(numel,)`` in the host's memory."""
+        return self._new_flat_on(CPU)
+
+    def _new_flat_on(self, device: torch.device) -> Tensor:
         flat = torch.empty(self.numel, dtype=self.dtype, device=device)
         for chunk in self.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat
-
-    def set_aside(self) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)`` in the host's memory."""
-        return self._copied_to(CPU)
 
     def write(self, flat: Tensor) -> None:
         """Copy a flat vector ``(numel,)``, on any device, into all tensors."""
         for chunk in self.chunks():
             chunk.unpack(flat[chunk.start : chunk.stop])
 
-    def every(self, stride: int, offset: int) -> Tensor:
+    def subsample(self, stride: int, offset: int) -> Tensor:
         """Copy the elements ``offset, offset + stride, ...`` of the flat vector."""
         parts = []
         position = 0
@@ -277,8 +165,130 @@ class FlatLayout:
         return torch.cat(parts).to(self.dtype)
 
 
+class Chunk:
+    """The slice ``start:stop`` of the flat vector, and the views of parameters that it consists of.
+
+    Args:
+        start: Position of the first element.
+        views: Views of parameters, in the order of the vector.
+    """
+
+    def __init__(self, start: int, views: list[Tensor]) -> None:
+        self.start = start
+        self.views = views
+        self._sizes = [view.numel() for view in views]
+        self._shapes = [view.shape if view.ndim > 1 else None for view in views]
+        self.stop = start + sum(self._sizes)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.views[0].device
+
+    def is_rounded(self, dtype: torch.dtype) -> bool:
+        """Return whether a parameter is stored in another dtype than ``dtype``."""
+        return any(view.dtype != dtype for view in self.views)
+
+    def rounding_error(self, flat: Tensor) -> Tensor:
+        """Return what unpacking ``flat`` would lose to the narrower dtypes of parameters."""
+        pairs = zip(self._split(flat), self.views, strict=True)
+        return torch.cat([(part - part.to(view.dtype)).reshape(-1) for part, view in pairs])
+
+    def pack(self, flat: Tensor) -> None:
+        """Copy the parameters into ``flat``, of shape ``(len(self),)``, on any device."""
+        self.packing(flat).pack()
+
+    def unpack(self, flat: Tensor) -> None:
+        """Copy ``flat``, of shape ``(len(self),)``, on any device, into the parameters."""
+        self.packing(flat).unpack()
+
+    def packing(self, flat: Tensor) -> Packing | CrossDevicePacking:
+        """Prepare repeated copies to and from ``flat``, ``(len(self),)``, on any device."""
+        is_same_device = flat.device.type == self.device.type
+        return self.same_device_packing(flat) if is_same_device else CrossDevicePacking(self, flat)
+
+    def same_device_packing(self, flat: Tensor) -> Packing:
+        """Prepare repeated copies to and from ``flat``, ``(len(self),)``, on the same device."""
+        return Packing.of(self.views, self._split(flat))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split_with_sizes(flat, self._sizes)
+        return [p if s is None else p.view(s) for p, s in zip(parts, self._shapes, strict=True)]
+
+
+class Packing(NamedTuple):
+    """Repeated copies between parameters and parts of a flat vector on the same device.
+
+    Attributes:
+        by_dtype: Views of parameters and parts of the vector, one pair of lists for each dtype of
+            the parameters. On a GPU, ``torch._foreach_copy_`` of torch 2.5 to 2.10 copies wrong
+            values if a list has tensors of several dtypes.
+    """
+
+    by_dtype: list[tuple[list[Tensor], list[Tensor]]]
+
+    @classmethod
+    def of(cls, views: list[Tensor], parts: list[Tensor]) -> Packing:
+        """Pair views of parameters with parts of a vector, in the same order."""
+        if len({view.dtype for view in views}) == 1:
+            return cls([(views, parts)])
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for view, part in zip(views, parts, strict=True):
+            same_dtype = by_dtype.setdefault(view.dtype, ([], []))
+            same_dtype[0].append(view)
+            same_dtype[1].append(part)
+        return cls(list(by_dtype.values()))
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the views and their parts of the vector."""
+        for views, parts in self.by_dtype:
+            yield from zip(views, parts, strict=True)
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector."""
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(parts, views)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters."""
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(views, parts)
+
+
+class CrossDevicePacking(NamedTuple):
+    """Repeated copies between a chunk of parameters and a flat vector on another device.
+
+    The parameters are packed on their own device first, so that one copy crosses over.
+
+    Attributes:
+        chunk: The chunk.
+        flat: The vector ``(len(chunk),)``.
+    """
+
+    chunk: Chunk
+    flat: Tensor
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector, and wait until they have arrived."""
+        packed = self._empty_on_device()
+        self.chunk.same_device_packing(packed).pack()
+        self.flat.copy_(packed)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters; the vector may be changed at once."""
+        packed = self._empty_on_device()
+        packed.copy_(self.flat)
+        self.chunk.same_device_packing(packed).unpack()
+
+    def _empty_on_device(self) -> Tensor:
+        return torch.empty_like(self.flat, device=self.chunk.device, pin_memory=False)
+
+
 def are_finite(chunks: Sequence[Chunk]) -> bool:
-    """Whether no chunk holds NaN or infinity (one read of the memory, one device sync)."""
+    """Return whether no chunk holds NaN or infinity (one read of the memory, one device sync)."""
     views = [view for chunk in chunks for view in chunk.views]
     if not views:
         return True
@@ -288,23 +298,23 @@ def are_finite(chunks: Sequence[Chunk]) -> bool:
     return all(bool(torch.isfinite(view).all()) for view in views)
 
 
-def stretches(
+def cut_tensors(
     named_tensors: Iterable[tuple[str, Tensor]],
     longest: int,
     granularity: int = 1,
     boundaries: Sequence[int] = (),
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Cut tensors at the ends of stretches of one long vector.
+    """Cut tensors, laid end to end in one vector, into slices of a given length.
 
     Args:
-        named_tensors: In the order of the vector; dense ones are cut to fit. One with gaps in
-            memory stays whole, and its stretch may then be longer.
-        longest: Elements of a stretch.
-        granularity: Stretches begin at multiples of it.
-        boundaries: Where stretches must end besides, in ascending order.
+        named_tensors: Tensors in the order of the vector. Dense ones are cut to fit; one with gaps
+            in memory stays whole, and its slice may then be longer.
+        longest: Number of elements of a slice.
+        granularity: Slices start at multiples of it.
+        boundaries: Positions at which a slice must end, in ascending order.
 
     Yields:
-        Where a stretch begins, and the views that it is made of.
+        Position at which a slice starts, and the views that it consists of.
 
     Raises:
         ValueError: If a boundary falls into a tensor with gaps in memory.
@@ -312,16 +322,16 @@ def stretches(
     Example:
         >>> import torch
         >>> tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(3)}
-        >>> [(at, [len(v) for v in views]) for at, views in stretches(tensors.items(), longest=4)]
+        >>> [(at, [len(v) for v in views]) for at, views in cut_tensors(tensors.items(), longest=4)]
         [(0, [4]), (4, [2, 2]), (8, [1])]
     """
-    length_of_all = max(longest - longest % granularity, granularity)
+    full_length = max(longest - longest % granularity, granularity)
     views: list[Tensor] = []
     start = position = 0
 
-    def stop(position: int) -> int:
-        """Where the stretch that began at ``start`` ends, at ``position`` or later."""
-        full = start + length_of_all
+    def end_from(position: int) -> int:
+        """Return where the slice that starts at ``start`` ends, at ``position`` or later."""
+        full = start + full_length
         end = full if position <= full else position + -position % granularity
         return min([end, *(b for b in boundaries if b >= position)])
 
@@ -333,22 +343,22 @@ def stretches(
             end = position + data.numel()
             if any(position < boundary < end for boundary in boundaries):
                 raise ValueError(f"{name!r} has gaps in memory and cannot be cut.")
-            if views and end > start + length_of_all and position % granularity == 0:
+            if views and end > start + full_length and position % granularity == 0:
                 yield start, views
                 start, views = position, []
             views.append(data)
             position = end
-            if position >= stop(position):
+            if position >= end_from(position):
                 yield start, views
                 start, views = position, []
             continue
-        line = data.as_strided((data.numel(),), (1,))
-        while line.numel():
-            length = min(line.numel(), stop(position + 1) - position)
-            views.append(line[:length])
-            line = line[length:]
+        flat = data.as_strided((data.numel(),), (1,))
+        while flat.numel():
+            length = min(flat.numel(), end_from(position + 1) - position)
+            views.append(flat[:length])
+            flat = flat[length:]
             position += length
-            if position == stop(position):
+            if position == end_from(position):
                 yield start, views
                 start, views = position, []
     if views:
@@ -356,7 +366,7 @@ def stretches(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps."""
+    """Return whether the elements fill contiguous memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -1,4 +1,4 @@
-"""This worker's copy of the model, and its exchange against the consensus and back."""
+"""This worker's copy of the model: local parameters, while the module may hold the consensus."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_loco.parameters.running_statistics import RunningStatistics
 from lightning_loco.parameters.untracked import UntrackedParameters
 
 
-class Local(NamedTuple):
-    """What of the consensus is set aside, flat: this worker's own values."""
+class LocalValues(NamedTuple):
+    """Flat copies of this worker's own values, while the module holds the consensus."""
 
     params: Tensor
     buffers: Tensor
-    others: Tensor
+    untracked: Tensor
 
 
 class Replica:
@@ -29,23 +29,23 @@ class Replica:
     Args:
         model: The module to train.
         cuts: How to cut the exchanged parameters into chunks.
-        exchanged: Its parameters that are exchanged. Default: all that require gradients.
-        device: Where they are exchanged. Default: where they are.
+        exchanged: Parameters of the module to exchange. Default: all that require gradients.
+        device: Device of messages. Default: that of the parameters.
 
     Attributes:
         model: The module.
         layout: The exchanged parameters.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
-        places: Where the module holds the exchanged parameters.
-        others: All that are not exchanged, compared between the workers.
-        running: Statistics of BatchNorm among the buffers.
-        copy_on_write: Keeps the exchanged parameters as they are while gradients are computed.
+        owners: The modules that hold the exchanged parameters.
+        untracked: All values that are not exchanged, compared between the workers.
+        running_statistics: Statistics of BatchNorm among the buffers.
+        copy_on_write: Protects the exchanged parameters while gradients are computed from them.
 
     Note:
-        Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus,
-        and so are other parameters that differ between the workers. Only persistent buffers count;
-        integer buffers stay each worker's own, and so do pruning masks.
+        Buffers (BatchNorm statistics, for example) are local during training and averaged into the
+        consensus, and so are other parameters that differ between the workers. Only persistent
+        buffers count. Integer buffers and pruning masks of each worker are kept.
     """
 
     def __init__(
@@ -61,43 +61,45 @@ class Replica:
         named = list(model.named_parameters())
         if exchanged is None:
             exchanged = [p for _, p in named if p.requires_grad]
-        chosen = {id(p) for p in exchanged}
-        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts, device)
+        ids = {id(p) for p in exchanged}
+        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in ids), cuts, device)
         self._buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
-        self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
-        self.others = UntrackedParameters(model, self.layout.tensors, cuts.chunk_elements)
-        self.running = RunningStatistics(model)
+        self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in ids]
+        self.untracked = UntrackedParameters(model, self.layout.tensors, cuts.chunk_elements)
+        self.running_statistics = RunningStatistics(model)
         self.copy_on_write = CopyOnWrite(self.layout)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
-        self.places = ParameterOwners(model, self.layout.names, self.layout.tensors)
-        self._local: Local | None = None
-        self.find_buffers()
+        self.owners = ParameterOwners(model, self.layout.names, self.layout.tensors)
+        self._local: LocalValues | None = None
+        self._find_buffers()
 
     @property
     def shows_consensus(self) -> bool:
-        """Whether the module holds the consensus at present, instead of the local parameters."""
+        """Whether the module holds the consensus now, instead of the local parameters."""
         return self._local is not None
+
+    # ---------------------------------------------------------------- buffers
 
     @property
     def buffers(self) -> FlatLayout:
-        """The floating-point buffers as the module holds them now.
+        """The floating-point buffers that the module holds now.
 
-        Code puts new tensors in their places or resizes them, as the observers of quantization do
-        in their first forward pass.
+        They are looked up again if they were replaced or resized, as the observers of quantization
+        do in their first forward pass.
         """
-        if any(getattr(m, n, None) is not b or b.shape != s for m, n, b, s in self._buffer_places):
-            self.find_buffers()
+        if any(getattr(m, n, None) is not b or b.shape != s for m, n, b, s in self._buffer_slots):
+            self._find_buffers()
         return self._buffers
 
-    def find_buffers(self) -> None:
+    def _find_buffers(self) -> None:
         """Look up the buffers in all modules, including modules that have been replaced."""
         now, found = dict(self.model.named_buffers()), []
-        self._buffer_places: list[tuple[nn.Module, str, Tensor, torch.Size]] = []
+        self._buffer_slots: list[tuple[nn.Module, str, Tensor, torch.Size]] = []
         for name, old in zip(self._buffers.names, self._buffers.tensors, strict=True):
             new = now.get(name, old)
             buffer = new if new.is_floating_point() else old
@@ -105,85 +107,88 @@ class Replica:
             if buffer is now.get(name):
                 path, _, leaf = name.rpartition(".")
                 owner = self.model.get_submodule(path)
-                self._buffer_places.append((owner, leaf, buffer, buffer.shape))
+                self._buffer_slots.append((owner, leaf, buffer, buffer.shape))
         self._buffers = FlatLayout(found, Cuts(self._chunk_elements))
 
-    def put_back_buffers(self, flat: Tensor) -> None:
-        """Write buffers as they were before; if one has been resized since, all stay as they are.
+    def restore_buffers(self, flat: Tensor) -> None:
+        """Write earlier values of the buffers; do nothing if a buffer was resized since.
 
         Args:
-            flat: What :attr:`buffers` held then.
+            flat: Flat copy of :attr:`buffers` at that time.
         """
         layout = self.buffers
         if layout.numel == flat.numel():
             layout.write(flat)
 
-    def local(self) -> tuple[Tensor, Tensor]:
-        """This worker's own flat parameters and buffers, whatever the module holds now.
+    # ------------------------------------------------ local values, consensus
 
-        They are in the host's memory: checkpoints are no reason to have them on a GPU twice.
+    def local(self) -> tuple[Tensor, Tensor]:
+        """Return flat copies of the local parameters and buffers, also if the consensus is shown.
+
+        They are in the host's memory, so that a checkpoint needs no further memory of a GPU.
         """
         if self._local is not None:
             return self._local.params, self._local.buffers
-        return self.layout.set_aside(), self.buffers.set_aside()
+        return self.layout.new_flat_on_cpu(), self.buffers.new_flat_on_cpu()
 
-    def local_others(self) -> tuple[list[str], Tensor]:
-        """Names and flat values of the other parameters that are this worker's own, likewise."""
-        differing = self.others.differing
-        return differing.names, self._local.others if self._local else differing.set_aside()
+    def local_untracked(self) -> tuple[list[str], Tensor]:
+        """Return names and flat local values of the untracked parameters that differ."""
+        differing = self.untracked.differing
+        values = self._local.untracked if self._local else differing.new_flat_on_cpu()
+        return differing.names, values
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
-        """Overwrite the local parameters and buffers."""
+        """Overwrite the local parameters and buffers; the module then holds them."""
         self._local = None
         self.layout.write(params)
         self.buffers.write(buffers)
 
     def keep_local(self) -> None:
-        """Set the local values aside, until :meth:`show_local` brings them back."""
+        """Copy the local values, before the consensus is written into the module."""
         self.copy_on_write.release()
-        self.places.find()
-        self.find_buffers()
+        self.owners.find()
+        self._find_buffers()
         layouts = self.layout, self.buffers, FlatLayout(())
-        self._local = Local(*(layout.set_aside() for layout in layouts))
+        self._local = LocalValues(*(layout.new_flat_on_cpu() for layout in layouts))
 
-    def find_differing(self, group: WorkerGroup) -> tuple[FlatLayout, FlatLayout]:
-        """Of what is not exchanged, the parameters and the buffers that differ between the workers.
+    def compare_untracked(self, group: WorkerGroup) -> tuple[FlatLayout, FlatLayout]:
+        """Find the untracked parameters and the buffers that differ between the workers.
 
-        All must call it, after :meth:`keep_local`; sets those parameters aside as well.
+        All workers must call it, after :meth:`keep_local`. Copies those parameters as well.
         """
         assert self._local is not None
-        others, buffers = self.others.compare(group, self.buffers)
-        self._local = self._local._replace(others=others.set_aside())
-        return others, buffers
+        params, buffers = self.untracked.compare(group, self.buffers)
+        self._local = self._local._replace(untracked=params.new_flat_on_cpu())
+        return params, buffers
 
-    def forget_local(self) -> None:
-        """Go on with what the module holds now, instead of the values set aside."""
+    def discard_local(self) -> None:
+        """Discard the local values: what the module holds now are the new ones."""
         self._local = None
 
     def show_local(self) -> None:
-        """Put the local values back."""
+        """Write the local values into the module, if it holds the consensus."""
         if self._local is not None:
             local, self._local = self._local, None
-            self.others.differing.write(local.others)
+            self.untracked.differing.write(local.untracked)
             self.layout.write(local.params)
-            self.put_back_buffers(local.buffers)
+            self.restore_buffers(local.buffers)
 
     def sample(self, max_elements: int, round_index: int) -> Tensor:
-        """About ``max_elements`` trainable elements, as float64; others in every round."""
+        """Copy at most ``max_elements`` trainable elements, as float64; others in every round."""
         stride = max(1, -(-self.layout.numel // max_elements))
-        return self.layout.every(stride, (round_index * 7919) % stride).double()
+        return self.layout.subsample(stride, (round_index * 7919) % stride).double()
 
 
 class ParameterOwners:
-    """Knows which attribute of which module holds each parameter, and notices when none does.
+    """The modules that hold the exchanged parameters, also after a parameter has moved.
 
     Args:
-        model: Holds the parameters.
-        names: Theirs, at the start.
+        model: The module to train.
+        names: Names of the parameters at the start.
         tensors: The parameters.
 
     Attributes:
-        found: Module and attribute that hold each parameter, and the parameter.
+        slots: Module and attribute that hold each parameter, and the parameter.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -193,13 +198,13 @@ class ParameterOwners:
         self.find()
 
     def find(self) -> None:
-        """Look all places up.
+        """Look up the slots of all parameters.
 
         Raises:
-            RuntimeError: If none holds a parameter any more, naming it.
+            RuntimeError: If no module holds a parameter any more; it is named.
         """
         names = {id(p): name for name, p in self._model.named_parameters()}
-        self.found: list[tuple[nn.Module, str, Tensor]] = []
+        self.slots: list[tuple[nn.Module, str, Tensor]] = []
         for old_name, tensor in zip(self._names, self._tensors, strict=True):
             if id(tensor) not in names:
                 raise RuntimeError(
@@ -208,24 +213,24 @@ class ParameterOwners:
                     "(parameter.data.copy_(values)), or call fit again after the replacement."
                 )
             path, _, name = names[id(tensor)].rpartition(".")
-            self.found.append((self._model.get_submodule(path), name, tensor))
+            self.slots.append((self._model.get_submodule(path), name, tensor))
 
     def check(self) -> None:
-        """Look them up anew if something has changed; raises as :meth:`find` does."""
-        if any(getattr(module, name, None) is not p for module, name, p in self.found):
+        """Look up the slots again if one has changed; raises the error of :meth:`find`."""
+        if any(getattr(module, name, None) is not p for module, name, p in self.slots):
             self.find()
 
 
 class CopyOnWrite:
-    """Keeps parameters as they are between a forward pass and the end of the optimizer's step.
+    """Protects parameters from changes between a forward pass and the end of the optimizer step.
 
-    A round that would change them in between (another worker makes one, and this one calls a
-    collective in its ``training_step``) works on copies instead. At the end of the step the
-    parameters move by what the round has changed, so that it lands right before the step, whose
-    gradients it does not know. Without such a round no copies are made.
+    A round can come in between, if this worker calls a collective in its ``training_step`` while
+    another worker makes a round. Such a round works on copies of the parameters. At the end of the
+    step, the parameters move by what the round has changed, as if it had come just before the step.
+    Without such a round, nothing is copied.
 
     Args:
-        layout: The parameters; its ``tensors`` are the copies while there are any.
+        layout: The parameters; its ``tensors`` are the copies as long as there are any.
     """
 
     def __init__(self, layout: FlatLayout) -> None:
@@ -234,24 +239,24 @@ class CopyOnWrite:
         self._start: list[Tensor] = []
 
     def hold(self) -> None:
-        """From here on the parameters must stay; a second call does nothing."""
-        self._layout.before_write = self._replace
+        """Protect the parameters from now on; a second call does nothing."""
+        self._layout.before_write = self._copy_parameters
 
     @torch.no_grad()
     def release(self) -> None:
-        """The step is over: let the parameters move by what has changed, if anything has."""
+        """End the protection, and apply the changes of a round to the parameters."""
         self._layout.before_write = None
         if not self._parameters:
             return
         changed = self._layout.tensors
         for parameter, now, start in zip(self._parameters, changed, self._start, strict=True):
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            parameter.copy_(parameter.to(wide) + (now.to(wide) - start.to(wide)))
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.copy_(parameter.to(dtype) + (now.to(dtype) - start.to(dtype)))
         self._layout.tensors = self._parameters
         self._layout.chunks()
         self._parameters, self._start = [], []
 
-    def _replace(self) -> None:
+    def _copy_parameters(self) -> None:
         if not self._parameters:
             self._parameters = self._layout.tensors
             self._start = [_copy(parameter) for parameter in self._parameters]
@@ -260,7 +265,7 @@ class CopyOnWrite:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """With the same strides, so that the flat vector keeps its order and its cuts."""
+    """Copy a tensor with its strides, so that the flat vector keeps its order and its chunks."""
     data = tensor.detach()
     memory = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
     return memory.copy_(data)

@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm that belong to the weights which are shown with them."""
+"""Running statistics of BatchNorm that match the weights of the consensus."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_MEMORIES = 2.0
+_MEMORY_LENGTHS = 2.0
 
 
-class Noted(NamedTuple):
-    """The statistics of one module when a round ended."""
+class ModuleStatistics(NamedTuple):
+    """The running statistics of one module at the end of a round."""
 
     mean: Tensor
     var: Tensor
@@ -20,28 +20,28 @@ class Noted(NamedTuple):
 
 
 class RunningStatistics:
-    r"""Takes the batches before the last round out of the running statistics.
+    r"""Removes the batches before the last round from the running statistics.
 
-    A round moves the weights by as much as many local steps do, and the statistics follow within
-    tens of batches only: until then they are those of other weights. With momentum m, those of the
-    k batches since the round alone are
+    A round moves the weights as far as many local steps do, and the running statistics follow only
+    within tens of batches: until then they describe the weights before the round. With momentum m,
+    the statistics of the k batches since the round alone are
 
     .. math:: s = \frac{s_k - (1 - m)^k s_0}{1 - (1 - m)^k}
 
-    where :math:`s_0` are the statistics at the end of the round and :math:`s_k` those of now. This
-    is the correction of Adam's averages for their start.
+    where :math:`s_0` are the statistics at the end of the round and :math:`s_k` those of now. It is
+    the bias correction of Adam's averages.
 
-    Nothing is done where rounds come more often than the statistics forget (within 2 / m local
-    steps), and for modules whose statistics have no momentum or see no batches.
+    Statistics are left unchanged if rounds come faster than they are forgotten (within 2 / m local
+    steps), in modules whose statistics have no momentum, and without batches since the round.
 
     Args:
-        model: Its modules are those with ``running_mean``, ``running_var``, ``num_batches_tracked``
-            and ``momentum``, as BatchNorm has them.
+        model: Its modules with ``running_mean``, ``running_var``, ``num_batches_tracked`` and
+            ``momentum``, such as BatchNorm, are the ones that count.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._noted: dict[str, Noted] = {}
+        self._recorded: dict[str, ModuleStatistics] = {}
 
     def _modules(self) -> Iterator[tuple[str, nn.Module, float]]:
         for name, module in self._model.named_modules():
@@ -53,33 +53,37 @@ class RunningStatistics:
                 yield name, module, momentum
 
     @torch.no_grad()
-    def note(self, steps_since_round: int) -> None:
-        """A round has ended; it was begun so many local steps after the one before."""
+    def record(self, steps_since_round: int) -> None:
+        """Record the statistics at the end of a round.
+
+        Args:
+            steps_since_round: Local steps between the round before and this one.
+        """
         for name, module, momentum in self._modules():
-            if steps_since_round * momentum >= _MEMORIES:
+            if steps_since_round * momentum >= _MEMORY_LENGTHS:
                 values = module.running_mean, module.running_var, module.num_batches_tracked
-                self._noted[name] = Noted(*(value.clone() for value in values))  # type: ignore[operator]
+                self._recorded[name] = ModuleStatistics(*(value.clone() for value in values))  # type: ignore[operator]
 
     @torch.no_grad()
-    def leave_since_round(self) -> None:
-        """Leave in the modules what comes from the batches since the last round alone."""
+    def remove_before_round(self) -> None:
+        """Reduce the statistics in the modules to those of the batches since the last round."""
         for name, module, momentum in self._modules():
-            noted = self._noted.get(name)
+            start = self._recorded.get(name)
             mean, var = module.running_mean, module.running_var
             assert isinstance(mean, Tensor)
             assert isinstance(var, Tensor)
-            if noted is None or noted.mean.shape != mean.shape:
+            if start is None or start.mean.shape != mean.shape:
                 continue
-            num_batches = int(module.num_batches_tracked) - int(noted.num_batches)  # type: ignore[arg-type]
+            num_batches = int(module.num_batches_tracked) - int(start.num_batches)  # type: ignore[arg-type]
             if num_batches > 0:
-                rest = (1 - momentum) ** num_batches
-                mean.sub_(noted.mean.to(mean), alpha=rest).div_(1 - rest)
-                var.sub_(noted.var.to(var), alpha=rest).div_(1 - rest).clamp_(min=0)
+                decay = (1 - momentum) ** num_batches
+                mean.sub_(start.mean.to(mean), alpha=decay).div_(1 - decay)
+                var.sub_(start.var.to(var), alpha=decay).div_(1 - decay).clamp_(min=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was noted, by the names of the modules."""
-        return {name: noted._asdict() for name, noted in self._noted.items()}
+        """Return the recorded statistics by the names of the modules."""
+        return {name: recorded._asdict() for name, recorded in self._recorded.items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` has given."""
-        self._noted = {name: Noted(**noted) for name, noted in saved.items()}
+        """Restore the result of :meth:`state_dict`."""
+        self._recorded = {name: ModuleStatistics(**value) for name, value in saved.items()}

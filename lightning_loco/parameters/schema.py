@@ -1,4 +1,4 @@
-"""What must be true of a model before its training starts, on every worker."""
+"""Checks of a model before training starts: supported, and equal on all workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gather = Callable[[Any, str], list[Any]]
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model without trainable parameters, or with lazy or sparse ones."""
+    """Raise ValueError if a model has no trainable parameters, or lazy or sparse ones."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -42,17 +42,17 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
-    """Raise ValueError on every worker if their parameters differ, naming the first difference."""
+    """Raise ValueError on all workers if their parameters differ; it names the first difference."""
     _compare(layout.schema(), "trainable parameters", group.gather_objects)
 
 
 def check_same_tensors(model: nn.Module, gather: Gather) -> None:
-    """Raise ValueError on every worker if any parameters or buffers differ in name, shape or dtype.
+    """Raise ValueError on all workers if parameters or buffers differ in name, shape or dtype.
 
     Args:
-        model: Of this worker.
-        gather: Collects a value of plain numbers and texts from every worker, in order; gets the
-            name of the place as well.
+        model: Model of this worker.
+        gather: Collects a value from every worker, in order, as ``WorkerGroup.gather_objects``;
+            gets the value and a label.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     schema = [(name, tuple(t.shape), str(t.dtype), "") for name, t in named]
@@ -72,8 +72,8 @@ def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> N
             )
 
 
-def check_carries(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> None:
-    """Raise ValueError if messages cannot travel in a group from where the user wants them."""
+def check_outer_device(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> None:
+    """Raise ValueError if a group cannot send messages from ``outer_device``."""
     if outer_device is not None and not group.wait_blocks_host:
         raise ValueError(
             "outer_device='cpu' sends messages from the host's memory, which this group's backend "
@@ -82,10 +82,10 @@ def check_carries(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> No
 
 
 def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
-    """Raise ValueError on every worker if they are set differently, naming the first difference."""
-    everyone = group.gather_objects(settings, "the comparison of the settings")
-    for worker, other in enumerate(everyone):
-        for key, value in everyone[0].items():
+    """Raise ValueError on all workers if settings differ; it names the first difference."""
+    gathered = group.gather_objects(settings, "the comparison of the settings")
+    for worker, other in enumerate(gathered):
+        for key, value in gathered[0].items():
             if other.get(key) != value:
                 raise ValueError(
                     f"Worker {worker} has {key}={other.get(key)!r} and worker 0 has "
@@ -98,23 +98,29 @@ def first_difference(
     here: Sequence[Sequence[object]],
     what_all: str = "trainable parameters",
 ) -> str:
-    """Say in words where the schema of another worker differs from that of worker 0."""
+    """Describe the first difference between two schemas.
+
+    Args:
+        there: Schema of another worker.
+        here: Schema of worker 0.
+        what_all: Name of all entries together.
+    """
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
-            return f"parameter {name!r} there stands where worker 0 has {name_0!r}"
+            return f"it has parameter {name!r} where worker 0 has {name_0!r}"
         for what, value, value_0 in zip(("shape", "dtype", "strides"), spec, spec_0, strict=True):
             if value != value_0:
                 return f"{name!r} has {what} {value} there and {value_0} on worker 0"
     longer = there if len(there) > len(here) else here
     extra = longer[min(len(there), len(here))][0]
     return (
-        f"{len(there)} {what_all} there and {len(here)} on worker 0; the first one more "
-        f"is {extra!r} on {'that worker' if longer is there else 'worker 0'}"
+        f"{len(there)} {what_all} there and {len(here)} on worker 0; the first extra one is "
+        f"{extra!r} on {'that worker' if longer is there else 'worker 0'}"
     )
 
 
 def schema_checksum(schema: object) -> int:
-    """64 bits that tell apart different lists, tuples, strings and numbers.
+    """Return a checksum of 64 bits of nested lists and tuples of strings and numbers.
 
     Example:
         >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
@@ -125,8 +131,8 @@ def schema_checksum(schema: object) -> int:
 
 
 @torch.no_grad()
-def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
-    """Give every worker the parameters and buffers of worker 0; return their CRC-32 checksum."""
+def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
+    """Copy the parameters and buffers of worker 0 to all workers; return their CRC-32 checksum."""
     checksum = 0
     group.announce_wait("the start from worker 0's parameters")
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -1,4 +1,4 @@
-"""What no round moves: buffers, and teachers and targets that a model writes by hand."""
+"""Untracked values: buffers, and parameters that rounds do not move, such as a teacher network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_loco.parameters.fingerprint import crc32, fingerprints
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 from lightning_loco.parameters.schema import schema_checksum
 
-_PLACE = "the comparison of buffers and frozen parameters"
+_LABEL = "the comparison of buffers and frozen parameters"
 
 
 class UntrackedParameters:
-    """The floating-point values of one worker that do not travel in rounds.
+    """The floating-point values of a model that rounds do not exchange.
 
     These are buffers, and parameters that are frozen or in no optimizer. Values that are equal on
     all workers (a mask, a frozen backbone) are left unchanged. Values that differ (statistics of
@@ -26,11 +26,11 @@ class UntrackedParameters:
 
     Args:
         model: The module to train.
-        exchanged: Its parameters that rounds move.
+        exchanged: Parameters of the module that rounds exchange.
         chunk_elements: Longest chunk of a mean.
 
     Attributes:
-        differing: Parameters that differed between the workers when they were compared last.
+        differing: Parameters that differed between the workers in the last comparison.
     """
 
     def __init__(
@@ -45,53 +45,55 @@ class UntrackedParameters:
     def compare(self, group: WorkerGroup, buffers: FlatLayout) -> tuple[FlatLayout, FlatLayout]:
         """Find the parameters and the buffers that differ between the workers; all must call it.
 
-        Costs one read of their memory, and a message of one number when nothing differs. What has
-        another shape or dtype than on worker 0 cannot be averaged: it is named in a warning.
+        It reads their memory once, and gathers a single number when nothing differs. Values whose
+        shape or dtype differs between workers cannot be averaged: a warning names them.
         """
         named = [
             (name, p)
             for name, p in self._model.named_parameters()
             if id(p) not in self._exchanged and p.is_floating_point()
         ]
-        prints = fingerprints([p for _, p in named])
+        checksums = fingerprints([p for _, p in named])
         named_buffers = list(zip(buffers.names, buffers.tensors, strict=True))
-        prints += [crc32(buffer) for buffer in buffers.tensors]
+        checksums += [crc32(buffer) for buffer in buffers.tensors]
         own = {
             name: [f"{tuple(value.shape)} {value.dtype}", number]
-            for (name, value), number in zip([*named, *named_buffers], prints, strict=True)
+            for (name, value), number in zip([*named, *named_buffers], checksums, strict=True)
         }
         differing: set[str] = set()
-        if len(set(group.gather_objects(schema_checksum(sorted(own.items())), _PLACE))) > 1:
-            everyone = group.gather_objects(own, _PLACE)
-            unlike = {
+        if len(set(group.gather_objects(schema_checksum(sorted(own.items())), _LABEL))) > 1:
+            gathered = group.gather_objects(own, _LABEL)
+            incompatible = {
                 name
-                for name in set().union(*everyone)
-                if len({one[name][0] if name in one else None for one in everyone}) > 1
+                for name in set().union(*gathered)
+                if len({each[name][0] if name in each else None for each in gathered}) > 1
             }
             if group.worker == 0:
-                self._warn(unlike)
+                self._warn(incompatible)
             differing = {
-                name for name in own.keys() - unlike if len({one[name][1] for one in everyone}) > 1
+                name
+                for name in own.keys() - incompatible
+                if len({each[name][1] for each in gathered}) > 1
             }
-        self.differing, found = (
-            FlatLayout([(name, value) for name, value in some if name in differing], self._cuts)
-            for some in (named, named_buffers)
+        self.differing, differing_buffers = (
+            FlatLayout([(name, value) for name, value in all_of if name in differing], self._cuts)
+            for all_of in (named, named_buffers)
         )
-        return self.differing, found
+        return self.differing, differing_buffers
 
-    def _warn(self, unlike: set[str]) -> None:
-        if unlike and not self._has_warned:
+    def _warn(self, incompatible: set[str]) -> None:
+        if incompatible and not self._has_warned:
             self._has_warned = True
+            names = ", ".join(sorted(incompatible))
             warnings.warn(
-                f"{', '.join(sorted(unlike))}: these buffers, or parameters that no optimizer has, "
-                "have not the same shape and dtype on all workers, so the consensus has those of "
-                "one worker. Keep what belongs to a worker alone out of the module's parameters "
-                "and persistent buffers.",
+                f"{names}: these buffers, or parameters that no optimizer has, differ in shape or "
+                "dtype between the workers, so the consensus has those of one worker. Keep values "
+                "of one worker only out of the module's parameters and persistent buffers.",
                 stacklevel=2,
             )
 
     def load(self, names: list[str], values: Tensor) -> None:
-        """Write values of this worker, flat and in the order of ``names``, into the module."""
+        """Write flat values of this worker, in the order of ``names``, into the module."""
         named = dict(self._model.named_parameters())
         self.differing = FlatLayout([(name, named[name]) for name in names], self._cuts)
         self.differing.write(values)

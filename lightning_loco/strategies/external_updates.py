@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.parameters.fingerprint import fingerprints
-from lightning_loco.parameters.schema import share_from_worker_0
+from lightning_loco.parameters.schema import broadcast_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.worker import Worker
 
@@ -105,7 +105,7 @@ class ExternalUpdates:
         group = self._worker.group
         is_changed = self._fingerprints() != self._last_prints
         if any(group.gather_objects(is_changed, "the first batch")):
-            self._worker.checksum = share_from_worker_0(self._model, group)
+            self._worker.checksum = broadcast_model(self._model, group)
             self._strategy.reset()
             self._last_prints = self._fingerprints()
 
@@ -187,7 +187,7 @@ class ExternalUpdates:
         layout = worker.replica.layout
         if len(written) < len(layout.names):
             engine.show_consensus(_RESTART)
-            worker.replica.forget_local()
+            worker.replica.discard_local()
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:
                 parameter.detach().copy_(written[name])

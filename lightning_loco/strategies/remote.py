@@ -21,7 +21,7 @@ from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
 from lightning_loco.parameter_server.plan import BUCKET_BYTES
 from lightning_loco.parameter_server.tiers import check_ranks
 from lightning_loco.parameter_server.wire import as_codec
-from lightning_loco.parameters.schema import share_from_worker_0
+from lightning_loco.parameters.schema import broadcast_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
@@ -173,7 +173,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         """Replace the optimizer of this worker by a connection to the real one."""
         assert self.lightning_module is not None
         with self.waiting_in("the set-up"):
-            share_from_worker_0(self.lightning_module, self.present_workers())
+            broadcast_model(self.lightning_module, self.present_workers())
         (local,) = self.optimizers
         lightning_compat.expect_no_step(local)
         self.remote = RemoteOptimizer(

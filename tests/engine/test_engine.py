@@ -15,7 +15,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine import fragment_sync as rounds_module
 from lightning_loco.parameters import flat as flat_module
-from lightning_loco.parameters.flat import Chunk, Window
+from lightning_loco.parameters.flat import Chunk, Packing
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.engine.toys import (
@@ -96,7 +96,7 @@ class Passes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for owner, names in ((Chunk, ("pack", "unpack")), (Window, ("pack", "unpack"))):
+        for owner, names in ((Chunk, ("pack", "unpack")), (Packing, ("pack", "unpack"))):
             for name in names:
                 monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
         counted = self._counted(flat_module.are_finite)

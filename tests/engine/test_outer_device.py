@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.parameters.flat import Chunk, DistantWindow
+from lightning_loco.parameters.flat import Chunk, CrossDevicePacking
 from lightning_loco.strategies import METHODS
 from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
@@ -26,8 +26,8 @@ FIRST = [name for name in BY_STEPS if name in METHODS]
 ROUNDS, SYNC_EVERY = 3, 2
 
 
-def distant(chunk: Chunk, flat: Tensor) -> DistantWindow:
-    return DistantWindow(chunk, flat)
+def distant(chunk: Chunk, flat: Tensor) -> CrossDevicePacking:
+    return CrossDevicePacking(chunk, flat)
 
 
 def from_afar(rank: int, world: int, case: Case, is_far: bool) -> Tensor:
@@ -36,7 +36,7 @@ def from_afar(rank: int, world: int, case: Case, is_far: bool) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
             settings["outer_device"] = "cpu"
-            patch.setattr(Chunk, "tied", distant)
+            patch.setattr(Chunk, "packing", distant)
         return run_engine(rank, world, case.algorithm, ROUNDS, settings)
 
 
@@ -65,7 +65,7 @@ def fit(rank: int, world: int, name: str, outer_device: Any) -> Tensor:
     module = TinyModule(lr=0.05)
     with pytest.MonkeyPatch.context() as patch:
         if outer_device is not None:
-            patch.setattr(Chunk, "tied", distant)
+            patch.setattr(Chunk, "packing", distant)
         trainer.fit(module, make_loader(rank, 7))
     return flat(module)
 

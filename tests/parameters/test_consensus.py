@@ -22,10 +22,10 @@ from tests.small_model import flat, norm_model
 
 def agree(averaged_copies: AveragedCopies) -> None:
     group = WorkerGroup.create(timeout_s=20)
-    found = group.gather_objects(averaged_copies.look())
+    found = group.gather_objects(averaged_copies.prepare())
     statuses = [WorkerStatus(1.0, 0.0, 0.0, scalars=numbers) for numbers in found]
     try:
-        averaged_copies.agree(statuses, group, Statistics())
+        averaged_copies.synchronize(statuses, group, Statistics())
     finally:
         group.close()
 

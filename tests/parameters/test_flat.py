@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lightning_loco.parameters.flat import (
     Chunk,
+    CrossDevicePacking,
     Cuts,
-    DistantWindow,
     FlatLayout,
-    Window,
+    Packing,
     are_finite,
-    stretches,
+    cut_tensors,
 )
 from tests.meta_device import DEVICE, copies_to_the_host
 
@@ -219,7 +219,7 @@ def test_every_picks_each_stride_th_element(subtests: pytest.Subtests) -> None:
             flat = layout.new_flat()
             assert flat.tolist() == list(range(1, 14))
             for stride in range(1, 16):
-                picked = [layout.every(stride, offset) for offset in range(stride)]
+                picked = [layout.subsample(stride, offset) for offset in range(stride)]
                 for offset, part in enumerate(picked):
                     assert torch.equal(part, flat[offset::stride])
                     assert part.dtype == layout.dtype
@@ -228,7 +228,7 @@ def test_every_picks_each_stride_th_element(subtests: pytest.Subtests) -> None:
 
 def test_every_returns_a_copy() -> None:
     (tensor,) = numbered((6,))
-    layout_of([tensor]).every(1, 0).zero_()
+    layout_of([tensor]).subsample(1, 0).zero_()
     assert tensor.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -288,7 +288,7 @@ def test_the_pairs_of_a_window_are_all_there() -> None:
     views = [torch.ones(2), torch.ones(3).bfloat16(), torch.ones(4)]
     for chunk in (Chunk(0, views), Chunk(0, views[::2])):
         numbers = torch.arange(float(len(chunk)))
-        pairs = list(chunk.window(numbers).pairs())
+        pairs = list(chunk.same_device_packing(numbers).pairs())
         assert sorted(len(view) for view, _ in pairs) == sorted(map(len, chunk.views))
         assert all(len(view) == len(part) for view, part in pairs)
         assert sorted(torch.cat([part for _, part in pairs]).tolist()) == numbers.tolist()
@@ -298,19 +298,19 @@ def test_a_distant_window_copies_as_a_near_one_does() -> None:
     torch.manual_seed(0)
     views = [torch.randn(2, 3), torch.randn(5).bfloat16(), torch.randn(4).double()]
     chunk, near, distant = Chunk(0, views), torch.empty(15), torch.empty(15)
-    chunk.window(near).pack()
-    DistantWindow(chunk, distant).pack()
+    chunk.same_device_packing(near).pack()
+    CrossDevicePacking(chunk, distant).pack()
     assert torch.equal(distant, near)
-    DistantWindow(chunk, near * 2).unpack()
+    CrossDevicePacking(chunk, near * 2).unpack()
     chunk.pack(distant)
     assert torch.equal(distant, near * 2)
 
 
 def test_a_chunk_is_tied_by_where_the_vector_is() -> None:
     chunk = Chunk(0, [torch.empty(2, 3, device=DEVICE)])
-    assert isinstance(chunk.tied(torch.empty(6, device=DEVICE)), Window)
-    window = chunk.tied(torch.empty(6))
-    assert isinstance(window, DistantWindow)
+    assert isinstance(chunk.packing(torch.empty(6, device=DEVICE)), Packing)
+    window = chunk.packing(torch.empty(6))
+    assert isinstance(window, CrossDevicePacking)
     with copies_to_the_host():
         window.pack()
     window.unpack()
@@ -321,10 +321,10 @@ def test_a_layout_may_have_its_vectors_on_another_device() -> None:
     layout = FlatLayout(model.named_parameters(), Cuts(100), torch.device("cpu"))
     with copies_to_the_host():
         vector = layout.new_flat()
-        assert vector.device.type == layout.set_aside().device.type == "cpu"
+        assert vector.device.type == layout.new_flat_on_cpu().device.type == "cpu"
     layout.write(vector)
     layout.write(vector.to(DEVICE))
-    assert layout.every(7, 3).device == DEVICE
+    assert layout.subsample(7, 3).device == DEVICE
     assert {p.device for p in model.parameters()} == {DEVICE}
 
 
@@ -348,7 +348,7 @@ def test_everything_is_in_one_stretch(subtests: pytest.Subtests) -> None:
     rows = itertools.product((1, 3, 8, 100), (1, 2, 4), ((), (8,), (8, 20)))
     for longest, granularity, boundaries in rows:
         with subtests.test(longest=longest, granularity=granularity, boundaries=boundaries):
-            found = list(stretches(tensors(), longest, granularity, boundaries))
+            found = list(cut_tensors(tensors(), longest, granularity, boundaries))
             starts = [start for start, _ in found]
             joined = [torch.cat(views) for _, views in found]
             assert torch.cat(joined).tolist() == list(range(sum(SIZES)))
@@ -360,10 +360,10 @@ def test_everything_is_in_one_stretch(subtests: pytest.Subtests) -> None:
 
 def test_a_tensor_with_gaps_stays_whole() -> None:
     gaps = torch.arange(12.0).view(4, 3)[:, :2]
-    found = list(stretches([("a", torch.zeros(3)), ("gaps", gaps)], longest=4))
+    found = list(cut_tensors([("a", torch.zeros(3)), ("gaps", gaps)], longest=4))
     assert [(start, [view.shape for view in views]) for start, views in found] == [
         (0, [(3,)]),
         (3, [(4, 2)]),
     ]
     with pytest.raises(ValueError, match="'gaps' has gaps in memory and cannot be cut"):
-        list(stretches([("gaps", gaps)], longest=4, boundaries=(2,)))
+        list(cut_tensors([("gaps", gaps)], longest=4, boundaries=(2,)))

@@ -102,15 +102,15 @@ def test_a_sample_is_of_at_most_so_many_elements_and_shifts(subtests: pytest.Sub
 def test_a_parameter_that_moves_is_found_and_one_that_is_gone_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[1].weight
-    places = ParameterOwners(model, ["1.weight"], [weight])
-    assert places.found == [(model[1], "weight", weight)]
+    owners = ParameterOwners(model, ["1.weight"], [weight])
+    assert owners.slots == [(model[1], "weight", weight)]
     del model[1].weight
     model[0].other = weight
-    places.check()
-    assert places.found == [(model[0], "other", weight)]
+    owners.check()
+    assert owners.slots == [(model[0], "other", weight)]
     model[0].other = nn.Parameter(weight.detach().clone())
     with pytest.raises(RuntimeError, match=r"Parameter '1.weight' was replaced by another object"):
-        places.check()
+        owners.check()
 
 
 def make_layout(*tensors: Tensor, chunk_elements: int = 4) -> FlatLayout:
@@ -141,7 +141,7 @@ def test_without_a_round_nothing_is_copied() -> None:
 def test_parameters_stay_until_the_end_of_the_step_and_then_both_count(dtype: torch.dtype) -> None:
     weight = torch.arange(6.0, dtype=dtype).reshape(2, 3)
     layout = make_layout(weight, torch.ones(2, dtype=dtype))
-    cut = layout.chunks()
+    chunks = layout.chunks()
     copy_on_write = CopyOnWrite(layout)
     copy_on_write.hold()
     write(layout, 10.0)
@@ -152,7 +152,7 @@ def test_parameters_stay_until_the_end_of_the_step_and_then_both_count(dtype: to
     copy_on_write.release()
     assert torch.equal(weight.double(), torch.arange(6.0).reshape(2, 3).double() + 11)
     assert layout.tensors[0] is weight
-    assert layout.cut is not cut  # who is tied to the copies must notice
+    assert layout.chunks() is not chunks  # users of the copies must notice
     write(layout, 1.0)
     assert torch.equal(weight.double(), torch.arange(6.0).reshape(2, 3).double() + 12)
 

@@ -11,11 +11,11 @@ from torch import nn
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.parameters.schema import (
+    broadcast_model,
     check_model,
     check_same_schema,
     check_same_settings,
     schema_checksum,
-    share_from_worker_0,
 )
 from tests.pool import Pool, PoolError
 
@@ -102,7 +102,7 @@ def test_the_first_difference_is_named_on_every_worker(
         ),
         "name": (
             {"kernel": SAME["weight"], "bias": SAME["bias"]},
-            "parameter 'kernel' there stands where worker 0 has 'weight'",
+            "it has parameter 'kernel' where worker 0 has 'weight'",
         ),
         "one more": (
             {**SAME, "scale": torch.zeros(1)},
@@ -163,7 +163,7 @@ def share(rank: int, world: int) -> tuple[int, Tensors]:
     model = Odd(seed=rank)
     strides = [p.stride() for p in model.parameters()]
     group = WorkerGroup.create(timeout_s=20)
-    checksum = share_from_worker_0(model, group)
+    checksum = broadcast_model(model, group)
     group.close()
     assert [p.stride() for p in model.parameters()] == strides
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -173,9 +173,9 @@ def share(rank: int, world: int) -> tuple[int, Tensors]:
 def test_all_start_from_what_worker_0_has(pool: Pool) -> None:
     expected = Odd(seed=0)
     named = dict([*expected.named_parameters(), *expected.named_buffers()])
-    alone = share_from_worker_0(expected, WorkerGroup(0, 1))
+    alone = broadcast_model(expected, WorkerGroup(0, 1))
     for checksum, tensors in pool.run(share, world=3):
         assert checksum == alone
         assert tensors.keys() == named.keys()
         assert all(torch.equal(tensors[name], named[name]) for name in named)
-    assert share_from_worker_0(Odd(seed=1), WorkerGroup(0, 1)) != alone
+    assert broadcast_model(Odd(seed=1), WorkerGroup(0, 1)) != alone

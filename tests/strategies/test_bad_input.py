@@ -314,7 +314,7 @@ MAKE_MODEL: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     ),
     "another name": (
         lambda rank: renamed() if rank == 1 else make_model(),
-        "Worker 1 holds .* 'model.head.weight' there stands where worker 0 has 'model.2.weight'",
+        "Worker 1 holds .* 'model.head.weight' where worker 0 has 'model.2.weight'",
     ),
     "another dtype": (
         lambda rank: make_model().float() if rank == 1 else make_model(),
@@ -332,12 +332,12 @@ MAKE_MODEL: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     ),
     "longer": (
         lambda rank: nn.Sequential(*make_model(), *[nn.Linear(1, 1)] * (rank == 1)),
-        "6 trainable parameters there and 4 on worker 0; the first one more is 'model.3.weight' "
+        "6 trainable parameters there and 4 on worker 0; the first extra one is 'model.3.weight' "
         "on that worker",
     ),
     "shorter": (
         lambda rank: make_model() if rank == 1 else nn.Sequential(*make_model(), nn.Linear(1, 1)),
-        "4 trainable parameters there and 6 on worker 0; the first one more is 'model.3.weight' "
+        "4 trainable parameters there and 6 on worker 0; the first extra one is 'model.3.weight' "
         "on worker 0",
     ),
     "another buffer": (
@@ -350,7 +350,7 @@ MAKE_MODEL: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     ),
     "frozen on one worker": (
         lambda rank: partly_frozen() if rank == 1 else make_model(),
-        "Worker 1 holds .* 'model.0.bias' there stands where worker 0 has 'model.0.weight'",
+        "Worker 1 holds .* 'model.0.bias' where worker 0 has 'model.0.weight'",
     ),
 }
 
