@@ -1,9 +1,9 @@
-"""Threads beside the others, that keep no process from ending and do no harm when it does.
+"""Background threads that neither keep a process from exiting nor crash it when it exits.
 
-A thread that comes back from PyTorch, or from any other library in C++, while Python ends the
-interpreter takes the process down with it by SIGABRT: ``terminate called without an active
-exception``. So at the end of a process these threads are told to end, and waited for, for a moment.
-One that is still there then sleeps for ever when it comes back, as Python 3.14 has it do.
+A thread that returns from PyTorch, or from any other C++ library, while the interpreter shuts down
+aborts the process with SIGABRT: ``terminate called without an active exception``. So when a process
+exits, these threads are asked to end, and joined with a timeout. A thread that is still running
+then is suspended forever when it returns, as in Python 3.14.
 """
 
 from __future__ import annotations
@@ -19,39 +19,50 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PARTING_S = 2.0
-"""How long a process that ends waits for a thread unless it says otherwise."""
+EXIT_TIMEOUT_S = 2.0
+"""Default of how long an exiting process waits for a thread, in seconds."""
 
 
 class BackgroundThread(threading.Thread):
-    """A thread that a process waits for when it ends, but only for a moment.
+    """A daemon thread that an exiting process asks to end, and waits for with a timeout.
 
     Args:
-        name: Of the thread.
-        work: What it does, for those that do not define ``run``.
-        parting_s: How long a process that ends waits for it, in seconds.
+        name: Name of the thread.
+        work: Function to run, unless a subclass defines ``run``.
+        exit_timeout_s: How long an exiting process waits for it, in seconds.
     """
 
     def __init__(
-        self, name: str, work: Callable[[], object] | None = None, parting_s: float = PARTING_S
+        self,
+        name: str,
+        work: Callable[[], object] | None = None,
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         super().__init__(name=name, target=work, daemon=True)
-        self._parting_s = parting_s
+        self._exit_timeout_s = exit_timeout_s
 
     def end_with_process(self) -> float:
-        """Called once when the process ends, if the thread is alive: have it end soon.
+        """Ask the thread to end; called once when the process exits, if the thread is alive.
 
         Returns:
-            How long to wait for it at most, in seconds.
+            How long to wait for it, in seconds.
         """
-        return self._parting_s
+        return self._exit_timeout_s
 
 
-def begin(work: Callable[[], T], parting_s: float = PARTING_S) -> Future[T]:
-    """Do it in a thread of its own, for which a process that ends waits only so long."""
+def begin(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S) -> Future[T]:
+    """Call a function in a new background thread.
+
+    Args:
+        work: The function.
+        exit_timeout_s: How long an exiting process waits for it, in seconds.
+
+    Returns:
+        A future of its result or error.
+    """
     future: Future[T] = Future()
 
-    def fulfil() -> None:
+    def run() -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -61,26 +72,26 @@ def begin(work: Callable[[], T], parting_s: float = PARTING_S) -> Future[T]:
         else:
             future.set_result(result)
 
-    BackgroundThread("loco-background", fulfil, parting_s).start()
+    BackgroundThread("loco-background", run, exit_timeout_s).start()
     return future
 
 
 @atexit.register
 def _end_all() -> None:
     threads = [each for each in threading.enumerate() if isinstance(each, BackgroundThread)]
-    ends = [time.monotonic() + thread.end_with_process() for thread in threads]
-    for thread, end in zip(threads, ends, strict=True):
-        thread.join(max(0.0, end - time.monotonic()))
+    deadlines = [time.monotonic() + thread.end_with_process() for thread in threads]
+    for thread, deadline in zip(threads, deadlines, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        _have_threads_sleep()
+        _suspend_instead_of_abort()
 
 
-def _have_threads_sleep() -> None:
-    """Have C++ suspend a thread where it would abort the process, where its library allows that.
+def _suspend_instead_of_abort() -> None:
+    """Have C++ suspend a thread instead of aborting the process, if its library supports that.
 
-    Longer joins would not do: of two processes that end together, each with a thread that waits in
-    gloo for the other, a thread comes back while its process ends. Without this most of them hang,
-    and some are aborted.
+    Longer timeouts would not help: if two processes exit together, each with a thread that waits in
+    gloo for the other one, such a thread returns while its process exits. Without this function
+    most of these processes hang, and some are aborted.
     """
     with suppress(OSError, AttributeError):
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]

@@ -1,4 +1,4 @@
-"""The clock that code waits by. It is an argument, so that tests can pass another one."""
+"""The clock for waits. It is passed as an argument, so that tests can pass another one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Clock:
     """The clock of this machine.
 
     Attributes:
-        now: Seconds that never go back.
-        wall_time: Seconds since 1970, which all processes on this machine agree on.
-        sleep: Return after so many seconds.
+        now: Returns seconds that never decrease.
+        wall_time: Returns seconds since 1970; equal in all processes on this machine.
+        sleep: Sleeps for a number of seconds.
     """
 
     now = staticmethod(time.monotonic)
@@ -20,7 +20,7 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        """Return once an event is set, or after a while; whether it is set."""
+        """Wait until an event is set, at most ``timeout_s``; return whether it is set."""
         return event.wait(timeout_s)
 
 

@@ -1,6 +1,7 @@
-"""Named places that the package comes to, at which a test can make a process fail.
+"""Named points in the code at which a test can make a process fail.
 
-Nothing happens there unless :func:`on_reach` says so; then, in all threads of the process.
+Reaching a point does nothing, unless a test has set a function by :func:`on_reach`, which is then
+called in all threads of the process.
 """
 
 from __future__ import annotations
@@ -10,58 +11,58 @@ from contextlib import contextmanager
 
 POINTS = {
     # Local steps and rounds.
-    "local step": "a local step has been made and is to be counted",
-    "packing": "before a message is made of parameters or gradients",
-    "before sending": "before a message leaves",
-    "after sending": "a message has left, and those of others are still to come",
-    "after receiving": "all that a message waits for has come; nothing has changed yet",
-    "outer step": "before what has come is applied",
-    # Members that come and go.
-    "before the group": "before the group of a plan is opened, which may be open already",
-    "making the group": "before a new group is made by torchft",
+    "local step": "after a local step, before it is counted",
+    "packing": "before parameters or gradients are packed into a message",
+    "before sending": "before a message is sent",
+    "after sending": "a message was sent, and those of others have not been received",
+    "after receiving": "the result of an exchange was received, and nothing has changed yet",
+    "outer step": "before the received result is applied",
+    # Elastic members.
+    "before the group": "before the process group of a plan is opened, unless it is open already",
+    "making the group": "before torchft makes a new process group",
     "statuses": "before the statuses of the members are gathered",
-    "exchange": "before messages move between the members",
-    "confirming": "before a member says that it has received",
-    "after confirming": "all members have said that they have received",
-    "before the state is sent": "a newcomer waits for the state, which has been copied",
-    "sending the state": "a description of the state has been sent, the state not",
-    "receiving the state": "a description of the state has been received, the state not",
-    # Ranks that serve.
-    "connecting the ranks": "before gloo connects those that train and those that serve",
-    "asking for a step": "before a worker asks one of the servers for a step",
+    "exchange": "before messages are exchanged between the members",
+    "confirming": "before a member confirms that it has received",
+    "after confirming": "all members have confirmed that they have received",
+    "before the state is sent": "a newcomer waits for the state, which was copied already",
+    "sending the state": "a description of the state was sent, the state was not",
+    "receiving the state": "a description of the state was received, the state was not",
+    # Server ranks.
+    "connecting the ranks": "before gloo connects workers and servers",
+    "asking for a step": "before a worker requests a step from one of the servers",
     "summing": "before a server adds up the gradients of a message",
-    "server step": "before a server has the step made",
+    "server step": "before a server makes the optimizer step",
     # Checkpoints.
     "writing a checkpoint": "before one file of a checkpoint is written",
-    "before a file is in its place": "it has been written, and has not replaced the one before",
-    "before the main file is in its place": "all workers agree that the save is complete",
-    "before the last checkpoint is deleted": "the next one is complete",
+    "before a file is in its place": "it was written, and has not replaced the previous one yet",
+    "before the main file is in its place": "all workers agree that the checkpoint is complete",
+    "before the last checkpoint is deleted": "the new checkpoint is complete",
 }
-"""Each point, and when it is reached."""
+"""The name of each point, and when it is reached."""
 
-_act: Callable[[str], object] | None = None
+_function: Callable[[str], object] | None = None
 
 
 def reach(point: str) -> None:
     """Call the function that was set by :func:`on_reach`, if there is one.
 
     Args:
-        point: The place at which this is called, one of :data:`POINTS`.
+        point: Name of the point, one of :data:`POINTS`.
     """
-    if _act is not None:
-        _act(point)
+    if _function is not None:
+        _function(point)
 
 
 @contextmanager
-def on_reach(act: Callable[[str], object]) -> Iterator[None]:
-    """Have a function called with the name of each point that is reached, by the thread that does.
+def on_reach(function: Callable[[str], object]) -> Iterator[None]:
+    """Call a function with the name of each point that is reached, in the thread that reaches it.
 
     Args:
-        act: May raise, end the process or stop it.
+        function: May raise an error, or end or stop the process.
     """
-    global _act
-    before, _act = _act, act
+    global _function
+    before, _function = _function, function
     try:
         yield
     finally:
-        _act = before
+        _function = before

@@ -1,4 +1,4 @@
-"""Network links between workers, as they are emulated: bandwidth, latency and jitter."""
+"""Emulated network links of workers: bandwidth, latency, jitter, and how long messages take."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    r"""What connects a worker with the others, to be emulated on machines that are closer together.
+    r"""The network link of a worker, to be emulated on machines with a faster network.
 
-    A message of B bytes takes :math:`8 B / (10^6\,` ``mbit_per_s`` :math:`)` seconds to leave and
-    ``latency_s`` to reach the other end, up to ``jitter_s`` more by chance.
+    Sending a message of B bytes takes :math:`8 B / (10^6\,` ``mbit_per_s`` :math:`)` seconds, and
+    it arrives ``latency_s`` later, plus a random delay of up to ``jitter_s``.
 
     Args:
-        mbit_per_s: Megabits (a million bits) per second, in each direction; ``math.inf`` for no
-            limit.
-        latency_s: From one end to the other, one way, in seconds.
-        jitter_s: The most by which a message is later than that, in seconds.
+        mbit_per_s: Bandwidth in megabits (millions of bits) per second, in each direction;
+            ``math.inf`` for no limit.
+        latency_s: One-way latency, in seconds.
+        jitter_s: Largest random delay in addition, in seconds.
 
     Raises:
-        TypeError: If a value is no number.
+        TypeError: If a value is not a number.
         ValueError: If a value is out of range.
 
     Example:
@@ -64,11 +64,11 @@ class Link:
                 )
 
     def seconds(self, num_bytes: float) -> float:
-        """How long so many bytes take to leave."""
+        """Return how long sending ``num_bytes`` takes, without the latency."""
         return 8e-6 * num_bytes / self.mbit_per_s
 
     def slower(self, other: Link) -> Link:
-        """What a message meets that passes through both: the worse of each."""
+        """Return the link of a message that passes through both: the worse of each property."""
         return Link(
             min(self.mbit_per_s, other.mbit_per_s),
             max(self.latency_s, other.latency_s),
@@ -82,22 +82,22 @@ LINKS = {
     "lan": Link(1000, 0.0002),
     "datacentre": Link(25_000, 0.00002),
 }
-"""Links by name: between two sites, from a home, within a building, within a rack."""
+"""Links by name: between two sites, at home, within a building, within a rack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Which link each message passes through.
+    """The links of all workers.
 
     Args:
-        default: Of every worker that is not named.
-        workers: A worker's number and its link.
-        pairs: Who sends, who receives, and a link between these two that nobody shares.
-        seed: Of the jitter.
-        num_workers: How many workers there must be; None for any number.
+        default: Link of every worker that is not in ``workers``.
+        workers: Numbers of workers, and their links.
+        pairs: Sender, receiver, and a link that only messages between these two use.
+        seed: Seed of the jitter.
+        num_workers: Number of workers that the links are for; None for any.
 
     Raises:
-        TypeError: If the seed is no integer.
+        TypeError: If the seed is not an integer.
     """
 
     default: Link
@@ -112,7 +112,7 @@ class Links:
             raise TypeError(f"seed of the links must be an integer, got {self.seed!r}.")
 
     def check(self, num_workers: int) -> None:
-        """Raise ValueError if they are not those of so many workers."""
+        """Raise ValueError if the links do not fit the number of workers."""
         if self.num_workers not in (None, num_workers):
             raise ValueError(
                 f"link has {self.num_workers} entries, one for each worker, but there are "
@@ -127,25 +127,26 @@ class Links:
                     f"0 to {num_workers - 1}."
                 )
 
-    def of(self, worker: int) -> Link:
-        """What connects a worker with all others."""
+    def of_worker(self, worker: int) -> Link:
+        """Return the link of a worker, for messages to and from all others."""
         return dict(self.workers).get(worker, self.default)
 
-    def own(self, sender: int, receiver: int) -> Link | None:
-        """What connects these two alone, if anything does."""
+    def of_pair(self, sender: int, receiver: int) -> Link | None:
+        """Return the link that only messages between these two use, or None."""
         return {(first, second): link for first, second, link in self.pairs}.get((sender, receiver))
 
     def between(self, sender: int, receiver: int) -> Link:
-        """What a message meets on its way."""
-        return self.own(sender, receiver) or self.of(sender).slower(self.of(receiver))
+        """Return the link that a message between these two passes through."""
+        pair_link = self.of_pair(sender, receiver)
+        return pair_link or self.of_worker(sender).slower(self.of_worker(receiver))
 
 
 LinkLike: TypeAlias = Link | Links | str | Path | Sequence[Any] | Mapping[str, Any]
-"""What :func:`as_links` understands."""
+"""Values that :func:`as_links` converts."""
 
 
 def as_links(value: LinkLike | None) -> Links | None:
-    """The links that a user means.
+    """Convert a user's description of links.
 
     Args:
         value: A name (``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``), a :class:`Link`, a list
@@ -154,8 +155,8 @@ def as_links(value: LinkLike | None) -> Links | None:
 
     Raises:
         TypeError: If it is something else, or a number has the wrong type.
-        ValueError: If a name is unknown, a value out of range or a file not understood.
-        FileNotFoundError: If there is no such file.
+        ValueError: If a name is unknown, a value is out of range or a file is invalid.
+        FileNotFoundError: If the file does not exist.
 
     Example:
         >>> links = as_links(["wan", "wan", Link(20)])
@@ -177,22 +178,22 @@ def as_links(value: LinkLike | None) -> Links | None:
 
 
 def read_links(path: str | Path) -> Links:
-    """Read a YAML or JSON file like this one; all keys but ``default`` may be missing::
+    """Read links from a YAML or JSON file. All keys but ``default`` are optional::
 
-        default: wan                                  # of all workers that are not named
+        default: wan                                  # all workers that are not listed
         workers:
           3: dsl                                      # a name, or numbers:
           2: {mbit_per_s: 50, latency_s: 0.01, jitter_s: 0.001}
         pairs:
-          0-1: lan                                    # both ways
+          0-1: lan                                    # in both directions
           1->2: {mbit_per_s: 10}                      # from worker 1 to worker 2
-        seed: 0                                       # of the jitter
+        seed: 0                                       # seed of the jitter
 
-    A list has one link for each worker; a name alone, or numbers, are for all.
+    The file may also hold a list with one link for each worker, or a single link for all.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be read or says something that is not understood.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it cannot be read or its content is invalid.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -246,11 +247,11 @@ def _from_map(content: Mapping[str, Any]) -> Links:
     if unknown := sorted(set(map(str, content)) - set(_KEYS)):
         raise ValueError(f"link has no {unknown[0]!r}. Use {', '.join(_KEYS)}.")
     if "default" not in content:
-        raise ValueError("link needs 'default': the link of all workers that are not named.")
+        raise ValueError("link needs 'default': the link of all workers that are not listed.")
     parts = {key: content.get(key) or {} for key in ("workers", "pairs")}
     for key, part in parts.items():
         if not isinstance(part, Mapping):
-            raise ValueError(f"link.{key} is a map, got {part!r}.")
+            raise ValueError(f"link.{key} must be a map, got {part!r}.")
     workers = [
         (_number(worker), _as_link(link, f"link.workers[{worker}]"))
         for worker, link in parts["workers"].items()
@@ -270,16 +271,16 @@ def _from_map(content: Mapping[str, Any]) -> Links:
 
 def _number(worker: object) -> int:
     if not re.fullmatch(r"\d+", str(worker)):
-        raise ValueError(f"link.workers has the workers' numbers from 0 on, got {worker!r}.")
+        raise ValueError(f"link.workers needs the workers' numbers from 0 on, got {worker!r}.")
     return int(str(worker))
 
 
-class Span(NamedTuple):
-    """What a message takes.
+class TransferTime(NamedTuple):
+    """How long a message takes on a link.
 
     Attributes:
-        busy_s: So long a link is busy with it; what is sent next waits.
-        latency_s: So long it is on the way besides.
+        busy_s: For how long it occupies the link: the next message has to wait, in seconds.
+        latency_s: How much later it arrives, in seconds.
     """
 
     busy_s: float
@@ -287,102 +288,104 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first byte that leaves to the last one that arrives."""
+        """Time from sending the first byte to receiving the last one, in seconds."""
         return self.busy_s + self.latency_s
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkTimes:
-    r"""The time that exchanges of ``num_workers`` workers take on their links.
+    r"""How long exchanges of ``num_workers`` workers take on their links.
 
-    A worker's link carries both directions at once, and all that the worker sends or receives in a
-    round shares it. What a pair has for itself nobody shares. The jitter of what a worker sends in
-    a round is drawn from the seed, the round and the worker, so that all agree on it.
+    The link of a worker carries both directions at once. All messages that the worker sends in a
+    round share it, and so do all that it receives. The link of a pair is not shared. The jitter of
+    a worker's messages in a round is drawn from the seed, the round and the worker, so all workers
+    compute the same.
 
     Args:
-        links: Of the workers.
+        links: Links of the workers.
         num_workers: Number of workers N.
 
     Example:
         >>> times = LinkTimes(Links(Link(mbit_per_s=80, latency_s=0.01)), num_workers=2)
         >>> times.mean(1_000_000, hops=2, round_index=0)
-        Span(busy_s=0.1, latency_s=0.02)
+        TransferTime(busy_s=0.1, latency_s=0.02)
     """
 
     links: Links
     num_workers: int
 
-    def mean(self, num_bytes: float, hops: int, round_index: int) -> Span:
-        r"""A collective of all workers, in which the slowest link keeps everybody waiting.
+    def mean(self, num_bytes: float, hops: int, round_index: int) -> TransferTime:
+        r"""Return the time of a collective of all workers; the slowest link determines it.
 
-        Messages go from each worker to the next one, as in a ring all-reduce, which sends
+        Each worker sends to the next one, as in a ring all-reduce, which sends
         :math:`2 (N - 1) / N` of the message through each link in :math:`2 (N - 1)` hops.
 
         Args:
-            num_bytes: That each worker sends.
-            hops: How many messages follow upon each other, each a latency later.
-            round_index: Which round, for the jitter.
+            num_bytes: Bytes that each worker sends.
+            hops: Number of messages in sequence, each of which adds a latency.
+            round_index: Index of the round, for the jitter.
         """
         n = self.num_workers
         if n == 1:
-            return Span(0.0, 0.0)
+            return TransferTime(0.0, 0.0)
         ring = [(worker, (worker + 1) % n) for worker in range(n)]
         busy_s = max(self.links.between(*pair).seconds(num_bytes) for pair in ring)
-        return Span(busy_s, hops * self._latest(ring, round_index))
+        return TransferTime(busy_s, hops * self._longest_latency(ring, round_index))
 
     def neighbors(
         self, worker: int, num_bytes: float, topology: Topology, round_index: int
-    ) -> Span:
-        """A message to each receiver of a topology, until a worker has those of its neighbours.
+    ) -> TransferTime:
+        """Return the time until a worker has the messages of its neighbors in a topology.
 
         Args:
-            worker: Who waits.
-            num_bytes: Of one message.
-            topology: Who sends to whom.
-            round_index: Which round, of the topology and for the jitter.
+            worker: The worker that receives.
+            num_bytes: Bytes of one message.
+            topology: Which workers send to which.
+            round_index: Index of the round, for the topology and the jitter.
         """
         links, n = self.links, self.num_workers
 
         def sent_by(sender: int) -> list[tuple[int, int]]:
             return [(sender, other) for other in topology.receivers(sender, n, round_index)]
 
-        def shares(pairs: Iterable[tuple[int, int]]) -> int:
-            return sum(links.own(*pair) is None for pair in pairs)
+        def count_shared(pairs: Iterable[tuple[int, int]]) -> int:
+            return sum(links.of_pair(*pair) is None for pair in pairs)
 
         senders = [other for other in topology.weights(worker, n, round_index) if other != worker]
         received = [(sender, worker) for sender in senders]
         sent = sent_by(worker)
-        own = links.of(worker)
-        busy = [own.seconds(num_bytes * max(shares(received), shares(sent)))]
+        num_shared = max(count_shared(received), count_shared(sent))
+        busy = [links.of_worker(worker).seconds(num_bytes * num_shared)]
         for pair in (*received, *sent):
-            if (alone := links.own(*pair)) is not None:
-                busy.append(alone.seconds(num_bytes))
+            if (pair_link := links.of_pair(*pair)) is not None:
+                busy.append(pair_link.seconds(num_bytes))
         for sender, _ in received:
-            if links.own(sender, worker) is None:
-                busy.append(links.of(sender).seconds(num_bytes * shares(sent_by(sender))))
-        return Span(max(busy), self._latest(received, round_index))
+            if links.of_pair(sender, worker) is None:
+                num_shared = count_shared(sent_by(sender))
+                busy.append(links.of_worker(sender).seconds(num_bytes * num_shared))
+        return TransferTime(max(busy), self._longest_latency(received, round_index))
 
-    def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> Span:
-        """A request to a peer, and its answer.
+    def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
+        """Return the time of a request to a peer and its reply.
 
         Args:
-            worker: Who asks.
-            peer: Who answers.
-            num_bytes: Of the answer.
-            count: Which fetch of this worker, for the jitter.
+            worker: The worker that sends the request.
+            peer: The worker that replies.
+            num_bytes: Bytes of the reply.
+            count: Number of this worker's fetch, for the jitter.
         """
-        there, back = (worker, peer), (peer, worker)
-        latency_s = self._latest([there], count) + self._latest([back], count)
-        return Span(self.links.between(*back).seconds(num_bytes), latency_s)
+        request, reply = (worker, peer), (peer, worker)
+        latency_s = self._longest_latency([request], count) + self._longest_latency([reply], count)
+        return TransferTime(self.links.between(*reply).seconds(num_bytes), latency_s)
 
-    def _latest(self, pairs: Iterable[tuple[int, int]], index: int) -> float:
-        """The longest latency of messages from the first to the second of each pair."""
-        latest = 0.0
+    def _longest_latency(self, pairs: Iterable[tuple[int, int]], index: int) -> float:
+        """Return the longest latency, with jitter, of messages between pairs."""
+        longest_s = 0.0
         for sender, receiver in pairs:
             link = self.links.between(sender, receiver)
-            late = link.jitter_s and link.jitter_s * self._luck(sender, index)
-            latest = max(latest, link.latency_s + late)
-        return latest
+            jitter_s = link.jitter_s and link.jitter_s * self._draw(sender, index)
+            longest_s = max(longest_s, link.latency_s + jitter_s)
+        return longest_s
 
-    def _luck(self, sender: int, index: int) -> float:
+    def _draw(self, sender: int, index: int) -> float:
         return random.Random(f"{self.links.seed} {index} {sender}").random()

@@ -1,4 +1,4 @@
-"""The folder of a run: the same for all its ranks, and no other run's."""
+"""The folder of a run: shared by all its ranks, and not used by any other run."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import uuid
 from pathlib import Path
 
 NAME_FILE = ".run"
-"""Names the run that a folder belongs to; a folder is never there without it."""
+"""File with the name of the run that a folder belongs to; every folder of a run has one."""
 
-_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 def claim(folder: Path, run: str) -> Path:
-    """Make a folder for a run, or find the one that another rank of the run has made.
+    """Create a folder for a run, or find the one that another rank of the run has created.
 
     Args:
-        folder: How it is to be called. If that is another run's, ``-2``, ``-3``, ... are appended.
-        run: A text that all ranks of the run have in common, and no other run has.
+        folder: Preferred path. If another run has it, ``-2``, ``-3``, ... is appended.
+        run: Name of the run, the same on all its ranks and of no other run.
 
     Returns:
-        The folder that is there now.
+        Path of the folder, which exists.
 
     Raises:
-        OSError: If nothing can be written there.
+        OSError: If the folder cannot be written.
     """
     for number in itertools.count(1):
         numbered = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        if _make(numbered, run) or _run_of(numbered) == run:
+        if _create(numbered, run) or _read_run(numbered) == run:
             return numbered
     raise AssertionError
 
 
-def _make(folder: Path, run: str) -> bool:
-    """Make a folder with the name of its run in it, both at once; whether it was not there."""
+def _create(folder: Path, run: str) -> bool:
+    """Create a folder with the name of its run atomically; return False if it exists already."""
     new = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     new.mkdir(parents=True)
     try:
@@ -44,13 +44,13 @@ def _make(folder: Path, run: str) -> bool:
         os.rename(new, folder)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        if error.errno not in _IS_THERE:
+        if error.errno not in _EXISTS:
             raise
         return False
     return True
 
 
-def _run_of(folder: Path) -> str | None:
+def _read_run(folder: Path) -> str | None:
     try:
         return (folder / NAME_FILE).read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Values that users set: whether they are in range, and how they are compared and stored."""
+"""Values of settings: checks of types and ranges, and a plain form to compare and store them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_bytes(name: str, value: int) -> None:
-    """Refuse what is no number of bytes.
+    """Check a number of bytes.
 
     Raises:
         TypeError: If it is not an integer.
@@ -23,11 +23,11 @@ def check_bytes(name: str, value: int) -> None:
 
 
 def check_common_arguments(timeout_s: float, start_method: str) -> None:
-    """Refuse what no strategy can work with.
+    """Check the arguments that all strategies have in common.
 
     Raises:
         TypeError: If a number has the wrong type.
-        ValueError: If one is out of range, or the start method is unknown.
+        ValueError: If a number is out of range, or the start method is unknown.
     """
     check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
@@ -37,20 +37,20 @@ def check_common_arguments(timeout_s: float, start_method: str) -> None:
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse a word that is none of the allowed ones.
+    """Check that a value is one of the allowed ones.
 
     Raises:
-        ValueError: With those that are.
+        ValueError: If it is not; the message lists the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
 def plain(value: Any) -> Any:
-    """A value that a user has set, as numbers, strings and lists that tell other values apart.
+    """Convert a setting to numbers, strings, lists and dictionaries that can be compared.
 
-    Functions are told apart by their module and name only: two lambdas of one module are the same,
-    whatever they compute. For numbers that are to be compared there is ``functools.partial``.
+    Functions are compared by module and name only: two lambdas of one module are equal, whatever
+    they compute. Use ``functools.partial`` for arguments that shall be compared.
 
     Example:
         >>> plain(functools.partial(max, key=3))
@@ -67,7 +67,7 @@ def plain(value: Any) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return [type(value).__qualname__, plain(held)]
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [type(value).__qualname__, plain(fields)]
     has_own_text = "__repr__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
     return repr(value) if has_own_text else [type(value).__qualname__, plain(vars(value))]

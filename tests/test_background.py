@@ -1,4 +1,4 @@
-"""A process ends well while threads of the package are at work."""
+"""A process exits normally while background threads are running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.programs import Program
 from tests.sources import PACKAGE
 
-AT_WORK = """
+RUNNING = """
 import threading
 import torch
 from lightning_loco.background import begin
@@ -20,7 +20,7 @@ values = torch.ones(1_000_000)
 
 def work():
     while threading.main_thread().is_alive():
-        values.mul_(1.0)  # comes back from PyTorch again and again
+        values.mul_(1.0)  # returns from PyTorch repeatedly
     for _ in range(50):
         values.mul_(1.0)
     print("ready", flush=True)
@@ -31,40 +31,40 @@ HUNG = """
 import threading, time
 from lightning_loco.background import BackgroundThread
 
-class Forever(BackgroundThread):
+class RunsForever(BackgroundThread):
     def run(self):
         threading.Event().wait()
 
     def end_with_process(self):
-        print("told", flush=True)
+        print("asked to end", flush=True)
         return super().end_with_process()
 
 for number in range(20):
-    Forever(f"hung-{number}").start()
+    RunsForever(f"hung-{number}").start()
 """
 
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_work_under_way_comes_to_its_end(tmp_path: Path) -> None:
-    assert "ready" in Program([sys.executable, "-c", AT_WORK], tmp_path).succeed()
+def test_a_process_waits_for_running_work(tmp_path: Path) -> None:
+    assert "ready" in Program([sys.executable, "-c", RUNNING], tmp_path).succeed()
 
 
 @pytest.mark.process
 @pytest.mark.soak
-def test_what_never_ends_is_left_behind(tmp_path: Path) -> None:
+def test_a_process_exits_despite_threads_that_never_end(tmp_path: Path) -> None:
     said = Program([sys.executable, "-c", HUNG], tmp_path).succeed(limit_s=30)
-    assert said.count("told") == 20
+    assert said.count("asked to end") == 20
 
 
-def test_all_threads_that_a_process_leaves_behind_are_told() -> None:
+def test_all_daemon_threads_are_background_threads() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "daemon":
                 assert path.name == "background.py", path
 
 
-COMES_BACK_LATE = """
+RETURNS_LATE = """
 import time
 
 import torch
@@ -84,7 +84,7 @@ def work():
 
 slow = Slow()
 values = torch.ones(1_000_000)
-begin(work, parting_s=0.1)
+begin(work, exit_timeout_s=0.1)
 time.sleep(0.5)
 print("ready", flush=True)
 """
@@ -92,5 +92,5 @@ print("ready", flush=True)
 
 @pytest.mark.process
 @pytest.mark.soak
-def test_a_thread_that_comes_back_too_late_does_no_harm(tmp_path: Path) -> None:
-    assert "ready" in Program([sys.executable, "-c", COMES_BACK_LATE], tmp_path).succeed()
+def test_a_thread_that_returns_during_shutdown_does_no_harm(tmp_path: Path) -> None:
+    assert "ready" in Program([sys.executable, "-c", RETURNS_LATE], tmp_path).succeed()

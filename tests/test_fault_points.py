@@ -1,4 +1,4 @@
-"""The hook for fault points: all that is reached is listed, and only a test lets things happen."""
+"""Fault points: all are listed and reached, and do nothing outside of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links of workers: what they can be, how users describe them, and how long messages take."""
+"""Links of workers: values, descriptions by users, and how long messages take."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ WAN, DSL, LAN = LINKS["wan"], LINKS["dsl"], LINKS["lan"]
 BYTES = 1_000_000
 
 
-def test_bytes_take_as_long_as_their_bits() -> None:
+def test_seconds_of_a_link() -> None:
     assert Link(1).seconds(125_000) == pytest.approx(1.0)
-    assert Link(100, 5.0, 5.0).seconds(12_500_000) == pytest.approx(1.0)  # the latency is apart
+    assert Link(100, 5.0, 5.0).seconds(12_500_000) == pytest.approx(1.0)  # without the latency
     assert Link(math.inf).seconds(10**12) == 0.0
     assert Link(7).seconds(0) == 0.0
 
 
-def test_the_slower_of_two_is_the_worse_in_each_respect() -> None:
+def test_slower_takes_the_worse_of_each_property() -> None:
     assert Link(10, 0.1, 0.0).slower(Link(20, 0.05, 0.01)) == Link(10, 0.1, 0.01)
     for link in LINKS.values():
         assert link.slower(link) == link
 
 
-def test_links_by_name_are_ordered_as_their_names_say() -> None:
+def test_named_links_are_ordered_by_bandwidth() -> None:
     by_speed = sorted(LINKS, key=lambda name: LINKS[name].mbit_per_s)
     assert by_speed == ["dsl", "wan", "lan", "datacentre"]
 
 
-def test_what_no_link_can_be_is_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_links_are_an_error(subtests: pytest.Subtests) -> None:
     rows = [
         ({"mbit_per_s": 0}, ValueError, r"mbit_per_s of a link must be positive .*, got 0"),
         ({"mbit_per_s": -1.0}, ValueError, "must be positive .*, got -1.0"),
@@ -66,20 +66,20 @@ seed: 7
 """
 
 
-def test_one_for_all() -> None:
+def test_one_link_for_all() -> None:
     assert as_links(None) is None
     for value in ("wan", WAN, {"mbit_per_s": 100, "latency_s": 0.03, "jitter_s": 0.003}):
         links = as_links(value)
         assert links == Links(WAN)
         assert as_links(links) is links
-        assert links.between(0, 5) == links.of(3) == WAN
-        assert links.own(0, 5) is None
+        assert links.between(0, 5) == links.of_worker(3) == WAN
+        assert links.of_pair(0, 5) is None
         links.check(17)
 
 
-def test_one_for_each_worker() -> None:
+def test_one_link_for_each_worker() -> None:
     links = as_links(["lan", Link(20), "wan"])
-    assert [links.of(worker) for worker in range(3)] == [LAN, Link(20), WAN]
+    assert [links.of_worker(worker) for worker in range(3)] == [LAN, Link(20), WAN]
     assert links.between(0, 1) == links.between(1, 0) == Link(20, LAN.latency_s)
     assert links.between(2, 0) == WAN.slower(LAN)
     links.check(3)
@@ -87,18 +87,18 @@ def test_one_for_each_worker() -> None:
         links.check(4)
 
 
-def written(folder: Path, text: str, name: str = "links.yaml") -> str:
+def write_file(folder: Path, text: str, name: str = "links.yaml") -> str:
     path = folder / name
     path.write_text(text)
     return str(path)
 
 
 def test_workers_and_pairs_from_a_file(tmp_path: Path) -> None:
-    links = as_links(written(tmp_path, FILE))
-    assert [links.of(worker) for worker in range(4)] == [WAN, WAN, Link(50, 0.01), DSL]
-    assert links.own(0, 1) == links.own(1, 0) == LAN
-    assert links.own(1, 2) == links.between(1, 2) == Link(10)
-    assert links.own(2, 1) is None
+    links = as_links(write_file(tmp_path, FILE))
+    assert [links.of_worker(worker) for worker in range(4)] == [WAN, WAN, Link(50, 0.01), DSL]
+    assert links.of_pair(0, 1) == links.of_pair(1, 0) == LAN
+    assert links.of_pair(1, 2) == links.between(1, 2) == Link(10)
+    assert links.of_pair(2, 1) is None
     assert links.between(2, 1) == WAN.slower(Link(50, 0.01))
     assert links.seed == 7
     links.check(4)
@@ -108,14 +108,14 @@ def test_workers_and_pairs_from_a_file(tmp_path: Path) -> None:
 
 def test_files_in_json_and_of_other_forms(tmp_path: Path) -> None:
     table = {"default": "wan", "pairs": {"0-1": "lan"}}
-    path = written(tmp_path, json.dumps(table), "links.json")
+    path = write_file(tmp_path, json.dumps(table), "links.json")
     assert as_links(path) == as_links(Path(path)) == as_links(table)
-    assert read_links(written(tmp_path, "[wan, dsl]")) == as_links(["wan", "dsl"])
-    assert read_links(written(tmp_path, "dsl")) == Links(DSL)
-    assert read_links(written(tmp_path, "mbit_per_s: 20")) == Links(Link(20))
+    assert read_links(write_file(tmp_path, "[wan, dsl]")) == as_links(["wan", "dsl"])
+    assert read_links(write_file(tmp_path, "dsl")) == Links(DSL)
+    assert read_links(write_file(tmp_path, "mbit_per_s: 20")) == Links(Link(20))
 
 
-def test_links_that_are_not_understood_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_descriptions_are_an_error(subtests: pytest.Subtests) -> None:
     rows = [
         ("wam", ValueError, r"link must be one of wan, dsl, lan, datacentre, .* got 'wam'"),
         (100, TypeError, r"link must be a name such as 'wan', a Link\(...\), .* got 100"),
@@ -127,7 +127,7 @@ def test_links_that_are_not_understood_are_refused(subtests: pytest.Subtests) ->
         ({"latency_s": 0.1}, ValueError, "link needs mbit_per_s, got {'latency_s': 0.1}"),
         ({"speed": 3}, ValueError, "link has no 'speed'. Use default, workers, pairs, seed"),
         ({"workers": {0: "wan"}}, ValueError, "link needs 'default'"),
-        ({"default": "wan", "workers": ["wan"]}, ValueError, "link.workers is a map, got"),
+        ({"default": "wan", "workers": ["wan"]}, ValueError, "link.workers must be a map, got"),
         ({"default": "wan", "workers": {"a": "dsl"}}, ValueError, "workers' numbers from 0 on"),
         ({"default": "wan", "workers": {-1: "dsl"}}, ValueError, "from 0 on, got -1"),
         ({"default": "wan", "pairs": {"0": "dsl"}}, ValueError, "as in 0-1 or 0->1, got '0'"),
@@ -142,7 +142,7 @@ def test_links_that_are_not_understood_are_refused(subtests: pytest.Subtests) ->
             as_links(value)
 
 
-def test_files_that_are_not_understood_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_invalid_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     rows = [
         ("", "there is no link in it, only None"),
         ("wam", "there is no link in it, only 'wam'"),
@@ -152,19 +152,19 @@ def test_files_that_are_not_understood_are_named(tmp_path: Path, subtests: pytes
     ]
     for text, message in rows:
         with subtests.test(text):
-            path = written(tmp_path, text)
+            path = write_file(tmp_path, text)
             with pytest.raises(ValueError, match=message) as caught:
                 as_links(path)
             assert path in str(caught.value)
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         as_links(tmp_path)
 
 
 def ring_all_reduce(links: Links, n: int, message: float) -> float:
-    """Each worker passes a share on to the next one, again and again, when it has got its own."""
+    """Simulate a ring: each worker sends a part to the next one when it has received one."""
     here, free = [0.0] * n, [0.0] * n
     for _ in range(2 * (n - 1)):
         arrives = []
@@ -177,17 +177,17 @@ def ring_all_reduce(links: Links, n: int, message: float) -> float:
     return max(here)
 
 
-def test_an_all_reduce_on_equal_links_is_a_ring(subtests: pytest.Subtests) -> None:
+def test_an_all_reduce_on_equal_links_takes_as_long_as_a_ring(subtests: pytest.Subtests) -> None:
     for n in (2, 3, 4, 7):
         with subtests.test(n=n):
             links = Links(Link(80, 0.01))
-            span = LinkTimes(links, n).mean(2 * (n - 1) / n * BYTES, 2 * (n - 1), 0)
-            assert span.seconds == pytest.approx(ring_all_reduce(links, n, BYTES))
-            assert span.busy_s == pytest.approx(2 * (n - 1) / n * 0.1)
+            time = LinkTimes(links, n).mean(2 * (n - 1) / n * BYTES, 2 * (n - 1), 0)
+            assert time.seconds == pytest.approx(ring_all_reduce(links, n, BYTES))
+            assert time.busy_s == pytest.approx(2 * (n - 1) / n * 0.1)
 
 
-def test_the_slowest_link_keeps_an_all_reduce_waiting(subtests: pytest.Subtests) -> None:
-    """Never less than the ring takes, and hardly more where one link is by far the slowest."""
+def test_an_all_reduce_takes_as_long_as_its_slowest_link(subtests: pytest.Subtests) -> None:
+    """Never less than a simulated ring, and hardly more if one link is by far the slowest."""
     for seed in range(10):
         with subtests.test(seed=seed):
             draw = random.Random(seed)
@@ -197,23 +197,23 @@ def test_the_slowest_link_keeps_an_all_reduce_waiting(subtests: pytest.Subtests)
             estimate = LinkTimes(links, n).mean(*numbers).seconds
             assert ring_all_reduce(links, n, BYTES) <= estimate * (1 + 1e-9)
             worst = Links(links.default, workers=((draw.randrange(n), Link(1, 0.1)),))
-            span, ring = LinkTimes(worst, n).mean(*numbers), ring_all_reduce(worst, n, BYTES)
-            assert 0.9 * span.seconds <= ring <= span.seconds * (1 + 1e-9)
-            assert span.busy_s == pytest.approx(8e-6 * numbers[0])
+            time, ring = LinkTimes(worst, n).mean(*numbers), ring_all_reduce(worst, n, BYTES)
+            assert 0.9 * time.seconds <= ring <= time.seconds * (1 + 1e-9)
+            assert time.busy_s == pytest.approx(8e-6 * numbers[0])
 
 
-def by_messages(links: Links, n: int, worker: int, topology: Topology, t: int) -> float:
-    """How long links are busy until a worker has all its messages and has sent its own."""
+def busy_seconds(links: Links, n: int, worker: int, topology: Topology, t: int) -> float:
+    """Return for how long links are busy until a worker has received and sent all messages."""
     matrix = topology.mixing_matrix(n, t)
     messages = [(i, j) for i, j in itertools.permutations(range(n), 2) if matrix[j, i] != 0]
     up, down = [0.0] * n, [0.0] * n
     for sender, receiver in messages:
-        if links.own(sender, receiver) is None:
-            up[sender] += links.of(sender).seconds(BYTES)
-            down[receiver] += links.of(receiver).seconds(BYTES)
+        if links.of_pair(sender, receiver) is None:
+            up[sender] += links.of_worker(sender).seconds(BYTES)
+            down[receiver] += links.of_worker(receiver).seconds(BYTES)
     busy = [0.0]
     for sender, receiver in messages:
-        own = links.own(sender, receiver)
+        own = links.of_pair(sender, receiver)
         if worker in (sender, receiver):
             busy.append(up[sender] if own is None else own.seconds(BYTES))
         if worker == receiver and own is None:
@@ -221,7 +221,7 @@ def by_messages(links: Links, n: int, worker: int, topology: Topology, t: int) -
     return max(busy)
 
 
-def test_neighbours_share_links_with_all_that_passes(subtests: pytest.Subtests) -> None:
+def test_messages_to_neighbors_share_links(subtests: pytest.Subtests) -> None:
     names = ("ring", "star", "complete", "one_peer_exponential")
     for name, seed in itertools.product(names, range(5)):
         with subtests.test(name, seed=seed):
@@ -236,31 +236,31 @@ def test_neighbours_share_links_with_all_that_passes(subtests: pytest.Subtests) 
             links = Links(Link(1), workers, pairs)
             times = LinkTimes(links, n)
             for worker, t in itertools.product(range(n), range(3)):
-                span = times.neighbors(worker, BYTES, topology, t)
-                assert span.busy_s == pytest.approx(by_messages(links, n, worker, topology, t))
-                assert span.latency_s == 0
+                time = times.neighbors(worker, BYTES, topology, t)
+                assert time.busy_s == pytest.approx(busy_seconds(links, n, worker, topology, t))
+                assert time.latency_s == 0
 
 
-def test_neighbours_are_as_late_as_the_furthest() -> None:
+def test_the_latency_of_neighbors_is_the_longest() -> None:
     links = as_links({"default": Link(100, 0.01), "pairs": {"2->0": Link(100, 0.5)}})
     times, ring = LinkTimes(links, 4), get_topology("ring")
     latencies = [times.neighbors(worker, BYTES, ring, 0).latency_s for worker in range(4)]
-    assert latencies == [0.01] * 4  # on a ring of four 0 and 2 do not meet
+    assert latencies == [0.01] * 4  # on a ring of four, 0 and 2 are not neighbors
     complete = get_topology("complete")
     latencies = [times.neighbors(worker, BYTES, complete, 0).latency_s for worker in range(4)]
     assert latencies == [0.5, 0.01, 0.01, 0.01]
 
 
-def test_a_worker_alone_sends_nothing() -> None:
+def test_a_single_worker_sends_nothing() -> None:
     times = LinkTimes(Links(Link(1, 1)), 1)
     assert times.mean(BYTES, 0, 0).seconds == 0
     assert times.neighbors(0, BYTES, get_topology("ring"), 0).seconds == 0
 
 
-def test_a_fetch_goes_there_and_back() -> None:
+def test_a_fetch_has_the_latency_of_request_and_reply() -> None:
     links = as_links([Link(80, 0.1), Link(8, 0.2)])
-    span = LinkTimes(links, 2).fetch(0, 1, BYTES, 0)
-    assert span.seconds == pytest.approx(1.0 + 2 * 0.2)
+    time = LinkTimes(links, 2).fetch(0, 1, BYTES, 0)
+    assert time.seconds == pytest.approx(1.0 + 2 * 0.2)
     apart = as_links({"default": Link(80), "pairs": {"1->0": Link(8, 0.3), "0->1": Link(1, 0.1)}})
     assert LinkTimes(apart, 2).fetch(0, 1, BYTES, 0).seconds == pytest.approx(1.0 + 0.4)
 

@@ -12,7 +12,7 @@ import train
 from lightning_loco.run_folder import claim
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_that_start_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     time = tmp_path / "2026-01-01" / "12-00-00"
     with ThreadPoolExecutor(12) as threads:
         found = list(threads.map(lambda rank: (rank % 3, claim(time, str(rank % 3))), range(12)))
@@ -25,7 +25,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: 
     assert len(list(time.parent.iterdir())) == 3
 
 
-def test_what_others_have_left_there_is_not_touched(tmp_path: Path) -> None:
+def test_existing_folders_and_files_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "train.log").touch()
     (tmp_path / "run-2").touch()
@@ -33,7 +33,7 @@ def test_what_others_have_left_there_is_not_touched(tmp_path: Path) -> None:
     assert claim(tmp_path / "run", "one") == tmp_path / "run-3"
 
 
-def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         claim(tmp_path / "file" / "run", "one")
@@ -71,7 +71,7 @@ class TestCommandLine:
         assert first == also_first
         assert second == also_second == f"{first}-2"
 
-    def test_torchruns_on_several_machines_without_a_name(
+    def test_torchruns_on_several_machines_without_a_run_id(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("WORLD_SIZE", "4")
@@ -83,7 +83,7 @@ class TestCommandLine:
         monkeypatch.setenv("MASTER_PORT", "29501")
         assert train.run_folder("outputs") == "outputs/torchrun-node-a-29501"
 
-    def test_a_look_at_the_configuration_makes_nothing(
+    def test_printing_the_configuration_creates_no_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("sys.argv", ["train.py", "--cfg", "all", "--resolve"])

@@ -457,7 +457,7 @@ def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
     deadline = time.monotonic() + timeout_s
     is_given_up = threading.Event()
     connecting = begin(
-        lambda: _connect(store, timeout_s, deadline, is_given_up), parting_s=_LAST_ATTEMPT_S
+        lambda: _connect(store, timeout_s, deadline, is_given_up), exit_timeout_s=_LAST_ATTEMPT_S
     )
     try:
         while not wait([connecting], _CHECK_EVERY_S).done:

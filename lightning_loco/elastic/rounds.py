@@ -484,7 +484,9 @@ class QuorumRequester:
             names_members = waits and self._lighthouse.uptime.has_restarted(UNRESPONSIVE_S)
             return info._replace(awaited=self._live_members() if names_members else []).to_dict()
 
-        requesting = begin(lambda: self._lighthouse.quorum(make_data, timeout_s), parting_s=0.0)
+        requesting = begin(
+            lambda: self._lighthouse.quorum(make_data, timeout_s), exit_timeout_s=0.0
+        )
         try:
             while not wait([requesting], _CHECK_STOP_S).done:
                 if self._lighthouse.uptime.is_closed:

@@ -17,7 +17,7 @@ from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
-from lightning_loco.links import Links, LinkTimes, Span
+from lightning_loco.links import Links, LinkTimes, TransferTime
 from lightning_loco.topology import Topology
 
 _SLOTS = 1024
@@ -115,7 +115,7 @@ class LinkEmulator:
         num_bytes = self._link.statistics.bytes_sent - before
         others = self._others(round_index)
 
-        def span(part_bytes: int) -> Span:
+        def span(part_bytes: int) -> TransferTime:
             found = self._span(part_bytes, bucket.wire.nbytes, round_index)
             self._link.statistics.emulated_bytes += part_bytes
             if found.seconds > group.timeout_s:
@@ -162,7 +162,7 @@ class LinkEmulator:
             senders = self._topology.weights(own, n, round_index)
         return [worker for worker in senders if worker != own]
 
-    def _span(self, num_bytes: int, whole_bytes: int, round_index: int) -> Span:
+    def _span(self, num_bytes: int, whole_bytes: int, round_index: int) -> TransferTime:
         """Of so many bytes that this worker has sent; ``whole_bytes`` are those of the message."""
         own, n = self._group.worker, self._group.num_workers
         if self._topology is None:
@@ -220,9 +220,9 @@ class EmulatedHandle:
         handle: Any,
         link: LinkUse,
         group: WorkerGroup,
-        first: Span,
+        first: TransferTime,
         began: float,
-        span: Callable[[int], Span],
+        span: Callable[[int], TransferTime],
         departed: Callable[[], float],
     ) -> None:
         self._handle = handle

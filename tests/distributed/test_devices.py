@@ -1,4 +1,4 @@
-"""Devices: which backend serves one, and workers of one job that are on different kinds of them."""
+"""Devices: the backend for a device, and errors if workers are on different kinds of devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.small_model import TinyModule, quiet_trainer
 CUDA = torch.device("cuda:1")
 
 
-def test_the_backend_of_a_device(subtests: pytest.Subtests) -> None:
+def test_backend_for_a_device(subtests: pytest.Subtests) -> None:
     rows = [
         (CPU, "gloo", "gloo"),
         (CUDA, "gloo", "gloo"),
@@ -35,21 +35,21 @@ def default_backend(rank: int, world: int) -> tuple[str, str]:
     return backend_on(CPU), backend_on(CUDA)
 
 
-def test_without_a_name_it_is_that_of_the_default_group(pool: Pool) -> None:
+def test_the_default_backend_is_that_of_the_default_group(pool: Pool) -> None:
     assert pool.run(default_backend, world=1) == [("gloo", "gloo")]
 
 
-def test_a_model_is_where_its_parameters_are() -> None:
+def test_device_of_a_model() -> None:
     assert device_of(nn.Linear(2, 2, device="meta")).type == "meta"
     assert device_of(nn.ReLU()) == CPU
 
 
-def test_chunks_are_longer_where_each_operation_is_a_launch() -> None:
+def test_chunks_are_longer_on_a_gpu() -> None:
     assert longest_chunk(CPU) == CHUNK_ELEMENTS
     assert longest_chunk(CUDA) > 4 * CHUNK_ELEMENTS
 
 
-def test_different_kinds_are_named() -> None:
+def test_different_kinds_of_devices_are_an_error() -> None:
     check_same_kind(["cuda", "cuda"])
     with pytest.raises(ValueError, match="Worker 2 is on a device of kind 'cpu' and worker 0 on"):
         check_same_kind(["cuda", "cuda", "cpu"])
@@ -61,7 +61,7 @@ def make_group(rank: int, world: int) -> None:
 
 
 def set_up(rank: int, world: int) -> None:
-    """Again and again in the same job: what was told before does not count."""
+    """Set up the same job repeatedly: values of earlier attempts must not count."""
     strategy = DiLoCoStrategy(timeout_s=LONG_S)
     module = TinyModule()
     module.trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[PoolEnvironment()])
@@ -76,7 +76,7 @@ def set_up(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("start", [make_group, set_up])
-def test_workers_on_different_kinds_of_devices_are_refused_on_all(pool: Pool, start: str) -> None:
+def test_different_kinds_of_devices_are_an_error_on_all_workers(pool: Pool, start: str) -> None:
     with pytest.raises(PoolError) as raised:
         pool.run(start, world=3, timeout_s=SOON_S)
     assert sorted(raised.value.failures) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Stopping together, over real watchdogs: all workers stop at one step and none is left waiting."""
+"""Graceful stop with real watchdogs: all workers stop at one step, and none is left waiting."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def after_step(
     stop: StopAgreement, group: WorkerGroup, rounds: int, steps: int, sync_every: int | None
 ) -> None:
-    """What an engine does after each local step."""
+    """Do what an engine does after each local step."""
     if group.watchdog is not None:
         group.watchdog.position = (rounds, steps, sync_every or 1)
     stop.check(rounds, steps, sync_every)
 
 
 def stop_together(
-    sync_every: list[int], who: set[int]
+    sync_every: list[int], requested_by: set[int]
 ) -> tuple[list[tuple[Fraction, str]], Fraction]:
-    """Where each worker has stopped and why, and the point that all have agreed on.
+    """Return where each worker has stopped and why, and the position that all have agreed on.
 
-    Each counts steps and meets the others after its `sync_every`, as an engine does.
+    Each worker counts steps and waits for the others after its ``sync_every``, as an engine does.
     """
-    rounds_meet = threading.Barrier(3)
+    round_barrier = threading.Barrier(3)
 
     with make_watchdogs(3) as watchdogs:
         start(*watchdogs)
@@ -57,37 +57,37 @@ def stop_together(
             for step in range(100_000):
                 steps += 1
                 time.sleep(0.001 * (1 + worker))
-                if step == 20 and worker in who:
+                if step == 20 and worker in requested_by:
                     stop.request("SIGTERM")
                 after_step(stop, group, rounds, steps, sync_every[worker])
                 if steps == sync_every[worker]:
-                    rounds_meet.wait(TIMEOUT_S)
+                    round_barrier.wait(TIMEOUT_S)
                     rounds, steps = rounds + 1, 0
                 if stop.agreed is not None:
                     return rounds + Fraction(steps, sync_every[worker]), stop.agreed
-            raise AssertionError("nobody has stopped")
+            raise AssertionError("no worker has stopped")
 
         ends = on_every_worker(3, train)
         stop_at, _ = watchdogs[0].stop_at
     return ends, stop_at
 
 
-def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
+def test_all_stop_at_the_same_position_and_make_all_rounds_before_it(
     subtests: pytest.Subtests,
 ) -> None:
     rows = itertools.product(([5, 5, 5], [6, 2, 3], [1, 1, 1], [50, 50, 50]), ({1}, {0, 2}))
-    for sync_every, who in rows:
-        with subtests.test(sync_every=sync_every, who=who):
-            ends, stop_at = stop_together(sync_every, who)
+    for sync_every, requested_by in rows:
+        with subtests.test(sync_every=sync_every, requested_by=requested_by):
+            ends, stop_at = stop_together(sync_every, requested_by)
             assert {reason for _, reason in ends} == {"SIGTERM"}
-            for (point, _), steps in zip(ends, sync_every, strict=True):
-                # The last step of its own that is not beyond the common point.
-                assert point <= stop_at < point + Fraction(1, steps)
+            for (position, _), steps in zip(ends, sync_every, strict=True):
+                # The last local step of this worker that is not after the common position.
+                assert position <= stop_at < position + Fraction(1, steps)
             if len(set(sync_every)) == 1:
                 assert len(set(ends)) == 1
 
 
-def test_without_a_request_nobody_stops() -> None:
+def test_no_worker_stops_without_a_request() -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         group = group_of(watchdogs[0], 0, 2)
@@ -99,7 +99,7 @@ def test_without_a_request_nobody_stops() -> None:
         assert not stop.catch_up()
 
 
-def test_a_worker_alone_stops_after_the_step_under_way() -> None:
+def test_a_single_worker_stops_after_the_current_step() -> None:
     group = WorkerGroup(0, 1)
     stop = StopAgreement(group)
     after_step(stop, group, 0, 1, 10)
@@ -110,7 +110,7 @@ def test_a_worker_alone_stops_after_the_step_under_way() -> None:
     assert stop.agreed == "SIGTERM"
 
 
-def test_anywhere_is_the_first_step_after_all_have_heard_of_it() -> None:
+def test_workers_that_may_stop_anywhere_stop_once_all_know_of_the_request() -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         groups = [group_of(watchdog, worker, 2) for worker, watchdog in enumerate(watchdogs)]
@@ -124,7 +124,7 @@ def test_anywhere_is_the_first_step_after_all_have_heard_of_it() -> None:
             assert stop.agreed == "SIGUSR1"
 
 
-def test_anywhere_of_a_worker_alone() -> None:
+def test_a_single_worker_that_may_stop_anywhere() -> None:
     group = WorkerGroup(0, 1)
     stop = StopAgreement(group)
     stop.request("SIGUSR1")
@@ -132,7 +132,7 @@ def test_anywhere_of_a_worker_alone() -> None:
     assert stop.agreed == "SIGUSR1"
 
 
-def test_who_has_no_more_data_stops_where_it_is() -> None:
+def test_a_worker_without_more_data_stops_where_it_is() -> None:
     with make_watchdogs(2) as watchdogs:
         watchdogs[1].position = (3, 1, 4)
         start(*watchdogs)
@@ -142,13 +142,13 @@ def test_who_has_no_more_data_stops_where_it_is() -> None:
         StopAgreement(group_of(watchdogs[1], 1, 2)).request("SIGTERM")
         wait_until(lambda: watchdogs[0].stop_at)
         after_step(ended, group, 2, 1, 4)
-        assert ended.agreed is None  # the others are further
+        assert ended.agreed is None  # the others stop later
         assert ended.catch_up()
         assert ended.agreed == "SIGTERM"
 
 
-def test_a_worker_that_does_not_answer_is_named_to_the_others_too() -> None:
-    """Worker 0 hosts the store, so the others learn of it before it ends."""
+def test_a_worker_that_does_not_answer_is_reported_to_all() -> None:
+    """Worker 0 hosts the store, so it reports the error before it ends."""
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])

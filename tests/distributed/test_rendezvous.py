@@ -1,4 +1,4 @@
-"""Workers that find each other before any process group exists, or say who does not come."""
+"""Rendezvous of workers before any process group exists; errors name the missing worker."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ TIMEOUT_S = 3.0
 PROMPT_S = TIMEOUT_S + 6
 
 
-def find_each_other(rank: int, world: int, port: int, timeout_s: float, kind: str = "cpu") -> None:
+def init_with(rank: int, world: int, port: int, timeout_s: float, kind: str = "cpu") -> None:
     device = torch.device(kind)
     init_workers(lambda: ("127.0.0.1", port), (rank, world), "gloo", device, timeout_s)
 
 
-def find_each_other_twice(rank: int, world: int, port: int) -> float:
-    """A second group in the same processes, at the same place."""
+def init_workers_twice(rank: int, world: int, port: int) -> float:
+    """Make a second group in the same processes, with the same address and port."""
     total = torch.ones(1)
     for _ in range(2):
-        find_each_other(rank, world, port, 30.0)
+        init_with(rank, world, port, 30.0)
         dist.all_reduce(total)
-        find_each_other(rank, world, port, 30.0)  # there is one, and it fits
+        init_with(rank, world, port, 30.0)  # checks the existing group
         dist.barrier()
         dist.destroy_process_group()
     return float(total)
 
 
-def come_with_another_device(rank: int, world: int, port: int) -> str:
+def init_with_different_devices(rank: int, world: int, port: int) -> str:
     try:
-        find_each_other(rank, world, port, 60.0, "cuda" if rank == 1 else "cpu")
+        init_with(rank, world, port, 60.0, "cuda" if rank == 1 else "cpu")
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
-def come_as(
+def init_as(
     rank: int, world: int, port: int, folder: Path, jobs: list[tuple[int, int, str]]
 ) -> str:
-    """Come as a rank of a job with so many ranks and this name; what has been said, or a sum."""
-    number, num_workers, launched = jobs[rank]
-    place, cpu = ("127.0.0.1", port), torch.device("cpu")
+    """Join as a rank of ``jobs[rank]``: its rank, world size and name; return an error or a sum."""
+    number, num_workers, job_name = jobs[rank]
+    address, cpu = ("127.0.0.1", port), torch.device("cpu")
     start_together(folder, rank, world)
     try:
-        init_workers(lambda: place, (number, num_workers), "gloo", cpu, 30.0, launched)
+        init_workers(lambda: address, (number, num_workers), "gloo", cpu, 30.0, job_name)
     except (ValueError, RuntimeError) as error:
         (folder / "refused").touch()
         return str(error)
@@ -70,12 +70,12 @@ def come_as(
     return str(total.item())
 
 
-def do_not_come(rank: int, world: int, port: int, victim: int, how: str) -> tuple[str, float]:
+def fail_to_join(rank: int, world: int, port: int, victim: int, how: str) -> tuple[str, float]:
     began = time.monotonic()
     if rank == victim:
         freeze() if how == "frozen" else os._exit(0)
     try:
-        find_each_other(rank, world, port, TIMEOUT_S)
+        init_with(rank, world, port, TIMEOUT_S)
     except RuntimeError as error:
         return str(error), time.monotonic() - began
     return "nothing", 0.0
@@ -89,32 +89,32 @@ def outcomes(
         return job.outcomes(ranks, HARNESS_S)
 
 
-def test_workers_find_each_other_again_and_again() -> None:
-    assert [outcome.result for outcome in outcomes(find_each_other_twice)] == [9.0, 9.0, 9.0]
+def test_workers_can_be_initialized_repeatedly() -> None:
+    assert [outcome.result for outcome in outcomes(init_workers_twice)] == [9.0, 9.0, 9.0]
 
 
-def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
+def test_different_devices_are_an_error_before_a_group_is_made() -> None:
     began = time.monotonic()
-    found = outcomes(come_with_another_device)
-    assert time.monotonic() - began < 30  # processes start meanwhile; the group would wait for 60 s
-    for outcome in found:
+    all_outcomes = outcomes(init_with_different_devices)
+    assert time.monotonic() - began < 30  # includes starting processes; a group would wait for 60 s
+    for outcome in all_outcomes:
         assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
 
 
-def test_a_rank_of_another_job_is_refused_and_the_right_one_goes_on(tmp_path: Path) -> None:
+def test_a_rank_of_another_job_is_refused_and_the_job_continues(tmp_path: Path) -> None:
     jobs = [(0, 2, "SLURM job 17"), (1, 2, "SLURM job 40017"), (1, 2, "SLURM job 17")]
-    first, stranger, second = (one.result for one in outcomes(come_as, tmp_path, jobs))
+    first, stranger, second = (one.result for one in outcomes(init_as, tmp_path, jobs))
     assert first == second == "2.0"
     assert "belongs to SLURM job 40017, but rank 0 at 127.0.0.1:" in stranger
     assert "to SLURM job 17, which goes on without it. Give each job a MASTER_PORT" in stranger
 
 
 @pytest.mark.parametrize("counts", [(3, 3, 2), (2, 3, 3)])
-def test_ranks_that_count_differently_all_say_so(
+def test_different_numbers_of_ranks_are_an_error_on_all(
     counts: tuple[int, int, int], tmp_path: Path
 ) -> None:
     jobs = [(min(rank, count - 1), count, "") for rank, count in enumerate(counts)]
-    for outcome in outcomes(come_as, tmp_path, jobs):
+    for outcome in outcomes(init_as, tmp_path, jobs):
         assert "ranks in all, and rank 0" in outcome.result
         assert "Trainer(devices=..., num_nodes=...)" in outcome.result
 
@@ -128,9 +128,9 @@ def test_ranks_that_count_differently_all_say_so(
         ),  # the host of the store, and another one
     ],
 )
-def test_who_does_not_come_is_named_in_time(victim: int, how: str, longest_s: float) -> None:
+def test_a_missing_worker_is_named_in_time(victim: int, how: str, longest_s: float) -> None:
     others = tuple(rank for rank in range(3) if rank != victim)
-    for outcome in outcomes(do_not_come, victim, how, ranks=others):
+    for outcome in outcomes(fail_to_join, victim, how, ranks=others):
         assert outcome.error is None, outcome.error
         text, seconds = outcome.result
         assert f"worker {victim}" in text

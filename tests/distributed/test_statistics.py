@@ -1,4 +1,4 @@
-"""The counters of a worker, and what of them goes into a checkpoint."""
+"""Statistics of a worker, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lightning_loco.distributed.statistics import Statistics
 
 
-def test_counting_goes_on_from_a_checkpoint() -> None:
+def test_counters_continue_from_a_checkpoint() -> None:
     old = Statistics(rounds=7, bytes_sent=10**12, wait_s=1.5, staleness=1, outer_grad_norm=2.0)
     file = io.BytesIO()
     torch.save(old.state_dict(), file)
@@ -21,7 +21,7 @@ def test_counting_goes_on_from_a_checkpoint() -> None:
     assert new == Statistics(rounds=7, bytes_sent=10**12, wait_s=1.5)
 
 
-def test_counters_that_came_as_tensors_are_numbers_again() -> None:
+def test_counters_loaded_as_tensors_become_numbers() -> None:
     statistics = Statistics()
     statistics.load_state_dict(
         {"rounds": torch.tensor(3), "bytes_sent": torch.tensor(4.0), "wait_s": torch.tensor(0.5)}
@@ -34,10 +34,10 @@ def test_an_incomplete_checkpoint_is_an_error() -> None:
         Statistics().load_state_dict({"rounds": 1, "bytes_sent": 1})
 
 
-def test_what_links_took_is_counted_where_links_are_emulated() -> None:
+def test_times_of_emulated_links_are_counted_and_resumed() -> None:
     old = Statistics(emulated_s=4.0, emulated_wait_s=1.0)
     old.count_emulated(2.0, 0.5, 100)
-    old.count_emulated(1.0, 3.0)  # a wait that began before
+    old.count_emulated(1.0, 3.0)  # the wait started before the message
     state = old.state_dict()
     counted = [state[f"emulated_{name}"] for name in ("s", "wait_s", "bytes")]
     assert counted == [7.0, 2.5, 100]
@@ -53,7 +53,7 @@ def test_what_links_took_is_counted_where_links_are_emulated() -> None:
     assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (0.0, 0.0, 0)
 
 
-def test_two_workers_share_nothing() -> None:
+def test_statistics_of_two_workers_are_independent() -> None:
     first, second = Statistics(), Statistics()
     first.losses.append(1.0)
     assert second.losses == []

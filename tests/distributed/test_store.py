@@ -1,4 +1,4 @@
-"""A store whose calls end in time, whatever its server does."""
+"""A store whose calls return in time, whatever its server does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store() -> Iterator[TimeoutStore]:
     store.close()
 
 
-def test_it_does_what_a_store_does(store: TimeoutStore) -> None:
+def test_methods_of_a_store(store: TimeoutStore) -> None:
     assert not store.check(["a"])
     store.set("a", "1")
     store.compare_set("a", "", "2")
@@ -46,7 +46,7 @@ def test_it_does_what_a_store_does(store: TimeoutStore) -> None:
     assert store.silent_s == 0
 
 
-def test_parts_have_keys_of_their_own(store: TimeoutStore) -> None:
+def test_prefixes_separate_keys(store: TimeoutStore) -> None:
     one, two = store.with_prefix("one"), store.with_prefix("two")
     one.set("key", "1")
     assert not two.check(["key"])
@@ -64,29 +64,29 @@ def test_many_threads_may_use_it(store: TimeoutStore) -> None:
     assert store.add("n", 0) == 400
 
 
-def test_what_the_store_raises_arrives(store: TimeoutStore) -> None:
+def test_errors_of_the_store_are_raised(store: TimeoutStore) -> None:
     store.set("text", "no number")
     with pytest.raises(Exception, match="."):
         store.add("text", 1)
     assert store.get("text") == b"no number"
 
 
-def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
+def test_a_call_to_a_frozen_server_times_out_and_a_later_one_succeeds() -> None:
     clock = ManualClock()
     with server_in_a_process(clock) as (store, pid):
         store.set("a", "1")
         assert store.get("a") == b"1"
         freeze_process(pid)
-        asking = [begin(lambda: store.check(["a"], timeout_s=0.25)) for _ in range(2)]
+        futures = [begin(lambda: store.check(["a"], timeout_s=0.25)) for _ in range(2)]
         clock.wait_until_waiting(2)
         wait_until(
             lambda: store._thread._calls.qsize() == 1 and store._thread.started_at is not None
         )
         assert clock.asked[-2:] == [0.25, 0.25]
         clock.advance(0.25)
-        for one in asking:
+        for future in futures:
             with pytest.raises(StoreTimeout, match="has not answered"):
-                one.result(HARNESS_S)
+                future.result(HARNESS_S)
         assert store.silent_s == 0.25
         os.kill(pid, signal.SIGCONT)
         assert store.get("a", timeout_s=LONG_S) == b"1"
@@ -97,29 +97,29 @@ def test_closing_does_not_wait_for_a_frozen_server() -> None:
     clock = ManualClock()
     with server_in_a_process(clock) as (store, pid):
         freeze_process(pid)
-        asking = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two stand in line
+        futures = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two wait in the queue
         clock.wait_until_waiting(3)
         wait_until(lambda: store._thread._calls.qsize() == 2)
         store.close()
-        for one in asking:
+        for future in futures:
             with pytest.raises(StoreTimeout):
-                one.result(HARNESS_S)
+                future.result(HARNESS_S)
 
 
-def test_the_end_of_the_server_is_another_error() -> None:
+def test_a_server_that_has_ended_is_another_error() -> None:
     with server_in_a_process() as (store, pid):
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(dist.DistNetworkError):
-            ask_for_a_while(store)
+            call_repeatedly(store)
 
 
-def ask_for_a_while(store: TimeoutStore) -> None:
+def call_repeatedly(store: TimeoutStore) -> None:
     for _ in range(100):
-        store.check(["a"], timeout_s=60.0)  # PyTorch takes its time to name the frames
+        store.check(["a"], timeout_s=60.0)  # PyTorch collects a traceback
         time.sleep(0.02)
 
 
-def test_other_work_is_done_in_time_too() -> None:
+def test_other_functions_with_a_timeout() -> None:
     assert with_timeout(lambda: 7, 5.0) == 7
     with pytest.raises(LookupError, match="no such thing"):
         with_timeout(lambda: fail(LookupError("no such thing")), 5.0)
@@ -133,7 +133,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_closed_store_answers_nobody() -> None:
+def test_calls_of_a_closed_store_are_errors() -> None:
     store = TimeoutStore(dist.HashStore())
     store.close()
     store.close()
@@ -143,7 +143,7 @@ def test_a_closed_store_answers_nobody() -> None:
 
 
 class LateStore(dist.HashStore):
-    """Answers once its connection is being closed, later than one that hangs is waited for."""
+    """Answers while its connection is being closed, later than the timeout of a call that hangs."""
 
     thread: Any
 
@@ -153,18 +153,18 @@ class LateStore(dist.HashStore):
         return super().check(keys)
 
 
-def test_closing_waits_for_a_call_that_has_just_begun() -> None:
+def test_closing_waits_for_a_call_that_has_just_started() -> None:
     late, clock = LateStore(), ManualClock()
     store = TimeoutStore(late, clock=clock)
     late.thread = store._thread
-    asking = begin(lambda: store.check(["key"]))
+    future = begin(lambda: store.check(["key"]))
     wait_until(lambda: store._thread.started_at is not None)
     store.close()
     assert not threads_named("loco-store")
-    assert asking.result(HARNESS_S) is False
+    assert future.result(HARNESS_S) is False
 
 
-# Ends with a call under way to a server that goes on a second later. Python takes two to end.
+# Exits during a call to a server that continues a second later; the exit takes two seconds.
 ENDING = """
 import os, signal, subprocess, sys, time
 
@@ -204,5 +204,5 @@ late = Late()
 
 @pytest.mark.process
 @pytest.mark.soak
-def test_an_answer_that_comes_while_python_ends_does_no_harm(tmp_path: Path) -> None:
+def test_an_answer_during_interpreter_shutdown_does_no_harm(tmp_path: Path) -> None:
     assert "silent" in Program([sys.executable, "-c", ENDING], tmp_path).succeed()

@@ -1,4 +1,4 @@
-"""Watchdogs on one store: signs of life, reports of failures, the agreement to stop."""
+"""Watchdogs on one store: heartbeats, reports of failures, the agreement to stop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_report_reaches_all_others() -> None:
             wait_until(lambda watchdog=watchdog: watchdog.failure)
             with pytest.raises(RuntimeError, match="^Worker 1 failed:\nZeroDivisionError"):
                 watchdog.raise_if_failed()
-        watchdogs[1].raise_if_failed()  # knows by itself
+        watchdogs[1].raise_if_failed()  # its own report
 
 
 def test_only_the_first_report_counts() -> None:
@@ -55,7 +55,7 @@ def test_only_the_first_report_counts() -> None:
         assert watchdogs[0].failure == watchdogs[1].failure == "Worker 2 failed:\nthe first"
 
 
-def test_workers_are_called_by_their_names() -> None:
+def test_messages_use_the_names_of_the_workers() -> None:
     with make_watchdogs(2, ["the server", "the client"]) as watchdogs:
         start(*watchdogs)
         watchdogs[1].report("no space left")
@@ -63,7 +63,7 @@ def test_workers_are_called_by_their_names() -> None:
         assert watchdogs[0].failure == "The client failed:\nno space left"
 
 
-def test_a_text_with_the_separator_arrives_whole() -> None:
+def test_a_report_may_contain_the_separator() -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         watchdogs[1].label = "a | b"
@@ -72,7 +72,7 @@ def test_a_text_with_the_separator_arrives_whole() -> None:
         assert watchdogs[0].failure == "Worker 1 failed:\nx | y"
 
 
-def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
+def test_the_host_of_the_store_waits_until_the_others_have_read_its_report() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -82,7 +82,7 @@ def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
         ] * 2
 
 
-def test_the_host_of_the_store_waits_three_beats_for_the_dead() -> None:
+def test_the_host_of_the_store_waits_three_heartbeats_for_missing_workers() -> None:
     clock = SkippingClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])
@@ -94,7 +94,7 @@ def test_the_host_of_the_store_waits_three_beats_for_the_dead() -> None:
     ("by_torchrun", "host"),
     [("False", "worker 0"), ("True", "torchrun on the machine of worker 0")],
 )
-def test_the_end_of_the_store_is_a_failure_of_its_host(
+def test_a_lost_store_is_a_failure_of_its_host(
     monkeypatch: pytest.MonkeyPatch, by_torchrun: str, host: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_torchrun)
@@ -109,9 +109,9 @@ def test_the_end_of_the_store_is_a_failure_of_its_host(
         watchdog.raise_if_failed()
 
 
-def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
+def test_a_store_that_ends_while_it_is_read_is_a_failure_of_its_host() -> None:
     with server_in_a_process() as (store, server):
-        watchdog = Watchdog(store, 2, 3)  # its thread does not run: who explains finds it out
+        watchdog = Watchdog(store, 2, 3)  # not started, so explain detects it
         watchdog.num_exchanges = 1
         os.kill(server, signal.SIGKILL)
         assert re.fullmatch(
@@ -119,8 +119,8 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
         )
 
 
-ways_to_find_out = pytest.mark.parametrize(
-    "find_out",
+ways_to_detect = pytest.mark.parametrize(
+    "detect",
     [
         lambda watchdog: "from worker 2 (no sign of life" in watchdog.explain("round 1", 1.0),
         lambda watchdog: watchdog.silent() == ["worker 2"],
@@ -130,34 +130,34 @@ ways_to_find_out = pytest.mark.parametrize(
 )
 
 
-@ways_to_find_out
-def test_who_was_found_without_life_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, find_out: Callable[[Watchdog], bool]
+@ways_to_detect
+def test_a_report_does_not_wait_for_missing_workers(
+    monkeypatch: pytest.MonkeyPatch, detect: Callable[[Watchdog], bool]
 ) -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
-        assert clock.pass_during(lambda: find_out(watchdogs[0]), others=2)
-        asked = questions(monkeypatch, watchdogs[0])
+        assert clock.pass_during(lambda: detect(watchdogs[0]), others=2)
+        checked = checked_keys(monkeypatch, watchdogs[0])
         clock.pass_during(lambda: watchdogs[0].report("nobody else reads it"), others=2)
-        assert {key for key in asked if key.startswith("read/")} == {"read/1"}
+        assert {key for key in checked if key.startswith("read/")} == {"read/1"}
         assert watchdogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
-def questions(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
-    """The keys that a watchdog looks for in the store from now on."""
-    asked: list[str] = []
+def checked_keys(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
+    """Return a list to which the keys that a watchdog checks are added from now on."""
+    checked: list[str] = []
     check = watchdog._store.check
 
-    def note_and_check(keys: list[str], *args: float) -> bool:
-        asked.extend(keys)
+    def record_and_check(keys: list[str], *args: float) -> bool:
+        checked.extend(keys)
         return check(keys, *args)
 
-    monkeypatch.setattr(watchdog._store, "check", note_and_check)
-    return asked
+    monkeypatch.setattr(watchdog._store, "check", record_and_check)
+    return checked
 
 
-def test_who_never_reads_is_waited_for_once() -> None:
+def test_a_worker_that_never_reads_delays_only_the_first_report() -> None:
     clock = SkippingClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
@@ -172,7 +172,7 @@ def test_who_never_reads_is_waited_for_once() -> None:
         assert waited_s == pytest.approx(3 * INTERVAL_S, abs=INTERVAL_S / 19)
 
 
-def test_who_has_found_it_out_and_left_is_not_waited_for() -> None:
+def test_a_report_does_not_wait_for_a_worker_that_knows_and_has_ended() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -182,7 +182,7 @@ def test_who_has_found_it_out_and_left_is_not_waited_for() -> None:
         watchdogs[0].report("No message in round 1")  # the clock stands still
 
 
-def test_waiting_for_a_failure() -> None:
+def test_wait_for_failure() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -195,10 +195,10 @@ def test_waiting_for_a_failure() -> None:
         assert clock.now() - before_s < 0.11
 
 
-# --------------------------------------------------------------------- who has not come
+# ---------------------------------------------------------------------- missing workers
 
 
-def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
+def test_a_missing_worker_is_named_with_its_last_label() -> None:
     clock = ManualClock()
     with make_watchdogs(4, clock=clock) as watchdogs:
         watchdogs[1].label = "round 7"
@@ -211,29 +211,29 @@ def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
     assert "worker 2" not in text
 
 
-def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
+def test_a_worker_that_is_behind_is_named_with_its_last_exchange() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
-        for watchdog, meetings, place in zip(
+        for watchdog, num_exchanges, label in zip(
             watchdogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True
         ):
-            watchdog.num_exchanges, watchdog.label = meetings, place
+            watchdog.num_exchanges, watchdog.label = num_exchanges, label
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
 
 
-def test_who_waits_elsewhere_is_named_with_the_place() -> None:
+def test_a_worker_that_waits_elsewhere_is_named_with_its_label() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
-        for watchdog, place in zip(watchdogs, ("r5", "validation", "r5"), strict=True):
-            watchdog.num_exchanges, watchdog.label = 5, place
+        for watchdog, label in zip(watchdogs, ("r5", "validation", "r5"), strict=True):
+            watchdog.num_exchanges, watchdog.label = 5, label
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, but waiting in validation). Check" in text
 
 
-def test_who_leaves_without_training_is_named_with_that_place() -> None:
+def test_a_worker_that_has_left_is_named_with_its_label() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -243,7 +243,7 @@ def test_who_leaves_without_training_is_named_with_that_place() -> None:
     assert "worker 1 (no sign of life; last seen in a fit that trained nothing)" in text
 
 
-def test_a_process_that_was_stopped_does_not_blame_the_network() -> None:
+def test_a_process_that_was_suspended_does_not_blame_the_network() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -257,7 +257,7 @@ def test_a_process_that_was_stopped_does_not_blame_the_network() -> None:
         assert "any worker (all are alive: a network fault). Check" in text
 
 
-def test_if_all_are_alive_and_here_it_is_the_network() -> None:
+def test_a_network_fault_if_all_are_alive_and_waiting() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -265,7 +265,7 @@ def test_if_all_are_alive_and_here_it_is_the_network() -> None:
     assert "any worker (all are alive: a network fault)" in text
 
 
-def test_a_known_failure_explains_everything() -> None:
+def test_a_reported_failure_is_the_explanation() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
@@ -275,7 +275,7 @@ def test_a_known_failure_explains_everything() -> None:
         assert watchdogs[0].silent() == []
 
 
-def test_the_silent_are_listed() -> None:
+def test_silent_workers_are_listed() -> None:
     clock = ManualClock()
     with make_watchdogs(4, ["a", "b", "c", "d"], clock=clock) as watchdogs:
         start(*watchdogs[:3])
@@ -284,8 +284,8 @@ def test_the_silent_are_listed() -> None:
 
 
 @contextmanager
-def one_has_fallen_silent(clock: ManualClock) -> Iterator[Watchdog]:
-    """The first one of three that follow each other, long after the last beat of worker 2."""
+def one_silent_worker(clock: ManualClock) -> Iterator[Watchdog]:
+    """Yield the first of three monitoring watchdogs, long after the last heartbeat of worker 2."""
     with make_watchdogs(3, clock=clock, monitor=True) as watchdogs:
         start(*watchdogs)
         clock.wait_until_waiting(3)
@@ -296,17 +296,17 @@ def one_has_fallen_silent(clock: ManualClock) -> Iterator[Watchdog]:
         yield watchdogs[0]
 
 
-@ways_to_find_out
-def test_who_follows_the_others_knows_at_once_who_has_fallen_silent(
-    find_out: Callable[[Watchdog], bool],
+@ways_to_detect
+def test_a_monitoring_watchdog_knows_missing_workers_at_once(
+    detect: Callable[[Watchdog], bool],
 ) -> None:
-    with one_has_fallen_silent(ManualClock()) as watchdog:
-        assert find_out(watchdog)  # the clock stands still
+    with one_silent_worker(ManualClock()) as watchdog:
+        assert detect(watchdog)  # the clock stands still
 
 
-def test_who_follows_the_others_knows_how_long_one_has_been_silent() -> None:
+def test_a_monitoring_watchdog_knows_the_age_of_heartbeats() -> None:
     clock = ManualClock()
-    with one_has_fallen_silent(clock) as watchdog:
+    with one_silent_worker(clock) as watchdog:
         assert watchdog.lost(module._MISSING_AFTER_S) == ["worker 2"]
         assert watchdog.lost(clock.now()) == []
         watchdog.forget([2])
@@ -317,7 +317,7 @@ def test_who_follows_the_others_knows_how_long_one_has_been_silent() -> None:
 # ------------------------------------------------------------------------ the agreement
 
 
-def test_all_stop_at_the_latest_of_the_points_that_are_possible() -> None:
+def test_all_stop_at_the_latest_position() -> None:
     with make_watchdogs(3) as watchdogs:
         for watchdog, position in zip(watchdogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
             watchdog.position = position
@@ -330,7 +330,7 @@ def test_all_stop_at_the_latest_of_the_points_that_are_possible() -> None:
         )
 
 
-def test_two_requests_are_one() -> None:
+def test_two_requests_lead_to_one_stop() -> None:
     with make_watchdogs(2) as watchdogs:
         watchdogs[0].stop_reason = "SIGTERM"
         watchdogs[1].stop_reason = "SIGUSR1"
@@ -350,7 +350,7 @@ def test_a_position_after_the_answer_changes_nothing() -> None:
         assert watchdogs[0].wait_for_stop_point(10.0)[0] == 1
 
 
-def test_nobody_stops_without_the_answer_of_all() -> None:
+def test_no_worker_stops_before_all_have_answered() -> None:
     with make_watchdogs(2) as watchdogs:
         start(watchdogs[0])
         watchdogs[0].stop_reason = "SIGTERM"
@@ -376,7 +376,7 @@ def test_garbage_in_the_store_is_ignored(
 ) -> None:
     rows = [
         ("failure", "no worker"),
-        ("failure", "7|of a worker that there is not"),
+        ("failure", "7|of a worker that does not exist"),
         ("failure", "9" * 10_000 + "|x"),
         ("beat/1", "many|2|round 3"),
         ("beat/1", ""),
@@ -407,7 +407,7 @@ def test_garbage_in_the_store_is_ignored(
                 assert repr(key) in caplog.text
 
 
-def test_an_agreement_goes_on_once_the_garbage_is_gone() -> None:
+def test_the_agreement_continues_once_the_garbage_is_gone() -> None:
     with make_watchdogs(2) as watchdogs:
         watchdogs[0]._store.set("stop/1", "no point")
         watchdogs[0].stop_reason = "SIGTERM"
@@ -417,8 +417,8 @@ def test_an_agreement_goes_on_once_the_garbage_is_gone() -> None:
         assert watchdogs[0].wait_for_stop_point(10.0)[0] == 1
 
 
-class CapriciousStore(dist.Store):
-    """Fails in some other way each time, a few times."""
+class FaultyStore(dist.Store):
+    """Raises a different error in each of the first calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,8 +432,8 @@ class CapriciousStore(dist.Store):
         return False
 
 
-def test_it_survives_whatever_the_store_raises() -> None:
-    store = CapriciousStore()
+def test_the_thread_survives_errors_of_the_store() -> None:
+    store = FaultyStore()
     watchdog = Watchdog(store, 0, 2)
     try:
         start(watchdog)
@@ -446,7 +446,7 @@ def test_it_survives_whatever_the_store_raises() -> None:
 
 
 class FrozenStore(dist.Store):
-    """Does not answer until it is let go, as the client of a server that is frozen."""
+    """Does not answer until ``thawed`` is set, like the client of a frozen server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ class FrozenStore(dist.Store):
         return False
 
 
-def test_a_silent_store_is_the_silence_of_worker_0() -> None:
+def test_a_silent_store_is_blamed_on_worker_0() -> None:
     store, clock = FrozenStore(), ManualClock()
     watchdog = Watchdog(store, 1, 3, timeout_s=20.0, clock=clock)
     try:
@@ -471,7 +471,7 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
         assert clock.now() == module._STORE_TIMEOUT_S
         clock.advance(0.5)
         assert watchdog.silent() == ["worker 0"]
-        watchdog.report("nobody reads it")  # nor does anybody ask again: the clock stands still
+        watchdog.report("nobody reads it")  # it makes no more calls: the clock stands still
         clock.advance(18.5)
         watchdog.raise_if_failed()
         clock.advance(0.1)
@@ -483,10 +483,10 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
         store.thawed.set()
 
 
-# ------------------------------------------------------------------------------ its end
+# ------------------------------------------------------------------------------ the end
 
 
-def test_it_ends_at_once_and_twice_does_no_harm() -> None:
+def test_it_ends_at_once_and_may_be_ended_twice() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])

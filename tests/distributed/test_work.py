@@ -1,4 +1,4 @@
-"""Waiting is timed, and an error of the backend names the worker that is missing."""
+"""Waits are timed, and errors of the backend name the missing worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.manual_clock import ManualClock, SkippingClock
 from tests.pool import Pool
 
 
-def test_seconds_add_up() -> None:
+def test_waited_seconds_are_added() -> None:
     statistics, clock = Statistics(wait_s=1.0), ManualClock()
     for seconds in (0.5, 0.25):
         with WaitTimer(statistics, clock):
@@ -42,7 +42,7 @@ def test_seconds_add_up() -> None:
     assert statistics.wait_s == 1.75
 
 
-def test_seconds_count_when_the_wait_fails() -> None:
+def test_waited_seconds_are_added_if_the_wait_fails() -> None:
     statistics, clock = Statistics(), ManualClock()
 
     def fail() -> None:
@@ -56,7 +56,7 @@ def test_seconds_count_when_the_wait_fails() -> None:
 
 
 def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
-    """An error of the backend in round 4, at worker 0."""
+    """Raise an error of the backend in round 4, on worker 0."""
     with ExplainErrors(group_of(watchdog, 0, num_workers), "round 4"):
         raise error
 
@@ -73,7 +73,7 @@ def test_an_error_names_the_missing_worker_and_keeps_its_cause() -> None:
     assert raised.value.__cause__ is cause
 
 
-def test_an_error_becomes_the_failure_that_another_worker_has_reported() -> None:
+def test_an_error_is_replaced_by_a_reported_failure() -> None:
     cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
@@ -82,7 +82,7 @@ def test_an_error_becomes_the_failure_that_another_worker_has_reported() -> None
             clock.pass_during(lambda: fail(watchdogs[0], 2, cause), others=2)
 
 
-def test_what_is_explained_is_not_explained_again() -> None:
+def test_an_explained_error_is_not_explained_again() -> None:
     with make_watchdogs(2) as watchdogs:
         group = group_of(watchdogs[0], 0, 2)
         error = WorkerFailure("worker 1 is gone")
@@ -96,7 +96,7 @@ def test_what_is_explained_is_not_explained_again() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
-def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
+def test_other_errors_are_raised_unchanged(error: BaseException) -> None:
     with (
         make_watchdogs(2) as watchdogs,
         pytest.raises(type(error)) as raised,
@@ -106,8 +106,8 @@ def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
     assert raised.value is error
 
 
-class Killing(Dataset[int]):
-    """Whose reading process is killed, as by the kernel when there is no memory."""
+class KillsItsProcess(Dataset[int]):
+    """Kills the process that loads it, as the kernel does without memory."""
 
     def __len__(self) -> int:
         return 2
@@ -117,27 +117,27 @@ class Killing(Dataset[int]):
         return index
 
 
-def wait_beside(loader: DataLoader[int]) -> None:
+def wait_while_loading(loader: DataLoader[int]) -> None:
     batches = iter(loader)
     time.sleep(10 * HARNESS_S)
     del batches
 
 
 @pytest.mark.process
-def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> None:
-    """PyTorch tells of it in a signal handler, wherever this process is waiting."""
+def test_a_killed_process_of_a_data_loader_is_not_explained() -> None:
+    """PyTorch raises the error in a signal handler, wherever this process is waiting."""
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         group = group_of(watchdogs[0], 0, 2)
-        loader = DataLoader(Killing(), num_workers=1, multiprocessing_context="spawn")
+        loader = DataLoader(KillsItsProcess(), num_workers=1, multiprocessing_context="spawn")
         with (
             pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"),
             ExplainErrors(group, "round 4"),
         ):
-            wait_beside(loader)
+            wait_while_loading(loader)
 
 
-def test_a_worker_alone_has_nothing_to_explain() -> None:
+def test_errors_of_a_single_worker_are_raised_unchanged() -> None:
     with (
         pytest.raises(RuntimeError, match="^as it is$"),
         ExplainErrors(WorkerGroup(0, 1), "round 4"),
@@ -150,7 +150,7 @@ def test_without_an_error_nothing_happens() -> None:
         pass
 
 
-def test_the_sum_of_a_worker_alone_is_its_own() -> None:
+def test_the_sum_of_a_single_worker_is_its_tensor() -> None:
     statistics, flat = Statistics(), torch.ones(3)
     total = AllReduceSum(WorkerGroup(0, 1), statistics, flat, "the test")
     assert total.has_arrived()
@@ -174,17 +174,17 @@ def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
         assert num_bytes == 2 * 2 * 24 // 3
 
 
-def sum_up_late(rank: int, world: int) -> dict[str, Any]:
-    """Worker 1 comes once the others have looked."""
+def sum_up_with_late_worker(rank: int, world: int) -> dict[str, Any]:
+    """Worker 1 starts after the others have polled."""
     group, statistics, clock = late_group(timeout_s=1e6), Statistics(), SkippingClock()
     group.clock, store = clock, group.own_store("test")
     flat = torch.arange(6.0) * (rank + 1)
-    while rank == 1 and not store.check(["looked/0", "looked/2"]):
+    while rank == 1 and not store.check(["polled/0", "polled/2"]):
         time.sleep(0.001)
     total = AllReduceSum(group, statistics, flat, "the test")
-    looks = (0.0, 0.05) if rank != 1 else ()
-    arrived = total.has_arrived(), *map(total.arrives_within, looks)
-    store.set(f"looked/{rank}", "")
+    timeouts = (0.0, 0.05) if rank != 1 else ()
+    arrived = total.has_arrived(), *map(total.arrives_within, timeouts)
+    store.set(f"polled/{rank}", "")
     found = {"arrived": arrived, "sum": total.wait().tolist(), "wait_s": statistics.wait_s}
     found["slept_s"] = clock.now()
     found["then"] = total.has_arrived(), total.arrives_within(0.0)
@@ -192,8 +192,8 @@ def sum_up_late(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_where_the_host_does_not_wait_it_looks_until_the_sum_is_here(pool: Pool) -> None:
-    found = pool.run(sum_up_late, world=3)
+def test_the_host_polls_if_wait_does_not_block_it(pool: Pool) -> None:
+    found = pool.run(sum_up_with_late_worker, world=3)
     assert [one["sum"] for one in found] == [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0]] * 3
     assert all(one["then"] == (True, True) for one in found)
     for one in (found[0], found[2]):
@@ -204,7 +204,7 @@ def test_where_the_host_does_not_wait_it_looks_until_the_sum_is_here(pool: Pool)
 
 
 class Stuck(dist.Work):
-    """Never ends, and does not let the host wait."""
+    """Never completes, and ``wait`` does not block the host."""
 
     def is_completed(self) -> bool:
         return False
@@ -213,7 +213,7 @@ class Stuck(dist.Work):
         return True
 
 
-def test_what_began_too_long_ago_is_given_up() -> None:
+def test_a_pending_work_times_out() -> None:
     clock = SkippingClock()
     group = WorkerGroup(0, 2, timeout_s=0.5, wait_blocks_host=False, clock=clock)
     works = PendingWork(group, "round 4", [Stuck()])
@@ -249,5 +249,5 @@ def test_a_profile_names_the_phases() -> None:
     assert {"loco/propose", "loco/exchange", "loco/apply"} <= names
 
 
-def test_without_a_profiler_there_is_no_label() -> None:
+def test_no_record_function_without_a_profiler() -> None:
     assert not isinstance(labelled("loco/apply"), torch.autograd.profiler.record_function)

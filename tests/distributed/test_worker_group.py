@@ -1,4 +1,4 @@
-"""Groups of an engine's own: beside the default one and beside each other, and gone at the end."""
+"""Worker groups: separate from the default group and from each other, and destroyed at the end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.strategies.remote_runs import all_ranks
 def describe(rank: int, world: int) -> dict[str, Any]:
     group = WorkerGroup.create(timeout_s=20)
     found = {
-        "place": (group.worker, group.num_workers),
+        "worker": (group.worker, group.num_workers),
         "sizes": [dist.get_world_size(own) for own in (group.data, group.control)],
         "are_own": group.data not in (None, dist.group.WORLD, group.control),
-        "beats": group.watchdog.is_alive(),
+        "watchdog": group.watchdog.is_alive(),
         "gathered": group.gather_objects({"rank": rank}),
     }
     group.close()
     group.close()
-    found["left"] = threads_named("loco")
+    found["threads"] = threads_named("loco")
     found["closed"] = (group.data, group.control, group.watchdog)
     found["default group works"] = sum_over_the_default_group(rank)
     return found
@@ -43,21 +43,21 @@ def sum_over_the_default_group(rank: int) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_worker_finds_its_place(pool: Pool, world: int) -> None:
+def test_groups_of_every_worker(pool: Pool, world: int) -> None:
     for rank, found in enumerate(pool.run(describe, world=world)):
         assert found == {
-            "place": (rank, world),
+            "worker": (rank, world),
             "sizes": [world, world],
             "are_own": True,
-            "beats": True,
+            "watchdog": True,
             "gathered": [{"rank": other} for other in range(world)],
-            "left": [],
+            "threads": [],
             "closed": (None, None, None),
             "default group works": sum(range(world)),
         }
 
 
-def test_a_worker_alone_needs_no_group() -> None:
+def test_a_single_worker_needs_no_group() -> None:
     group = WorkerGroup.create()
     assert group == WorkerGroup(worker=0, num_workers=1)
     assert group.gather_objects("mine") == ["mine"]
@@ -85,7 +85,7 @@ def write_and_read(rank: int, world: int) -> list[str]:
     return read
 
 
-def test_stores_of_two_engines_and_of_two_names_are_apart(pool: Pool) -> None:
+def test_stores_of_two_groups_and_of_two_names_are_separate(pool: Pool) -> None:
     for read in pool.run(write_and_read, world=2):
         assert read == ["value 0", "value 1", "value 2", "value 3"]
 
@@ -99,7 +99,7 @@ def raise_some(rank: int, world: int, broken: tuple[int, ...]) -> str:
     return "fine"
 
 
-def test_an_error_of_one_is_an_error_of_all(pool: Pool) -> None:
+def test_an_error_of_one_worker_is_raised_on_all(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(raise_some, (1, 2), world=3)
     failures = caught.value.failures
@@ -108,14 +108,14 @@ def test_an_error_of_one_is_an_error_of_all(pool: Pool) -> None:
     assert texts == ["Worker 1: bad luck of 1", "bad luck of 1", "bad luck of 2"]
 
 
-class Odd(Exception):
+class TwoArguments(Exception):
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
 
 
 def raise_any(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=20)
-    errors = [None, Odd("a", "b"), ZeroDivisionError("division by zero")]
+    errors = [None, TwoArguments("a", "b"), ZeroDivisionError("division by zero")]
     try:
         with group.errors_shared("the test"):
             error = errors[rank]
@@ -125,18 +125,18 @@ def raise_any(rank: int, world: int) -> None:
         group.close()
 
 
-def test_any_error_is_shared_and_is_itself_at_home(pool: Pool) -> None:
+def test_a_shared_error_keeps_its_type_on_its_worker(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(raise_any, world=3)
     found = {r: (f.type_name, f.message) for r, f in caught.value.failures.items()}
     assert found == {
-        0: ("RuntimeError", "Worker 1: Odd: ab"),
-        1: ("Odd", "ab"),
+        0: ("RuntimeError", "Worker 1: TwoArguments: ab"),
+        1: ("TwoArguments", "ab"),
         2: ("ZeroDivisionError", "division by zero"),
     }
 
 
-def come_late_or_not(rank: int, world: int) -> float:
+def gather_without_worker_1(rank: int, world: int) -> float:
     group = WorkerGroup.create(timeout_s=3)
     group.announce_wait("the beginning")
     began = time.monotonic()
@@ -153,14 +153,14 @@ def come_late_or_not(rank: int, world: int) -> float:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_a_gathering_names_who_does_not_come() -> None:
-    with Job(come_late_or_not, world=3) as job:
+def test_a_gather_names_the_missing_worker() -> None:
+    with Job(gather_without_worker_1, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
 
 
-def look_for_long(rank: int, world: int) -> None:
+def gather_and_watch_long(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=2)
     group.announce_wait("the beginning")
     if rank == 1:
@@ -171,35 +171,35 @@ def look_for_long(rank: int, world: int) -> None:
 
 
 @pytest.mark.process
-def test_worker_0_does_not_end_before_the_others_know_why() -> None:
-    with Job(look_for_long, world=3) as job:
+def test_worker_0_does_not_end_before_the_others_know_the_error() -> None:
+    with Job(gather_and_watch_long, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
 
 
-def begin_or_not(rank: int, world: int) -> None:
+def create_without_worker_1(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(HARNESS_S)
     WorkerGroup.create(timeout_s=5)
 
 
 @pytest.mark.process
-def test_who_does_not_come_to_the_set_up_is_named() -> None:
-    with Job(begin_or_not, world=3) as job:
+def test_a_worker_missing_in_the_setup_is_named() -> None:
+    with Job(create_without_worker_1, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert "No message in the set-up within 5 s from worker 1. Check" in outcome.error
 
 
-def test_without_an_error_all_go_on(pool: Pool) -> None:
+def test_without_an_error_all_continue(pool: Pool) -> None:
     assert pool.run(raise_some, (), world=3) == ["fine"] * 3
 
 
-def close_in_the_middle(rank: int, world: int) -> float:
+def close_with_pending_work(rank: int, world: int) -> float:
     group = WorkerGroup.create(timeout_s=LONG_S)
     dist.barrier()
-    if rank != 1:  # worker 1 takes no part
+    if rank != 1:  # worker 1 does not call it
         work = dist.all_reduce(torch.ones(10), group=group.data, async_op=True)
         assert work is not None
         del work
@@ -214,12 +214,12 @@ def close_in_the_middle(rank: int, world: int) -> float:
 
 
 @pytest.mark.process
-def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
-    assert max(pool.run(close_in_the_middle, world=3)) < SOON_S
+def test_after_a_failure_closing_does_not_wait_for_pending_work(pool: Pool) -> None:
+    assert max(pool.run(close_with_pending_work, world=3)) < SOON_S
 
 
-def leave_while_waiting(rank: int, world: int) -> tuple[float, int]:
-    """Rank 0 waits for a message and a sum that rank 1 has no part in, and leaves first."""
+def abort_with_pending_work(rank: int, world: int) -> tuple[float, int]:
+    """Rank 0 waits for a message and a sum that rank 1 never sends, and aborts first."""
     groups = [dist.new_group(timeout=timedelta(seconds=LONG_S))]
     dist.barrier()
     if rank == 0:
@@ -235,13 +235,13 @@ def leave_while_waiting(rank: int, world: int) -> tuple[float, int]:
     return lasted_s, len(groups)
 
 
-def test_nobody_waits_for_what_never_comes(pool: Pool) -> None:
-    for lasted_s, left in pool.run(leave_while_waiting, world=2):
+def test_aborting_groups_does_not_wait_for_pending_work(pool: Pool) -> None:
+    for lasted_s, left in pool.run(abort_with_pending_work, world=2):
         assert lasted_s < SOON_S
         assert left == 0
 
 
-def renew_default_group(rank: int, world: int) -> tuple[bool, float]:
+def replace_default_group(rank: int, world: int) -> tuple[bool, float]:
     with all_ranks() as environment:
         init = f"tcp://127.0.0.1:{environment.main_port}"
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
@@ -253,5 +253,5 @@ def renew_default_group(rank: int, world: int) -> tuple[bool, float]:
         return is_left, value.sum().item()
 
 
-def test_a_default_group_makes_room_for_another(pool: Pool) -> None:
-    assert pool.run(renew_default_group, world=2) == [(True, 3.0)] * 2
+def test_a_default_group_can_be_replaced(pool: Pool) -> None:
+    assert pool.run(replace_default_group, world=2) == [(True, 3.0)] * 2

@@ -1,4 +1,4 @@
-"""Several workers in one process: a store, and a watchdog of each that is really beating."""
+"""Several workers in one process: a store, and a watchdog of each that sends heartbeats."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ INTERVAL_S = 0.02
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
-    """Let watchdogs beat fifty times a second and look at others for a moment only."""
+    """Let watchdogs send fifty heartbeats per second, and watch others for ``settle_s`` only."""
     monkeypatch.setattr(module, "_HEARTBEAT_INTERVAL_S", INTERVAL_S)
     monkeypatch.setattr(module, "_MISSING_AFTER_S", settle_s)
 
 
 def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
-    """Each ``time.sleep`` that a module calls from now on, in seconds; it sleeps as before."""
+    """Return a list to which the seconds of each ``time.sleep`` of a module are added."""
     asked: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -50,7 +50,7 @@ def make_watchdogs(
     *,
     monitor: bool = False,
 ) -> Iterator[list[Watchdog]]:
-    """Watchdogs that are not started yet, on one store that answers at once; ended at the end."""
+    """Yield watchdogs that are not started yet, on one store that answers at once, and end them."""
     store = dist.HashStore()
     stores = [TimeoutStore(store) for _ in range(num_workers)]
     watchdogs = [
@@ -66,7 +66,7 @@ def make_watchdogs(
 
 
 def start(*watchdogs: Watchdog) -> None:
-    """Let them beat, and wait until each has done so."""
+    """Start watchdogs, and wait until each has sent a heartbeat."""
     for watchdog in watchdogs:
         watchdog.start()
     for watchdog in watchdogs:
@@ -74,20 +74,20 @@ def start(*watchdogs: Watchdog) -> None:
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """Look again and again, for a while."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, "nothing has happened"
+        assert time.monotonic() < deadline, "the condition is still false"
         time.sleep(0.005)
 
 
 def group_of(watchdog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
-    """A group without process groups, for what needs the watchdog alone."""
+    """Return a group without process groups, for code that needs only the watchdog."""
     return WorkerGroup(worker, num_workers, watchdog=watchdog, timeout_s=TIMEOUT_S)
 
 
 def on_every_worker(num_workers: int, fn: Callable[[int], Any]) -> list[Any]:
-    """Call fn(worker) in a thread of each worker; the results in order."""
+    """Call fn(worker) in a thread for each worker, and return the results in order."""
     with ThreadPoolExecutor(num_workers) as pool:
         return list(pool.map(fn, range(num_workers)))
 

@@ -1,4 +1,4 @@
-"""Averaged copies and pruning masks: the same on all workers whenever the consensus is made."""
+"""The consensus: means over workers, and averaged copies and pruning masks made equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pool import Pool, PoolError
 from tests.small_model import flat, norm_model
 
 
-def agree(averaged_copies: AveragedCopies) -> None:
+def synchronize(averaged_copies: AveragedCopies) -> None:
     group = WorkerGroup.create(timeout_s=20)
     found = group.gather_objects(averaged_copies.prepare())
     statuses = [WorkerStatus(1.0, 0.0, 0.0, scalars=numbers) for numbers in found]
@@ -40,26 +40,24 @@ def average_copies(rank: int, world: int, broken: int) -> tuple[Tensor, Tensor, 
     averaged_copies = AveragedCopies(model)
     averaged_copies.find_copies = lambda: [copy]
     before = flat(model)
-    agree(averaged_copies)
+    synchronize(averaged_copies)
     assert torch.equal(flat(model), before)
     return flat(copy), copy.module[1].running_mean, int(copy.n_averaged)
 
 
 @pytest.mark.parametrize(("broken", "mean"), [(-1, 2.0), (1, 2.0), (2, 1.5)])
-def test_copies_become_the_mean_of_those_that_are_finite(
-    pool: Pool, broken: int, mean: float
-) -> None:
+def test_copies_become_the_mean_of_finite_ones(pool: Pool, broken: int, mean: float) -> None:
     for rank, (copy, running, updates) in enumerate(pool.run(average_copies, broken, world=3)):
         assert torch.equal(copy, torch.full_like(copy, mean))
         assert torch.equal(running, torch.full_like(running, mean))
-        assert updates == 1 + rank  # whole numbers are each worker's own
+        assert updates == 1 + rank  # integers are not averaged
 
 
 LARGEST = torch.finfo(torch.float64).max
 
 
 def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one copy: its weight and a buffer, which are equal, and its bias, which is not."""
+    """Return weight and buffer of a copy, equal on all workers, and its bias, which differs."""
     model = nn.Linear(2, 2).double()
     model.register_buffer("mask", torch.tensor([-LARGEST, 0.1], dtype=torch.float64))
     copy = AveragedModel(model, use_buffers=True)
@@ -69,11 +67,11 @@ def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]
     copy.module.bias.data.copy_(torch.tensor([LARGEST, 1.0 + rank], dtype=torch.float64))
     averaged_copies = AveragedCopies(model)
     averaged_copies.find_copies = lambda: [copy]
-    agree(averaged_copies)
+    synchronize(averaged_copies)
     return copy.module.weight.detach(), copy.module.mask, copy.module.bias.detach()
 
 
-def test_large_values_do_not_overflow_and_equal_ones_stay(pool: Pool) -> None:
+def test_large_values_do_not_overflow_and_equal_ones_are_unchanged(pool: Pool) -> None:
     weight = torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
     mask = torch.tensor([-LARGEST, 0.1], dtype=torch.float64)
     for found in pool.run(average_large_values, world=4):
@@ -88,7 +86,7 @@ def share_masks(rank: int, world: int) -> list[Tensor]:
     prune.random_unstructured(model[0], "weight", amount=0.5)
     prune.random_unstructured(model[3], "bias", amount=1)
     own = [mask.clone() for _, mask in pruning_masks(model)]
-    agree(AveragedCopies(model))
+    synchronize(AveragedCopies(model))
     return [*own, *(mask for _, mask in pruning_masks(model))]
 
 
@@ -101,21 +99,21 @@ def test_masks_become_those_of_worker_0(pool: Pool) -> None:
         assert torch.equal(own, mask_1)
 
 
-def differ(rank: int, world: int) -> None:
+def make_different_copies(rank: int, world: int) -> None:
     model = norm_model()
     averaged_copies = AveragedCopies(model)
     if rank == 1:
         averaged_copies.find_copies = lambda: [AveragedModel(model)]
-    agree(averaged_copies)
+    synchronize(averaged_copies)
 
 
-def test_other_copies_on_another_worker_are_an_error_everywhere(pool: Pool) -> None:
+def test_different_copies_are_an_error_on_all_workers(pool: Pool) -> None:
     with pytest.raises(PoolError, match="Worker 1 holds other averaged copies") as error:
-        pool.run(differ, world=2)
+        pool.run(make_different_copies, world=2)
     assert sorted(error.value.failures) == [0, 1]
 
 
-def test_a_buffer_with_the_name_of_a_mask_is_none() -> None:
+def test_a_buffer_named_like_a_mask_is_not_a_pruning_mask() -> None:
     model = nn.Module()
     model.register_buffer("attention_mask", torch.ones(2))
     assert pruning_masks(model) == []
@@ -134,7 +132,7 @@ def mean(rank: int, world: int, valid: list[bool]) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("valid", [[True] * 3, [True, False, True], [False, False, True]], ids=str)
-def test_an_average_is_over_the_valid_workers(pool: Pool, valid: list[bool]) -> None:
+def test_average_over_the_valid_workers(pool: Pool, valid: list[bool]) -> None:
     own = [rank for rank in range(3) if valid[rank]]
     for values, sent in pool.run(mean, valid, world=3):
         assert values.tolist() == [sum(own) / len(own)] * values.numel()

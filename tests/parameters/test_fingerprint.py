@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: equal for equal bits, other ones after any usual change."""
+"""Checksums of tensors: equal for equal bits, and different after any usual change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_loco.parameters.fingerprint import crc32, fingerprints, pieces
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
-def test_one_changed_element_is_noticed(subtests: pytest.Subtests) -> None:
+def test_one_changed_element_changes_the_fingerprint(subtests: pytest.Subtests) -> None:
     for dtype in DTYPES:
         with subtests.test(dtype=dtype):
             values = torch.arange(1000).remainder(2).to(dtype)
@@ -24,7 +24,7 @@ def test_one_changed_element_is_noticed(subtests: pytest.Subtests) -> None:
             assert fingerprints([values]) != [before]
 
 
-def test_the_checksum_is_that_of_the_values_in_order(
+def test_crc32_is_that_of_the_values_in_order(
     monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setattr(fingerprint, "_PIECE_BYTES", 7)
@@ -57,7 +57,7 @@ def test_shapes_strides_and_empty_lists() -> None:
     assert fingerprints([]) == []
 
 
-def test_signs_and_writes_past_autograd_are_noticed() -> None:
+def test_changed_signs_and_writes_without_autograd_are_detected() -> None:
     weight = torch.nn.Parameter(torch.rand(100))
     (before,) = fingerprints([weight])
     weight.data.neg_()

@@ -1,4 +1,4 @@
-"""Flat buffers: every element once, whatever the sizes, dtypes and strides; and back again."""
+"""Flat vectors: every element is packed once, whatever the sizes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout_of(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatL
 
 
 def check(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayout:
-    """The laws of a layout of tensors that hold 1, 2, 3, ... each number once."""
+    """Check the properties of a layout of tensors that hold 1, 2, 3, ... each number once."""
     layout = layout_of(tensors, chunk_elements)
     total = sum(tensor.numel() for tensor in tensors)
     assert layout.numel == total
@@ -86,8 +86,8 @@ def test_all_small_sizes_and_chunk_sizes(subtests: pytest.Subtests) -> None:
                     assert all(size <= chunk_elements for size in sizes)
 
 
-def test_empty_tensors_make_no_chunk(subtests: pytest.Subtests) -> None:
-    """A chunk is a message; one without elements would travel for nothing."""
+def test_empty_tensors_have_no_chunk(subtests: pytest.Subtests) -> None:
+    """A chunk is a message; one without elements would be sent for nothing."""
     for shape in ((0,), (0, 3), (3, 0), (2, 0, 3)):
         with subtests.test(shape=shape):
             check([torch.zeros(shape)])
@@ -97,8 +97,8 @@ def test_empty_tensors_make_no_chunk(subtests: pytest.Subtests) -> None:
             assert len(layout.chunks()) == 1
 
 
-def test_memory_formats_cost_nothing_and_lose_nothing(subtests: pytest.Subtests) -> None:
-    """Dense tensors lie in the order of their memory, in whatever order their indices run."""
+def test_memory_formats(subtests: pytest.Subtests) -> None:
+    """Elements of dense tensors are in the order of their memory, not of their indices."""
     for chunk_elements in (None, 1, 5, 7, 1000):
         with subtests.test(chunk_elements=chunk_elements):
             whole = torch.arange(1.0, 1 + 2 * 3 * 4 * 5).view(2, 4, 5, 3)
@@ -116,7 +116,7 @@ def test_memory_formats_cost_nothing_and_lose_nothing(subtests: pytest.Subtests)
 
 
 def test_tensors_with_gaps_in_memory(subtests: pytest.Subtests) -> None:
-    """Columns, every second element, a corner of a matrix: between dense ones, and untouched."""
+    """A column, every third element and a corner of a matrix, between dense tensors."""
     for chunk_elements in (None, 1, 4, 1000):
         with subtests.test(chunk_elements=chunk_elements):
             first, last = torch.arange(1.0, 4.0), torch.arange(18.0, 21.0)
@@ -147,7 +147,7 @@ def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
             assert [tensor.dtype for tensor in tensors] == list(dtypes)
 
 
-def test_no_value_of_a_dtype_is_changed(subtests: pytest.Subtests) -> None:
+def test_packing_changes_no_value_of_any_dtype(subtests: pytest.Subtests) -> None:
     """float32 holds every bfloat16 and float16; float64 is not narrowed."""
     for dtype in DTYPES:
         with subtests.test(dtype=dtype):
@@ -183,7 +183,7 @@ def test_tied_weights_appear_once_and_stay_tied() -> None:
     assert torch.equal(model.head.weight.detach(), torch.arange(15.0).view(5, 3))
 
 
-def test_memory_that_has_moved_is_noticed(subtests: pytest.Subtests) -> None:
+def test_new_memory_of_a_parameter_is_detected(subtests: pytest.Subtests) -> None:
     """Some wrappers and `model.to` give a parameter new memory."""
     for chunk_elements in (None, 2):
         with subtests.test(chunk_elements=chunk_elements):
@@ -203,12 +203,12 @@ def test_memory_that_has_moved_is_noticed(subtests: pytest.Subtests) -> None:
             assert torch.equal(layout.new_flat(), torch.arange(1.0, 7.0))
 
 
-def test_chunks_are_kept_while_the_memory_stays() -> None:
+def test_chunks_are_kept_while_the_memory_is_the_same() -> None:
     layout = layout_of(numbered((4,), (4,)), 3)
     assert layout.chunks() is layout.chunks()
 
 
-def test_every_picks_each_stride_th_element(subtests: pytest.Subtests) -> None:
+def test_subsample_takes_every_stride_th_element(subtests: pytest.Subtests) -> None:
     for chunk_elements in (None, 1, 4):
         with subtests.test(chunk_elements=chunk_elements):
             gappy = torch.zeros(3, 2)[:, 0]
@@ -226,13 +226,13 @@ def test_every_picks_each_stride_th_element(subtests: pytest.Subtests) -> None:
                 assert sum(part.numel() for part in picked) == 13
 
 
-def test_every_returns_a_copy() -> None:
+def test_subsample_returns_a_copy() -> None:
     (tensor,) = numbered((6,))
     layout_of([tensor]).subsample(1, 0).zero_()
     assert tensor.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_single_bad_element_is_found(subtests: pytest.Subtests) -> None:
+def test_a_single_nonfinite_element_is_detected(subtests: pytest.Subtests) -> None:
     for dtype, bad in itertools.product(DTYPES, (math.nan, math.inf, -math.inf)):
         with subtests.test(dtype=dtype, bad=bad):
             tensors = numbered((3, 2), (), (4,), dtype=dtype)
@@ -260,19 +260,19 @@ def test_infinities_that_cancel_are_not_finite() -> None:
     assert not are_finite(layout_of([torch.tensor([float("inf"), 1.0, -float("inf")])]).chunks())
 
 
-def test_nothing_is_finite() -> None:
+def test_an_empty_layout_is_finite() -> None:
     assert are_finite(layout_of([]).chunks())
     assert layout_of([]).new_flat().shape == (0,)
 
 
-def test_what_is_not_real_floating_point_is_refused(subtests: pytest.Subtests) -> None:
+def test_dtypes_that_are_not_real_floating_point_are_an_error(subtests: pytest.Subtests) -> None:
     for dtype in (torch.complex64, torch.complex128, torch.int64, torch.bool):
         text = f"'phase' has dtype {dtype}; only real floating-point"
         with subtests.test(dtype=dtype), pytest.raises(TypeError, match=text):
             FlatLayout([("fine", torch.zeros(2)), ("phase", torch.zeros(2, dtype=dtype))])
 
 
-def test_the_schema_tells_shapes_dtypes_and_strides_apart() -> None:
+def test_schemas_with_other_shapes_dtypes_or_strides_differ() -> None:
     tensors = {
         "plain": torch.zeros(2, 3),
         "shape": torch.zeros(3, 2),
@@ -284,7 +284,7 @@ def test_the_schema_tells_shapes_dtypes_and_strides_apart() -> None:
     assert all(a != b for a, b in itertools.combinations(schemas, 2))
 
 
-def test_the_pairs_of_a_window_are_all_there() -> None:
+def test_a_packing_pairs_all_views() -> None:
     views = [torch.ones(2), torch.ones(3).bfloat16(), torch.ones(4)]
     for chunk in (Chunk(0, views), Chunk(0, views[::2])):
         numbers = torch.arange(float(len(chunk)))
@@ -294,19 +294,19 @@ def test_the_pairs_of_a_window_are_all_there() -> None:
         assert sorted(torch.cat([part for _, part in pairs]).tolist()) == numbers.tolist()
 
 
-def test_a_distant_window_copies_as_a_near_one_does() -> None:
+def test_packing_across_devices_gives_the_same_values() -> None:
     torch.manual_seed(0)
     views = [torch.randn(2, 3), torch.randn(5).bfloat16(), torch.randn(4).double()]
-    chunk, near, distant = Chunk(0, views), torch.empty(15), torch.empty(15)
-    chunk.same_device_packing(near).pack()
-    CrossDevicePacking(chunk, distant).pack()
-    assert torch.equal(distant, near)
-    CrossDevicePacking(chunk, near * 2).unpack()
-    chunk.pack(distant)
-    assert torch.equal(distant, near * 2)
+    chunk, same_device, other_device = Chunk(0, views), torch.empty(15), torch.empty(15)
+    chunk.same_device_packing(same_device).pack()
+    CrossDevicePacking(chunk, other_device).pack()
+    assert torch.equal(other_device, same_device)
+    CrossDevicePacking(chunk, same_device * 2).unpack()
+    chunk.pack(other_device)
+    assert torch.equal(other_device, same_device * 2)
 
 
-def test_a_chunk_is_tied_by_where_the_vector_is() -> None:
+def test_the_packing_depends_on_the_device_of_the_vector() -> None:
     chunk = Chunk(0, [torch.empty(2, 3, device=DEVICE)])
     assert isinstance(chunk.packing(torch.empty(6, device=DEVICE)), Packing)
     window = chunk.packing(torch.empty(6))
@@ -316,7 +316,7 @@ def test_a_chunk_is_tied_by_where_the_vector_is() -> None:
     window.unpack()
 
 
-def test_a_layout_may_have_its_vectors_on_another_device() -> None:
+def test_a_layout_with_vectors_on_another_device() -> None:
     model = nn.Linear(30, 40).to(DEVICE)
     layout = FlatLayout(model.named_parameters(), Cuts(100), torch.device("cpu"))
     with copies_to_the_host():
@@ -329,7 +329,7 @@ def test_a_layout_may_have_its_vectors_on_another_device() -> None:
 
 
 @pytest.mark.gpu
-def test_messages_of_a_gpu_are_pinned_in_the_hosts_memory() -> None:
+def test_host_vectors_of_gpu_parameters_are_pinned() -> None:
     model = nn.Linear(30, 40).cuda()
     layout = FlatLayout(model.named_parameters(), Cuts(100), torch.device("cpu"))
     assert layout.empty(10).is_pinned()
@@ -339,16 +339,16 @@ def test_messages_of_a_gpu_are_pinned_in_the_hosts_memory() -> None:
 SIZES = (5, 1, 12, 3, 7)
 
 
-def tensors() -> list[tuple[str, torch.Tensor]]:
+def named_tensors() -> list[tuple[str, torch.Tensor]]:
     parts = torch.arange(float(sum(SIZES))).split(SIZES)
     return [(str(number), part) for number, part in enumerate(parts)]
 
 
-def test_everything_is_in_one_stretch(subtests: pytest.Subtests) -> None:
+def test_every_element_is_in_one_slice(subtests: pytest.Subtests) -> None:
     rows = itertools.product((1, 3, 8, 100), (1, 2, 4), ((), (8,), (8, 20)))
     for longest, granularity, boundaries in rows:
         with subtests.test(longest=longest, granularity=granularity, boundaries=boundaries):
-            found = list(cut_tensors(tensors(), longest, granularity, boundaries))
+            found = list(cut_tensors(named_tensors(), longest, granularity, boundaries))
             starts = [start for start, _ in found]
             joined = [torch.cat(views) for _, views in found]
             assert torch.cat(joined).tolist() == list(range(sum(SIZES)))

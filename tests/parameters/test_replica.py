@@ -1,4 +1,4 @@
-"""A replica: local parameters and buffers against the consensus, and back."""
+"""A replica: local parameters and buffers, replaced by the consensus and restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_loco.parameters.replica import CopyOnWrite, ParameterOwners, Repl
 
 
 class Mixed(nn.Module):
-    """Something to train, something frozen, and buffers of all kinds."""
+    """A trained and a frozen parameter, and buffers of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,14 +22,14 @@ class Mixed(nn.Module):
         self.register_buffer("count", torch.tensor(5))
 
 
-def test_what_is_trained_what_is_averaged_and_what_stays() -> None:
+def test_parameters_and_buffers_of_a_replica() -> None:
     replica = Replica(Mixed(), Cuts())
     assert replica.layout.names == ["weight"]
     assert replica.buffers.names == ["running"]
     assert [name for name, _ in replica.frozen] == ["frozen"]
 
 
-def test_local_values_come_back_after_the_consensus() -> None:
+def test_local_values_are_restored_after_the_consensus() -> None:
     model = Mixed()
     replica = Replica(model, Cuts())
     replica.keep_local()
@@ -37,7 +37,7 @@ def test_local_values_come_back_after_the_consensus() -> None:
     model.weight.data.zero_()
     model.running.fill_(9.0)
     params, buffers = replica.local()
-    assert params.tolist() == list(range(6))  # whatever the module shows
+    assert params.tolist() == list(range(6))  # not what the module holds
     assert buffers.tolist() == [0, 0]
     replica.show_local()
     assert not replica.shows_consensus
@@ -48,7 +48,7 @@ def test_local_values_come_back_after_the_consensus() -> None:
     assert model.weight.flatten().tolist() == [3.0] * 6
 
 
-def test_values_that_are_set_are_local_ones() -> None:
+def test_set_local_replaces_the_consensus() -> None:
     model = Mixed()
     replica = Replica(model, Cuts(4))
     replica.keep_local()
@@ -58,14 +58,14 @@ def test_values_that_are_set_are_local_ones() -> None:
     assert model.running.tolist() == [1.0, 1.0]
 
 
-def test_some_parameters_only_are_exchanged() -> None:
+def test_only_some_parameters_are_exchanged() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     replica = Replica(model, Cuts(), model[1].parameters())
     assert replica.layout.names == ["1.weight", "1.bias"]
     assert [name for name, _ in replica.left_out] == ["0.weight", "0.bias"]
 
 
-def test_buffers_that_are_replaced_or_resized_are_found() -> None:
+def test_replaced_or_resized_buffers_are_found() -> None:
     model = Mixed()
     replica = Replica(model, Cuts())
     model.running = torch.ones(2)
@@ -78,7 +78,7 @@ def test_buffers_that_are_replaced_or_resized_are_found() -> None:
     assert replica.buffers.names == ["running"]
 
 
-def test_buffers_that_are_resized_while_the_consensus_is_shown_stay_as_they_are() -> None:
+def test_buffers_that_are_resized_while_the_consensus_is_shown_are_not_restored() -> None:
     model = Mixed()
     replica = Replica(model, Cuts())
     replica.keep_local()
@@ -89,7 +89,7 @@ def test_buffers_that_are_resized_while_the_consensus_is_shown_stay_as_they_are(
     assert model.running.tolist() == [9.0] * 4
 
 
-def test_a_sample_is_of_at_most_so_many_elements_and_shifts(subtests: pytest.Subtests) -> None:
+def test_a_sample_is_limited_and_differs_between_rounds(subtests: pytest.Subtests) -> None:
     for most, length in ((6, 6), (3, 3), (1, 1), (100, 6)):
         with subtests.test(most=most):
             replica = Replica(Mixed(), Cuts())
@@ -99,7 +99,7 @@ def test_a_sample_is_of_at_most_so_many_elements_and_shifts(subtests: pytest.Sub
             assert seen[0].dtype == torch.float64
 
 
-def test_a_parameter_that_moves_is_found_and_one_that_is_gone_is_named() -> None:
+def test_a_moved_parameter_is_found_and_a_replaced_one_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[1].weight
     owners = ParameterOwners(model, ["1.weight"], [weight])
@@ -119,13 +119,13 @@ def make_layout(*tensors: Tensor, chunk_elements: int = 4) -> FlatLayout:
 
 
 def write(layout: FlatLayout, change: float) -> None:
-    """What a round does."""
+    """Change the parameters as a round does."""
     if layout.before_write is not None:
         layout.before_write()
     layout.write(layout.new_flat() + change)
 
 
-def test_without_a_round_nothing_is_copied() -> None:
+def test_copy_on_write_without_a_round_copies_nothing() -> None:
     weight = torch.arange(6.0)
     layout = make_layout(weight)
     copy_on_write = CopyOnWrite(layout)
@@ -138,7 +138,7 @@ def test_without_a_round_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_parameters_stay_until_the_end_of_the_step_and_then_both_count(dtype: torch.dtype) -> None:
+def test_copy_on_write_applies_the_round_after_the_optimizer_step(dtype: torch.dtype) -> None:
     weight = torch.arange(6.0, dtype=dtype).reshape(2, 3)
     layout = make_layout(weight, torch.ones(2, dtype=dtype))
     chunks = layout.chunks()
@@ -157,7 +157,7 @@ def test_parameters_stay_until_the_end_of_the_step_and_then_both_count(dtype: to
     assert torch.equal(weight.double(), torch.arange(6.0).reshape(2, 3).double() + 12)
 
 
-def test_backward_works_after_a_round_in_between() -> None:
+def test_copy_on_write_allows_a_round_before_backward() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     layout = make_layout(weight)
     copy_on_write = CopyOnWrite(layout)
@@ -171,7 +171,7 @@ def test_backward_works_after_a_round_in_between() -> None:
     assert torch.equal(weight.detach(), torch.full((3,), 6.0))
 
 
-def test_strides_and_cuts_stay() -> None:
+def test_copy_on_write_keeps_strides_and_chunks() -> None:
     gaps = torch.arange(12.0).reshape(3, 4)[:, :2]
     turned = torch.arange(6.0).reshape(2, 3).t()
     layout = make_layout(gaps, turned)

@@ -1,4 +1,4 @@
-"""Statistics of BatchNorm: those of the batches since the last round alone."""
+"""Running statistics of BatchNorm, of the batches since the last round only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_of(momentum: float | None = MOMENTUM) -> nn.Module:
 
 
 def read(model: nn.Module, count: int, seed: int) -> None:
-    """Let the model see some batches."""
+    """Run the model on some batches."""
     generator = torch.Generator().manual_seed(seed)
     model.train()
     for _ in range(count):
@@ -30,8 +30,8 @@ def values_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_batches_since_the_round_alone_are_left(count: int) -> None:
-    """As a weighted mean of their statistics, whatever was seen before."""
+def test_statistics_are_those_of_the_batches_since_the_round(count: int) -> None:
+    """They are a weighted mean of the batches' statistics, whatever came before."""
     model, other = model_of(), model_of()
     other.load_state_dict(model.state_dict())
     read(model, 20, seed=1)
@@ -55,10 +55,10 @@ def test_batches_since_the_round_alone_are_left(count: int) -> None:
     torch.testing.assert_close(left[0], expected.detach(), rtol=0, atol=1e-6)
 
 
-def test_statistics_stay_as_they_are_without_a_reason() -> None:
+def test_statistics_that_are_not_changed() -> None:
     for momentum, steps, count in (
         (MOMENTUM, 20, 0),  # no batch since the round
-        (MOMENTUM, 7, 3),  # rounds more often than the statistics forget
+        (MOMENTUM, 7, 3),  # rounds come faster than the statistics forget
         (None, 20, 3),  # an average over all batches, as the user wants it
     ):
         model = model_of(momentum)
@@ -71,7 +71,7 @@ def test_statistics_stay_as_they_are_without_a_reason() -> None:
         assert torch.equal(values_of(model), before), (momentum, steps, count)
 
 
-def test_what_was_noted_is_saved_and_forgotten() -> None:
+def test_recorded_statistics_are_saved_and_loaded() -> None:
     model = model_of()
     running = RunningStatistics(model)
     read(model, 20, seed=1)

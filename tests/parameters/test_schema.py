@@ -1,4 +1,4 @@
-"""What is checked before training: the model, and that all workers have the same one."""
+"""Checks before training: a supported model, equal on all workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frozen() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_model_that_cannot_be_exchanged_is_refused(subtests: pytest.Subtests) -> None:
+def test_unsupported_models_are_an_error(subtests: pytest.Subtests) -> None:
     sparse = "Module '0' makes sparse gradients"
     rows = {
         "lazy": (nn.Sequential(nn.LazyLinear(2)), "Parameter '0.weight' is not initialised yet"),
@@ -41,7 +41,7 @@ def test_a_model_that_cannot_be_exchanged_is_refused(subtests: pytest.Subtests) 
             check_model(model)
 
 
-def test_other_models_are_fine(subtests: pytest.Subtests) -> None:
+def test_supported_models(subtests: pytest.Subtests) -> None:
     rows = {
         "linear": nn.Linear(2, 1),
         "embedding": nn.Embedding(4, 2),
@@ -53,7 +53,7 @@ def test_other_models_are_fine(subtests: pytest.Subtests) -> None:
             check_model(model)
 
 
-def test_a_checksum_tells_schemas_apart() -> None:
+def test_checksums_of_different_schemas_differ() -> None:
     schema = [("weight", (2, 3), "torch.float32", (3, 1)), ("bias", (2,), "torch.float32", (1,))]
     others = [schema[:1], schema[::-1], [("weight", (3, 2), *schema[0][2:]), schema[1]]]
     checksums = {schema_checksum(one) for one in (schema, *others)}
@@ -79,12 +79,12 @@ def compare_schemas(rank: int, world: int, of_worker: list[Tensors]) -> str:
 SAME = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
 
 
-def test_equal_models_pass_whatever_their_values(pool: Pool) -> None:
+def test_equal_schemas_with_other_values(pool: Pool) -> None:
     other = {name: tensor + 1 for name, tensor in SAME.items()}
     assert pool.run(compare_schemas, [SAME, other], world=2) == ["equal"] * 2
 
 
-def test_the_first_difference_is_named_on_every_worker(
+def test_the_first_difference_is_named_on_all_workers(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     rows = {
@@ -131,7 +131,7 @@ def compare_settings(rank: int, world: int, of_worker: list[dict[str, Any]]) -> 
     return "equal"
 
 
-def test_settings_are_compared_between_all_workers(pool: Pool) -> None:
+def test_different_settings_are_an_error(pool: Pool) -> None:
     settings = {"sync_every": 10, "topology": "Ring()"}
     assert pool.run(compare_settings, [settings, dict(settings)], world=2) == ["equal"] * 2
     with pytest.raises(PoolError, match="Worker 1 has sync_every=20 and worker 0 has") as caught:
@@ -139,7 +139,7 @@ def test_settings_are_compared_between_all_workers(pool: Pool) -> None:
     assert sorted(caught.value.failures) == [0, 1]
 
 
-class Odd(nn.Module):
+class ManyKinds(nn.Module):
     """Parameters and buffers of many kinds, with other values on every worker."""
 
     def __init__(self, seed: int) -> None:
@@ -156,11 +156,11 @@ class Odd(nn.Module):
         self.empty = nn.Parameter(random(0))
         self.register_buffer("mean", random(2))
         self.register_buffer("count", torch.tensor(seed))
-        self.register_buffer("passing", random(2), persistent=False)
+        self.register_buffer("scratch", random(2), persistent=False)
 
 
-def share(rank: int, world: int) -> tuple[int, Tensors]:
-    model = Odd(seed=rank)
+def broadcast(rank: int, world: int) -> tuple[int, Tensors]:
+    model = ManyKinds(seed=rank)
     strides = [p.stride() for p in model.parameters()]
     group = WorkerGroup.create(timeout_s=20)
     checksum = broadcast_model(model, group)
@@ -170,12 +170,12 @@ def share(rank: int, world: int) -> tuple[int, Tensors]:
     return checksum, {name: tensor.detach() for name, tensor in named}
 
 
-def test_all_start_from_what_worker_0_has(pool: Pool) -> None:
-    expected = Odd(seed=0)
+def test_all_start_from_the_values_of_worker_0(pool: Pool) -> None:
+    expected = ManyKinds(seed=0)
     named = dict([*expected.named_parameters(), *expected.named_buffers()])
     alone = broadcast_model(expected, WorkerGroup(0, 1))
-    for checksum, tensors in pool.run(share, world=3):
+    for checksum, tensors in pool.run(broadcast, world=3):
         assert checksum == alone
         assert tensors.keys() == named.keys()
         assert all(torch.equal(tensors[name], named[name]) for name in named)
-    assert broadcast_model(Odd(seed=1), WorkerGroup(0, 1)) != alone
+    assert broadcast_model(ManyKinds(seed=1), WorkerGroup(0, 1)) != alone

@@ -1,4 +1,4 @@
-"""What rounds do not move is compared between the workers, and averaged where it differs."""
+"""Untracked values are compared between the workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool import Pool
 
 
 class Net(nn.Module):
-    """Something to train, a backbone, a teacher and a counter."""
+    """A trained parameter, a backbone, a teacher and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 def compare(rank: int, world: int, how: str) -> tuple[list[str], list[str], list[float]]:
     net = Net()
-    others = UntrackedParameters(net, [net.weight], None)
+    untracked = UntrackedParameters(net, [net.weight], None)
     with torch.no_grad():
         if how == "in place":
             net.teacher.add_(rank)
@@ -36,45 +36,45 @@ def compare(rank: int, world: int, how: str) -> tuple[list[str], list[str], list
             net.teacher = nn.Parameter(net.teacher.detach() + rank)
         elif how == "another shape":
             net.teacher = nn.Parameter(torch.zeros(rank + 1))
-        elif how == "only places":
+        elif how == "permuted buffer":
             net.queue = net.queue.roll(2 * rank)
         net.weight.add_(rank)
     group = WorkerGroup.create(timeout_s=20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        differing, buffers = others.compare(group, FlatLayout(net.named_buffers()))
-        others.compare(group, FlatLayout(net.named_buffers()))
+        differing, buffers = untracked.compare(group, FlatLayout(net.named_buffers()))
+        untracked.compare(group, FlatLayout(net.named_buffers()))
     group.close()
     texts = [str(one.message) for one in caught]
-    assert (buffers.names == ["queue"]) == (how == "only places")
+    assert (buffers.names == ["queue"]) == (how == "permuted buffer")
     return differing.names, texts, differing.new_flat().tolist()
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_what_differs_is_found(pool: Pool, how: str) -> None:
+def test_differing_parameters_are_found(pool: Pool, how: str) -> None:
     for rank, (names, texts, values) in enumerate(pool.run(compare, how, world=3)):
         assert names == ["teacher"]
         assert texts == []
         assert values == [1.0 + rank] * 6
 
 
-@pytest.mark.parametrize("how", ["not at all", "only places"])
+@pytest.mark.parametrize("how", ["not at all", "permuted buffer"])
 def test_no_parameter_differs(pool: Pool, how: str) -> None:
     assert pool.run(compare, how, world=2) == [([], [], [])] * 2
 
 
-def test_what_cannot_be_averaged_is_named_once_by_worker_0(pool: Pool) -> None:
-    (names, texts, _), (others, quiet, _) = pool.run(compare, "another shape", world=2)
-    assert names == others == []
+def test_values_that_cannot_be_averaged_are_named_once_by_worker_0(pool: Pool) -> None:
+    (names, texts, _), (untracked, quiet, _) = pool.run(compare, "another shape", world=2)
+    assert names == untracked == []
     assert quiet == []
     (text,) = texts
     assert text.startswith("teacher: these buffers, or parameters that no optimizer has")
 
 
-def test_values_come_back() -> None:
+def test_load_writes_values_into_the_module() -> None:
     net = Net()
-    others = UntrackedParameters(net, [net.weight], None)
-    others.load(["teacher"], torch.arange(6.0))
+    untracked = UntrackedParameters(net, [net.weight], None)
+    untracked.load(["teacher"], torch.arange(6.0))
     assert net.teacher.flatten().tolist() == list(range(6))
-    assert others.differing.names == ["teacher"]
-    assert isinstance(others.differing.new_flat(), Tensor)
+    assert untracked.differing.names == ["teacher"]
+    assert isinstance(untracked.differing.new_flat(), Tensor)
