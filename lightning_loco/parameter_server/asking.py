@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.wire import Kind, Lane, Note, Wire
+from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Wire
 
 
 class ServerClient:

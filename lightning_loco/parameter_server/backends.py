@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.parameter_server.asking import ServerClient
+from lightning_loco.parameter_server.buckets import Accumulator, Message
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.plan import Accumulator, Message
+from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Sending, Wire
 from lightning_loco.parameter_server.slots import Slot
 from lightning_loco.parameter_server.step_request import Call, Clip, HyperparameterMirror
-from lightning_loco.parameter_server.wire import Kind, Lane, Note, Sending, Wire
 
 LAG = 2
 

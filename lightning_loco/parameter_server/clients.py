@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_loco.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.parameter_server.keep_alive import PARTING_S, Meanwhile
-from lightning_loco.parameter_server.step_request import Call
-from lightning_loco.parameter_server.wire import (
+from lightning_loco.parameter_server.protocol import (
     LAST_WORDS,
     Kind,
     Lane,
@@ -28,6 +27,7 @@ from lightning_loco.parameter_server.wire import (
     Unreachable,
     Wire,
 )
+from lightning_loco.parameter_server.step_request import Call
 
 log = logging.getLogger(__name__)
 

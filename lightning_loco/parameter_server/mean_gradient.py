@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.parameter_server.buckets import Accumulator, Message
 from lightning_loco.parameter_server.clients import Clients
-from lightning_loco.parameter_server.plan import Accumulator, Message
-from lightning_loco.parameter_server.wire import Lane, Unreachable, Wire
+from lightning_loco.parameter_server.protocol import Lane, Unreachable, Wire
 
 AHEAD_BYTES = 16 * 2**20
 _ALIGNED = 8

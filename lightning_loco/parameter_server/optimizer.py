@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.fault_points import reach
-from lightning_loco.parameter_server.channel import Channel
-from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.plan import (
+from lightning_loco.parameter_server.buckets import (
     model_checksum,
     share_parameters,
     trainable_parameters,
 )
+from lightning_loco.parameter_server.optimizer_state import OptimizerState
+from lightning_loco.parameter_server.protocol import Transport
+from lightning_loco.parameter_server.server_client import Channel
 from lightning_loco.parameter_server.step_request import Call, Clip
 from lightning_loco.parameter_server.tiers import ReplicaGroup
-from lightning_loco.parameter_server.wire import Transport
 
 
 class RemoteOptimizer(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.parameter_server.wire import Lane, Wire
+from lightning_loco.parameter_server.protocol import Lane, Wire
 
 
 class OptimizerState(NamedTuple):

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_loco.parameter_server.backends import Backend, LocalBackend, RemoteBackend
-from lightning_loco.parameter_server.gradient_server import GradientServer
-from lightning_loco.parameter_server.keep_alive import Meanwhile
-from lightning_loco.parameter_server.optimizer import RemoteOptimizer
-from lightning_loco.parameter_server.plan import (
+from lightning_loco.parameter_server.buckets import (
     Accumulator,
     Message,
     model_checksum,
     share_parameters,
     trainable_parameters,
 )
+from lightning_loco.parameter_server.keep_alive import Meanwhile
+from lightning_loco.parameter_server.optimizer import RemoteOptimizer
+from lightning_loco.parameter_server.protocol import Lane, Transport, Wire
+from lightning_loco.parameter_server.server import GradientServer
 from lightning_loco.parameter_server.tiers import Role, Tiers, new_replica_group
-from lightning_loco.parameter_server.wire import Lane, Transport, Wire
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from lightning_loco.distributed.rendezvous import Job, explain_lost_store
 from lightning_loco.distributed.store import publish, with_timeout
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach
-from lightning_loco.parameter_server.wire import Unreachable
+from lightning_loco.parameter_server.protocol import Unreachable
 
 log = logging.getLogger(__name__)
 

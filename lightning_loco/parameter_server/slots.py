@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.devices import has_streams
-from lightning_loco.parameter_server.plan import Message
+from lightning_loco.parameter_server.buckets import Message
 from lightning_loco.parameters.flat import Packing
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]

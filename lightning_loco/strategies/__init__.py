@@ -11,8 +11,8 @@ from lightning_loco.strategies.named import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
+from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
 from lightning_loco.strategies.registry import ALGORITHM_STRATEGIES, METHODS, register_strategies
-from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",

@@ -27,7 +27,7 @@ from lightning_loco.strategies.named import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
-from lightning_loco.strategies.remote import RemoteOptimizerStrategy
+from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
 
 PACKAGE = "lightning_loco.strategies"
 """Module of the classes, from which pickle imports them by name."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_loco.compression import E3M0, BFloat16, Codec, ErrorFeedback, Float16, Int8, Sparse
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.parameter_server.plan import Message, plan_messages
+from lightning_loco.parameter_server.buckets import Message, plan_messages
+from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.slots import Slot
-from lightning_loco.parameter_server.wire import as_codec
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 

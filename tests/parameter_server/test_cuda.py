@@ -13,10 +13,10 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from lightning_loco.compression import BFloat16, Codec, Int8
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers, Transport, serve
-from lightning_loco.parameter_server.channel import Courier
-from lightning_loco.parameter_server.plan import plan_messages
+from lightning_loco.parameter_server.buckets import plan_messages
+from lightning_loco.parameter_server.protocol import Lane
+from lightning_loco.parameter_server.server_client import Courier
 from lightning_loco.parameter_server.slots import Slot
-from lightning_loco.parameter_server.wire import Lane
 from tests.meta_device import DEVICE, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.pool import Pool

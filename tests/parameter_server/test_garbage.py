@@ -13,8 +13,8 @@ from lightning_loco.distributed.rendezvous import Job
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
+from lightning_loco.parameter_server.protocol import FRAME_BYTES, Kind, Lane
 from lightning_loco.parameter_server.service_group import ServiceGroup
-from lightning_loco.parameter_server.wire import FRAME_BYTES, Kind, Lane
 from tests.forked_jobs import Start
 from tests.pool import Pool
 from tests.programs import free_ports

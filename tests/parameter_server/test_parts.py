@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, run_role
 from lightning_loco.parameter_server.backends import check_optimizer, is_step_per_parameter
-from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.plan import (
+from lightning_loco.parameter_server.buckets import (
     Accumulator,
     Message,
     plan_messages,
     share_parameters,
 )
+from lightning_loco.parameter_server.optimizer_state import OptimizerState
+from lightning_loco.parameter_server.protocol import Unreachable, explained
 from lightning_loco.parameter_server.slots import Slot
 from lightning_loco.parameter_server.step_request import Call, Clip, HyperparameterMirror
-from lightning_loco.parameter_server.wire import Unreachable, explained
 from tests.distributed.workers import make_watchdogs, start
 from tests.manual_clock import SkippingClock
 from tests.pool import Pool, PoolError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.parameter_server.clients import Requests
 from lightning_loco.parameter_server.keep_alive import PARTING_S, Meanwhile, Waiter
-from lightning_loco.parameter_server.wire import Kind, Note
+from lightning_loco.parameter_server.protocol import Kind, Note
 from tests.pool import Pool
 
 

@@ -17,7 +17,7 @@ from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_na
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.remote import RemoteOptimizerStrategy
+    from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
 
 _KEY = "lightning_loco_positions"
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.distributed.notes import MAX_BYTES, read
 from lightning_loco.distributed.watchdog import Watchdog
+from lightning_loco.parameter_server.buckets import BUCKET_BYTES, Message, plan_messages
 from lightning_loco.parameter_server.keep_alive import Meanwhile, Outcome, Waiter
-from lightning_loco.parameter_server.plan import BUCKET_BYTES, Message, plan_messages
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0

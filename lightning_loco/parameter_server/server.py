@@ -12,13 +12,13 @@ import torch.distributed as dist
 from lightning_loco.fault_points import reach
 from lightning_loco.parameter_server.asking import receive_parameters, send_parameters
 from lightning_loco.parameter_server.backends import Backend
+from lightning_loco.parameter_server.buckets import Accumulator, Message
 from lightning_loco.parameter_server.clients import Clients
 from lightning_loco.parameter_server.keep_alive import Meanwhile
 from lightning_loco.parameter_server.mean_gradient import MeanGradient
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.plan import Accumulator, Message
+from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Wire
 from lightning_loco.parameter_server.step_request import Call
-from lightning_loco.parameter_server.wire import Kind, Lane, Note, Wire
 
 
 class GradientServer:

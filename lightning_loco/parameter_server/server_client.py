@@ -13,11 +13,11 @@ from torch import Tensor
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.fault_points import reach
 from lightning_loco.parameter_server.asking import ServerClient, send_parameters
+from lightning_loco.parameter_server.buckets import Message
 from lightning_loco.parameter_server.changes import ChangeWatch
-from lightning_loco.parameter_server.plan import Message
+from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Wire
 from lightning_loco.parameter_server.slots import Slot, Tensors
 from lightning_loco.parameter_server.step_request import Call, HyperparameterMirror
-from lightning_loco.parameter_server.wire import Kind, Lane, Note, Wire
 
 
 class Courier:

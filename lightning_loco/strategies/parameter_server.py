@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
-from lightning_loco.parameter_server.plan import BUCKET_BYTES
+from lightning_loco.parameter_server.buckets import BUCKET_BYTES
+from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.tiers import check_ranks
-from lightning_loco.parameter_server.wire import as_codec
 from lightning_loco.parameters.schema import broadcast_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
@@ -31,8 +31,8 @@ from lightning_loco.strategies.remote_arguments import (
     sees_gradients,
 )
 from lightning_loco.strategies.remote_precision import RemotePrecision
-from lightning_loco.strategies.served import ServedStrategy
 from lightning_loco.strategies.service_rank import farewell_of, serve_fit
+from lightning_loco.strategies.service_ranks import ServedStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, summarize
 from lightning_loco.values import check_bytes, check_common_arguments
 
