@@ -1,6 +1,6 @@
-"""What makes a server's steps: an optimizer in its process, or a connection to one elsewhere.
+"""What makes a server's steps: an optimizer in its process, or a client of another server.
 
-Both take in the mean gradient message by message, and know the parameters after the step.
+Both receive the mean gradient bucket by bucket, and know the parameters after the step.
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.parameter_server.asking import ServerClient
-from lightning_loco.parameter_server.buckets import Accumulator, Message
-from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Sending, Wire
-from lightning_loco.parameter_server.slots import Slot
-from lightning_loco.parameter_server.step_request import Call, Clip, HyperparameterMirror
+from lightning_loco.parameter_server.buckets import Accumulator, BucketBuffer, ParamBucket
+from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
+from lightning_loco.parameter_server.protocol import (
+    GradientClipping,
+    Message,
+    MessageKind,
+    MessageTag,
+    PendingSend,
+    RankConnection,
+    StepRequest,
+)
+from lightning_loco.parameter_server.server_client import ServerClient
 
 LAG = 2
+"""How many buckets are sent to another server before parameters of the first one are awaited."""
 
 
 class LocalBackend:
     """Makes a server's steps with an optimizer in the same process.
 
-    Where the step of a parameter depends on its own gradient alone and nothing has to be known
-    about all gradients, parameters step as soon as their gradients are there.
+    If the optimizer steps each parameter by its own gradient alone, and the step needs nothing that
+    depends on all gradients, each parameter is stepped as soon as its gradient is complete.
 
     Args:
-        optimizer: Of these parameters, and perhaps of others that stay without gradient.
+        optimizer: Of these parameters, and perhaps of others, which get no gradient.
         params: In the order of the workers.
-        messages: How they are cut.
-        accumulator: Where the gradients are. After the step the parameters leave from there.
+        buckets: Their buckets.
+        accumulator: Holds the mean gradient; its memory is reused to send parameters.
         after_step: Called after each step, to step a schedule for instance.
-        share_norms: Exchanges the norms of the parameters' gradients with the optimizers of the
+        exchange_norms: Exchanges the norms of the parameters' gradients with the optimizers of the
             other servers; returns all of them.
     """
 
@@ -43,108 +50,115 @@ class LocalBackend:
         self,
         optimizer: torch.optim.Optimizer,
         params: Sequence[Tensor],
-        messages: Sequence[Message],
+        buckets: Sequence[ParamBucket],
         accumulator: Accumulator,
         after_step: Callable[[], object] | None = None,
-        share_norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
+        exchange_norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ) -> None:
         self.shapes = params
         self._optimizer = optimizer
         self._params = params
-        self._slots = [
-            Slot(message, params, accumulator.lend(index, message.dtype))
-            for index, message in enumerate(messages)
+        self._buffers = [
+            BucketBuffer(bucket, params, accumulator.memory_for(index, bucket.dtype))
+            for index, bucket in enumerate(buckets)
         ]
         self._accumulator = accumulator
         self._after_step = after_step
-        self._share_norms = share_norms
-        self._mirror = HyperparameterMirror(optimizer.param_groups)
-        self._steps_at_once = is_step_per_parameter(optimizer)
-        self._early: Call | None = None
+        self._exchange_norms = exchange_norms
+        self._hyperparameters = HyperparameterSync(optimizer.param_groups)
+        self._steps_per_parameter = can_step_per_parameter(optimizer)
+        self._early_request: StepRequest | None = None
         self._next = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
-        """Have the parameters ready for clients that begin; returns what to tell these.
+        """Prepare the parameters for clients at their start; return the reply to them.
 
-        That is the ``hyperparameters`` of the optimizer, and whether it ``steps_at_once``, message
-        by message.
+        The reply holds the optimizer's ``hyperparameters``, and as ``steps_at_once`` whether it can
+        step parameters one by one.
         """
-        return {"hyperparameters": self._mirror.all(), "steps_at_once": self._steps_at_once}
+        return {
+            "hyperparameters": self._hyperparameters.all(),
+            "steps_at_once": self._steps_per_parameter,
+        }
 
-    def begin(self, call: Call | None) -> None:
-        """Begin a step; ``call`` is None if the workers say only at its end what they want."""
+    def start_step(self, request: StepRequest | None) -> None:
+        """Start a step.
+
+        Args:
+            request: What the workers request; None if they send that after the gradients.
+        """
         self._next = 0
-        self._early = None
-        if call is not None and call.clip is None and self._steps_at_once:
-            self._mirror.take_over(call.hyperparameters)
-            self._early = call
+        self._early_request = None
+        if request is not None and request.clip is None and self._steps_per_parameter:
+            self._hyperparameters.update(request.hyperparameters)
+            self._early_request = request
 
-    def push(self, index: int) -> Iterable[int]:
-        """Take in the mean gradient of a message from the accumulator.
+    def add_bucket(self, index: int) -> Iterable[int]:
+        """Process the mean gradient of a bucket in the accumulator.
 
         Returns:
-            Numbers of the messages whose parameters are known now; never the last one.
+            The buckets whose parameters are known now; never the last one.
         """
-        if self._early is None:
+        if self._early_request is None:
             return ()
-        spans = self._slots[index].message.spans
-        complete = [p.param for p in spans if p.stop == self._params[p.param].numel()]
+        slices = self._buffers[index].bucket.slices
+        complete = [p.param for p in slices if p.stop == self._params[p.param].numel()]
         if not complete:
             return ()
-        self._set_gradients(complete, self._early)
+        self._set_gradients(complete, self._early_request)
         step_without_closure(self._optimizer)
         self._clear_gradients(complete)
-        return self._up_to(min(index + 1, len(self._slots) - 1))
+        return self._up_to(min(index + 1, len(self._buffers) - 1))
 
-    def finish(self, call: Call) -> dict[str, Any]:
-        """End the step, now that all gradients are there; returns what to tell the clients."""
-        if self._early is None:
-            self._mirror.take_over(call.hyperparameters)
+    def finish_step(self, request: StepRequest) -> dict[str, Any]:
+        """Finish the step, after all buckets were added; return the reply to the clients."""
+        if self._early_request is None:
+            self._hyperparameters.update(request.hyperparameters)
             everything = range(len(self._params))
-            self._set_gradients(everything, call)
-            self._clip(call.clip)
+            self._set_gradients(everything, request)
+            self._clip(request.clip)
             step_without_closure(self._optimizer)
             self._clear_gradients(everything)
         if self._after_step is not None:
             self._after_step()
-        return {"hyperparameters": self._mirror.changes()}
+        return {"hyperparameters": self._hyperparameters.changes()}
 
     def remaining(self) -> Iterable[int]:
-        """The messages that :meth:`push` has not returned, as their parameters become known."""
-        return self._up_to(len(self._slots))
+        """Yield the buckets that :meth:`add_bucket` has not returned."""
+        return self._up_to(len(self._buffers))
 
     def weights(self, index: int) -> Tensor:
-        """The parameters of a message: packed now, or the parameter's own memory."""
-        return self._slots[index].outgoing(self._params)
+        """Return the parameters of a bucket, as they are sent."""
+        return self._buffers[index].pack(self._params)
 
     def state(self) -> OptimizerState:
-        """The state of the optimizer."""
+        """Return the optimizer's state."""
         return OptimizerState.of(self._optimizer)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Give the optimizer a state to go on from."""
-        state.put_into(self._optimizer)
-        self._mirror = HyperparameterMirror(self._optimizer.param_groups)
+        """Load the optimizer's state."""
+        state.load_into(self._optimizer)
+        self._hyperparameters = HyperparameterSync(self._optimizer.param_groups)
 
     def parameters(self) -> Iterable[Tensor]:
-        """The optimizer's parameters, one after another."""
+        """Yield the optimizer's parameters in CPU memory, one after another."""
         return (param.detach().cpu().contiguous() for param in self._params)
 
     @torch.no_grad()
     def load_parameters(self, values: Iterable[Tensor]) -> None:
-        """Replace parameters, but keep what was only rounded for the wire."""
+        """Replace parameters, except where they differ only because they were encoded."""
         sent = [param.detach().clone() for param in self._params]
-        for slot in self._slots:  # their memory may hold gradients now
-            Slot(slot.message, sent).round(sent)
+        for buffer in self._buffers:  # their own memory may hold gradients now
+            BucketBuffer(buffer.bucket, sent).round_trip(sent)
         for param, was_sent, value in zip(self._params, sent, values, strict=True):
-            given = value.to(param.device)
-            param.copy_(torch.where(was_sent == given, param, given))
+            new = value.to(param.device)
+            param.copy_(torch.where(was_sent == new, param, new))
 
     def leave(self, farewell: dict[str, Any]) -> None:
-        """Nobody else is to be told."""
+        """Do nothing: there is no other server."""
 
-    def fail(self, text: str) -> list[Sending]:
-        """Nobody else is to be told."""
+    def fail(self, text: str) -> list[PendingSend]:
+        """Do nothing: there is no other server."""
         return []
 
     def _up_to(self, stop: int) -> range:
@@ -152,23 +166,23 @@ class LocalBackend:
         self._next = stop
         return ready
 
-    def _set_gradients(self, indices: Iterable[int], call: Call) -> None:
-        missing = set(call.missing)
+    def _set_gradients(self, indices: Iterable[int], request: StepRequest) -> None:
+        missing = set(request.missing)
         for index in indices:
-            param, part = self._params[index], self._accumulator.parts[index]
-            param.grad = None if index in missing else part.to(param.device, param.dtype)
+            param, gradient = self._params[index], self._accumulator.params[index]
+            param.grad = None if index in missing else gradient.to(param.device, param.dtype)
 
     def _clear_gradients(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._params[index].grad = None
 
-    def _clip(self, clip: Clip | None) -> None:
+    def _clip(self, clip: GradientClipping | None) -> None:
         if clip is None:
             return
         present = [param for param in self._params if param.grad is not None]
         if clip.by == "value":
             torch.nn.utils.clip_grad_value_(present, clip.limit)
-        elif self._share_norms is None:
+        elif self._exchange_norms is None:
             torch.nn.utils.clip_grad_norm_(present, clip.limit)
         else:
             zero = torch.zeros(())
@@ -176,92 +190,101 @@ class LocalBackend:
                 zero if param.grad is None else torch.linalg.vector_norm(param.grad).cpu()
                 for param in self._params
             ]
-            total = torch.linalg.vector_norm(torch.stack(self._share_norms(norms)))
+            total = torch.linalg.vector_norm(torch.stack(self._exchange_norms(norms)))
             torch.nn.utils.clip_grads_with_norm_(present, clip.limit, total)
 
 
 class RemoteBackend(ServerClient):
-    """Has a server's steps made on another rank, which is asked as a worker asks.
+    """Has a server's steps made on another rank, as a client of it.
 
     Args:
-        wire: To that rank.
-        params: Their shapes.
-        messages: As the workers cut them; this is how parameters come back.
-        accumulator: Where the gradients are. A message's parameters come into the memory from which
-            its gradient leaves, which is free by then: the answer to a message follows its arrival.
+        connection: To that rank.
+        params: Tensors of the parameters' shapes and dtypes.
+        buckets: The workers' buckets; parameters are received in them.
+        accumulator: Holds the mean gradient. A bucket's parameters are received into the memory
+            from which its gradient is sent: they are sent only after the gradient has arrived.
     """
 
     def __init__(
         self,
-        wire: Wire,
+        connection: RankConnection,
         params: Sequence[Tensor],
-        messages: Sequence[Message],
+        buckets: Sequence[ParamBucket],
         accumulator: Accumulator,
     ) -> None:
-        super().__init__(wire, params)
+        super().__init__(connection, params)
         self._accumulator = accumulator
-        self._messages = messages
+        self._buckets = buckets
         self._memory = [
-            accumulator.lend(index, message.dtype)
-            if message.codec is None
-            else torch.empty(message.num_bytes, dtype=torch.uint8)
-            for index, message in enumerate(messages)
+            accumulator.memory_for(index, bucket.dtype)
+            if bucket.codec is None
+            else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            for index, bucket in enumerate(buckets)
         ]
-        self._sending: list[dist.Work] = []
-        self._receiving: list[dist.Work] = []
-        self._steps_at_once = self._is_streaming = self._is_early = False
+        self._sends: list[dist.Work] = []
+        self._receives: list[dist.Work] = []
+        self._steps_per_parameter = self._is_streaming = self._is_early = False
         self._next = self._known = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
-        """Ask the other rank for the parameters and wait for them."""
-        answer = self.ask_for_weights(checksum)
-        self._steps_at_once = answer["steps_at_once"]
+        """Request the parameters and wait for them; return the reply for this server's clients."""
+        reply = self.request_weights(checksum)
+        self._steps_per_parameter = reply["steps_at_once"]
         for memory in self._memory:
-            self.wire.wait(self.wire.receive(memory, Lane.WEIGHTS), "the parameters")
-        return answer
+            work = self.connection.receive(memory, MessageTag.WEIGHTS)
+            self.connection.wait(work, "the parameters")
+        return reply
 
-    def begin(self, call: Call | None) -> None:
-        """Announce to the other rank that gradients follow."""
+    def start_step(self, request: StepRequest | None) -> None:
+        """Notify the other rank that gradients follow.
+
+        Args:
+            request: What the workers request; None if they send that after the gradients.
+        """
         self._next = self._known = 0
-        self._is_streaming = call is None
-        self._is_early = call is not None and call.clip is None and self._steps_at_once
-        kind = Kind.STREAM if call is None else Kind.STEP
-        self.wire.ask(Note(kind, {} if call is None else call.content()))
+        self._is_streaming = request is None
+        self._is_early = request is not None and request.clip is None and self._steps_per_parameter
+        kind = MessageKind.STREAMED_STEP if request is None else MessageKind.STEP
+        self.connection.send_request(Message(kind, {} if request is None else request.to_dict()))
 
-    def push(self, index: int) -> Iterable[int]:
-        """Pass the mean gradient on; parameters are awaited some messages later."""
-        message, memory = self._messages[index], self._memory[index]
-        gradient = message.write(self._accumulator.slices[index], memory)
-        self._sending.append(self.wire.send(gradient, Lane.GRADIENTS))
-        self._receiving.append(self.wire.receive(memory, Lane.WEIGHTS))
-        if any(span.stop == self.shapes[span.param].numel() for span in message.spans):
+    def add_bucket(self, index: int) -> Iterable[int]:
+        """Send the mean gradient of a bucket.
+
+        Returns:
+            The buckets whose parameters were received meanwhile, :data:`LAG` buckets later.
+        """
+        bucket, memory = self._buckets[index], self._memory[index]
+        gradient = bucket.encode(self._accumulator.buckets[index], memory)
+        self._sends.append(self.connection.send(gradient, MessageTag.GRADIENTS))
+        self._receives.append(self.connection.receive(memory, MessageTag.WEIGHTS))
+        if any(part.stop == self.shapes[part.param].numel() for part in bucket.slices):
             self._known = index + 1  # the other rank steps whole parameters
-        return self._arrivals(min(index - LAG + 1, self._known)) if self._is_early else ()
+        return self._receive_up_to(min(index - LAG + 1, self._known)) if self._is_early else ()
 
-    def finish(self, call: Call) -> dict[str, Any]:
-        """Say what the workers want, unless :meth:`begin` did, and wait for the step."""
+    def finish_step(self, request: StepRequest) -> dict[str, Any]:
+        """Send the request, unless :meth:`start_step` has, and wait for the step."""
         if self._is_streaming:
-            self.wire.ask(Note(Kind.CALL, call.content()))
-        return self.answer()
+            self.connection.send_request(Message(MessageKind.STEP_REQUEST, request.to_dict()))
+        return self.wait_for_reply()
 
     def remaining(self) -> Iterable[int]:
-        """Wait for the parameters that have not come yet; the gradients are there by then."""
-        yield from self._arrivals(len(self._memory))
-        self._sending, self._receiving = [], []
+        """Wait for the parameters that were not received yet; yield their buckets."""
+        yield from self._receive_up_to(len(self._memory))
+        self._sends, self._receives = [], []
 
-    def _arrivals(self, stop: int) -> Iterable[int]:
+    def _receive_up_to(self, stop: int) -> Iterable[int]:
         for index in range(self._next, stop):
-            self.wire.wait(self._receiving[index], "the parameters after a step")
+            self.connection.wait(self._receives[index], "the parameters after a step")
             self._next = index + 1
             yield index
 
     def weights(self, index: int) -> Tensor:
-        """The parameters of a message, as they came from the other rank."""
+        """Return the parameters of a bucket, as they were received."""
         return self._memory[index]
 
-    def fail(self, text: str) -> list[Sending]:
-        """Begin to tell the other rank, if it is there, why nothing more comes."""
-        return self.wire.last_request(Note(Kind.FAIL, {"text": text}))
+    def fail(self, text: str) -> list[PendingSend]:
+        """Start to send the other rank the reason of a failure, if it is reachable."""
+        return self.connection.try_request(Message(MessageKind.FAIL, {"text": text}))
 
 
 Backend = LocalBackend | RemoteBackend
@@ -274,32 +297,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ValueError: If its step needs a closure, as that of LBFGS does.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    needs_it = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_it or isinstance(optimizer, torch.optim.LBFGS):
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"{type(optimizer).__name__} needs a closure that computes gradients again and again, "
-            "but the optimizer is on a rank that computes none. Use one that does not, such as "
-            "AdamW or SGD."
+            f"{type(optimizer).__name__} needs a closure that computes gradients several times per "
+            "step, but the optimizer is on a rank that computes none. Use one that does not, such "
+            "as AdamW or SGD."
         )
 
 
 def step_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step; one that turns out to need a closure is a TypeError that says so."""
+    """Make the step.
+
+    Raises:
+        TypeError: If the step turns out to need a closure.
+    """
     try:
         optimizer.step()
     except TypeError as error:
         name = type(optimizer).__name__
         raise TypeError(
             f"{name}.step() has failed without a closure: {error}. A closure computes gradients "
-            f"again, which the rank of the optimizer cannot. If {name} needs one, use one that "
-            "does not, such as AdamW or SGD."
+            f"again, which is not possible on the optimizer's rank. If {name} needs one, use one "
+            "that does not, such as AdamW or SGD."
         ) from error
 
 
-def is_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of a parameter depends on its own gradient and state alone.
+def can_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step of a parameter depends on its own gradient and state alone.
 
-    True for what is in ``torch.optim``, except LBFGS; unknown, so False, for all others.
+    True for the optimizers of ``torch.optim`` except LBFGS; False for all others, as it is unknown.
     """
-    known = type(optimizer).__module__.startswith("torch.optim")
-    return known and not isinstance(optimizer, torch.optim.LBFGS)
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+    return is_of_torch and not isinstance(optimizer, torch.optim.LBFGS)

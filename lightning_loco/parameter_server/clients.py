@@ -1,4 +1,4 @@
-"""The clients of a server: who is left, what each wants, and what happens when one fails."""
+"""The clients of a server: their requests, the replies, and clients that fail."""
 
 from __future__ import annotations
 
@@ -17,272 +17,305 @@ from torch import Tensor
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.parameter_server.keep_alive import PARTING_S, Meanwhile
+from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive
 from lightning_loco.parameter_server.protocol import (
-    LAST_WORDS,
-    Kind,
-    Lane,
-    Note,
-    Sending,
+    FINAL_KINDS,
+    Message,
+    MessageKind,
+    MessageTag,
+    PendingSend,
+    RankConnection,
+    StepRequest,
     Unreachable,
-    Wire,
 )
-from lightning_loco.parameter_server.step_request import Call
 
 log = logging.getLogger(__name__)
 
+ClientSend = tuple[RankConnection, dist.Work]
+"""A client, and an asynchronous send to it."""
+
 _FAILURE_CHARACTERS = 300
-_LEAST_S = 0.01  # gloo takes 0 for the timeout of the group
+_MIN_TIMEOUT_S = 0.01  # gloo takes 0 for the timeout of the group
 _FAILURE_S = 2.0
 _REPORTED_FAILURE_S = 0.5
-"""Less for what a watchdog has told: it tells the others, too, and a frozen one takes nothing."""
+"""Shorter for what a watchdog has reported: the other ranks know it from their own watchdogs."""
 _NO_STEP = "step {:g} s after another worker's"
-_NO_MEETING = "sync point {:g} s after another worker's"
-_NO_SIGN = "sign of life for {:g} s"
-
-
-class Requests:
-    """The clients' requests in the order of their arrival.
-
-    Threads wait, so that the server's main thread can be interrupted and learns at once of a client
-    that is gone, or that is alive and waits itself.
-
-    Args:
-        clients: Who may ask.
-        meanwhile: What to do while nothing comes.
-    """
-
-    def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
-        self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
-        self._meanwhile = meanwhile
-        self._threads: list[BackgroundThread] = []
-        for client in clients:
-            listen = functools.partial(self._listen, client)
-            thread = BackgroundThread(f"loco-requests-{client.name}", listen)
-            thread.start()
-            self._threads.append(thread)
-
-    def _listen(self, client: Wire) -> None:
-        kind = None
-        while kind not in LAST_WORDS:
-            try:
-                note = client.next_request()
-            except Exception as error:
-                self._arrived.put((client, error))
-                return
-            kind = note.kind
-            if kind == Kind.WAITING:
-                client.last_sign_s = time.monotonic()
-            else:
-                self._arrived.put((client, note))
-
-    def end(self) -> None:
-        """Wait for the threads, but not long for those that listen to a rank that is lost."""
-        deadline = time.monotonic() + PARTING_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def waiting(self) -> list[Wire]:
-        """Clients with a request that has arrived and that nobody has looked at yet."""
-        with self._arrived.mutex:
-            arrived = list(self._arrived.queue)
-        return [c for c, note in arrived if isinstance(note, Note) and note.kind not in LAST_WORDS]
-
-    def next(
-        self, timeout_s: float | None, last_sign: Callable[[], float]
-    ) -> tuple[Wire, Note | Exception] | None:
-        """Wait for the next request, or for the news that a client is gone.
-
-        Args:
-            timeout_s: Longest wait, in seconds; None to wait on.
-            last_sign: When a client has last asked for patience.
-
-        Returns:
-            Who, and what or why it is gone; None when the time is over.
-        """
-        for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
-            try:
-                return self._arrived.get(timeout=pause_s)
-            except queue.Empty:
-                continue
-        return None
+_NO_SYNC_POINT = "sync point {:g} s after another worker's"
+_NO_KEEP_ALIVE = "sign of life for {:g} s"
 
 
 class Clients:
-    """Hears what the clients want, answers them, and goes on without those that are gone.
+    """Receives requests, replies, and drops clients that have failed.
 
-    Those who wait for an answer hear now and then that the server waits, too: their patience with
-    a server that is alive has no end, and the server's with a client ends after ``timeout_s``.
+    Clients that wait for a reply receive keep-alives while the server waits, so they never time out
+    on a server that is alive. The server times out on a client after ``timeout_s``.
 
     Args:
-        wires: The ranks that ask, in the order of the sum.
-        answer_alone: Answers a request that concerns its client alone; says whether it did.
-        meanwhile: What to do while nothing happens. Its ``timeout_s`` is how much later than the
-            first one a client may make a step, in seconds.
-        min_left: With how many to go on when some fail. Default: all.
-        are_heard: Whether the clients ask for patience whenever they wait, as servers do: one that
-            has done so and then is silent is too late, whatever it was to do.
+        connections: The clients, in the order in which their gradients are summed.
+        reply_directly: Replies to requests that concern their client alone; returns whether it has
+            replied.
+        keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
+            a client may make a step, in seconds.
+        min_clients: Continue with so many when some fail. Default: all.
+        clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
+            do. A client that has sent some and then stops times out, whatever it was to do.
 
     Attributes:
-        left: Those that have neither left nor failed, in the order of the sum.
-        wanted: What each of them asks for that concerns all.
-        served: Those whose wishes are being met now.
-        farewell: What those said that have left.
+        active: Clients that have neither left nor failed, in the order of the sum.
+        pending: The request of each client that waits for the requests of the others.
+        in_progress: Clients whose requests are being processed.
+        farewell: The final values of the last client that has left with some.
     """
 
     def __init__(
         self,
-        wires: Sequence[Wire],
-        answer_alone: Callable[[Wire, Note], bool],
-        meanwhile: Meanwhile,
+        connections: Sequence[RankConnection],
+        reply_directly: Callable[[RankConnection, Message], bool],
+        keep_alive: KeepAlive,
         *,
-        min_left: int | None = None,
-        are_heard: bool = False,
+        min_clients: int | None = None,
+        clients_send_keep_alives: bool = False,
     ) -> None:
-        self.left = list(wires)
-        self.wanted: dict[Wire, Note] = {}
-        self.served: list[Wire] = []
+        self.active = list(connections)
+        self.pending: dict[RankConnection, Message] = {}
+        self.in_progress: list[RankConnection] = []
         self.farewell: dict[str, Any] = {}
-        self._answer_alone = answer_alone
-        self._timeout_s = meanwhile.timeout_s
-        self._min_left = len(wires) if min_left is None else min_left
-        self._are_heard = are_heard
-        self._requests = Requests(wires, meanwhile)
-        self._calls: dict[Wire, Call] = {}
-        meanwhile.reassure(self._reassure)
+        self._reply_directly = reply_directly
+        self._timeout_s = keep_alive.timeout_s
+        self._min_clients = len(connections) if min_clients is None else min_clients
+        self._clients_send_keep_alives = clients_send_keep_alives
+        self._queue = RequestQueue(connections, keep_alive)
+        self._step_requests: dict[RankConnection, StepRequest] = {}
+        keep_alive.add_sender(self._send_keep_alives)
 
     # ---------------------------------------------------------------- requests
 
-    def hear_all(self) -> None:
-        """Wait until each client wants something that concerns all.
+    def wait_for_all(self) -> None:
+        """Wait until each active client has a pending request.
 
         Raises:
-            RuntimeError: If a client is gone or too late, and too few are left.
+            RuntimeError: If a client has ended or timed out, and too few are left.
         """
-        while missing := [client for client in self.left if client not in self.wanted]:
-            if self.wanted:
-                meets = all(note.kind == Kind.MEET for note in self.wanted.values())
-                self._hear(missing, _NO_MEETING if meets else _NO_STEP, self._timeout_s)
+        while missing := [client for client in self.active if client not in self.pending]:
+            if self.pending:
+                kinds = {message.kind for message in self.pending.values()}
+                is_sync_point = kinds == {MessageKind.SYNC_POINT}
+                expected = _NO_SYNC_POINT if is_sync_point else _NO_STEP
+                self._receive_next(missing, expected, self._timeout_s)
             else:
-                is_heard = self._are_heard and all(c.last_sign_s > -math.inf for c in missing)
-                self._hear(missing, _NO_SIGN, self._timeout_s if is_heard else None)
+                can_time_out = self._clients_send_keep_alives and all(
+                    client.last_keep_alive_s > -math.inf for client in missing
+                )
+                self._receive_next(
+                    missing, _NO_KEEP_ALIVE, self._timeout_s if can_time_out else None
+                )
 
-    def hear_calls(self, streaming: Sequence[Wire]) -> dict[Wire, Call]:
-        """Wait for the wishes of clients that have sent gradients while they were computed.
+    def wait_for_step_requests(
+        self, streaming: Sequence[RankConnection]
+    ) -> dict[RankConnection, StepRequest]:
+        """Wait for the step requests of clients that have streamed their gradients.
 
         Returns:
-            Those of the clients that are left, in the order of the sum.
+            The requests of the clients that are still active, in the order of the sum.
         """
-        while missing := [c for c in streaming if c in self.left and c not in self._calls]:
-            self._hear(missing, _NO_STEP, self._timeout_s)
-        return {client: self._calls.pop(client) for client in streaming if client in self._calls}
+        requests = self._step_requests
+        while missing := [c for c in streaming if c in self.active and c not in requests]:
+            self._receive_next(missing, _NO_STEP, self._timeout_s)
+        return {client: requests.pop(client) for client in streaming if client in requests}
 
-    def _hear(self, missing: Sequence[Wire], what: str, timeout_s: float | None) -> None:
-        """Take in the next request, or lose those who are too late."""
-        arrived = self._requests.next(
-            timeout_s, lambda: max(client.last_sign_s for client in missing)
+    def _receive_next(
+        self, missing: Sequence[RankConnection], expected: str, timeout_s: float | None
+    ) -> None:
+        """Process the next request, or drop the clients that have timed out."""
+        received = self._queue.next(
+            timeout_s, lambda: max(client.last_keep_alive_s for client in missing)
         )
-        if arrived is not None:
-            self._take_in(*arrived)
+        if received is not None:
+            self._process(*received)
             return
         assert timeout_s is not None
         for client in missing:
-            if time.monotonic() > client.last_sign_s + timeout_s:
-                late = f"{client.name}: no {what.format(timeout_s)}."
-                text = f"{late} Look at where it is, or raise timeout_s."
-                self.lose(client, Unreachable(text, client.rank))
+            if time.monotonic() > client.last_keep_alive_s + timeout_s:
+                text = (
+                    f"{client.name}: no {expected.format(timeout_s)}. Check where it is, or raise "
+                    "timeout_s."
+                )
+                self.drop(client, Unreachable(text, client.rank))
 
-    def _take_in(self, client: Wire, note: Note | Exception) -> None:
-        if client not in self.left:
+    def _process(self, client: RankConnection, message: Message | Exception) -> None:
+        if client not in self.active:
             return
-        if isinstance(note, Exception):
-            self.lose(client, note)
-        elif note.kind == Kind.LEAVE:
-            self.left.remove(client)
-            self.farewell = note.content or self.farewell
-        elif note.kind == Kind.FAIL:
-            self.lose(client, RuntimeError(f"{client.name} failed: {note.content['text']}"))
-        elif note.kind == Kind.CALL:
-            self._calls[client] = Call.read(note.content)
+        if isinstance(message, Exception):
+            self.drop(client, message)
+        elif message.kind == MessageKind.LEAVE:
+            self.active.remove(client)
+            self.farewell = message.content or self.farewell
+        elif message.kind == MessageKind.FAIL:
+            self.drop(client, RuntimeError(f"{client.name} failed: {message.content['text']}"))
+        elif message.kind == MessageKind.STEP_REQUEST:
+            self._step_requests[client] = StepRequest.from_dict(message.content)
         else:
-            self.served.append(client)
-            with self.losing(client):
-                if not self._answer_alone(client, note):
-                    self.wanted[client] = note
-            self.served = [other for other in self.served if other is not client]
+            self.in_progress.append(client)
+            with self.drop_if_unreachable(client):
+                if not self._reply_directly(client, message):
+                    self.pending[client] = message
+            self.in_progress = [other for other in self.in_progress if other is not client]
 
-    def _reassure(self) -> None:
-        for client in {*self.wanted, *self.served, *self._requests.waiting()}:
-            client.reassure_client()
+    def _send_keep_alives(self) -> None:
+        for client in {*self.pending, *self.in_progress, *self._queue.waiting_clients()}:
+            client.send_keep_alive_to_client()
 
-    # ----------------------------------------------------------------- answers
+    # ----------------------------------------------------------------- replies
 
-    def answer(self, client: Wire, content: dict[str, Any]) -> None:
-        """Answer a client, if it is left; nobody waits until it has the answer."""
-        if client in self.left:
-            with self.losing(client):
-                client.answer(content)
+    def reply(self, client: RankConnection, content: dict[str, Any]) -> None:
+        """Start to send a reply, if the client is active."""
+        if client in self.active:
+            with self.drop_if_unreachable(client):
+                client.send_reply(content)
 
     def send(
-        self, clients: Iterable[Wire], tensor: Tensor, lane: Lane
-    ) -> list[tuple[Wire, dist.Work]]:
-        """Begin to send the same to clients that are left."""
-        sending = []
+        self, clients: Iterable[RankConnection], tensor: Tensor, tag: MessageTag
+    ) -> list[ClientSend]:
+        """Start to send the same tensor to all of these clients that are active."""
+        sends = []
         for client in clients:
-            if client in self.left:
-                with self.losing(client):
-                    sending.append((client, client.send(tensor, lane)))
-        return sending
+            if client in self.active:
+                with self.drop_if_unreachable(client):
+                    sends.append((client, client.send(tensor, tag)))
+        return sends
 
-    def finish_sending(self, sending: Iterable[tuple[Wire, dist.Work]]) -> None:
-        """Wait until clients have what was sent to them."""
-        waits = [(c, c.begin_wait(work, "the parameters")) for c, work in sending if c in self.left]
+    def wait_for_sends(self, sends: Iterable[ClientSend]) -> None:
+        """Wait until parameters are sent."""
+        waits = [
+            (client, client.start_wait(work, "the parameters"))
+            for client, work in sends
+            if client in self.active
+        ]
         for client, wait in waits:
-            if client in self.left:
-                with self.losing(client):
+            if client in self.active:
+                with self.drop_if_unreachable(client):
                     wait()
 
-    # ------------------------------------------------------------------ faults
+    # ---------------------------------------------------------------- failures
 
     @contextmanager
-    def losing(self, client: Wire) -> Iterator[None]:
-        """Go on without a client that turns out to be unreachable inside, if enough are left."""
+    def drop_if_unreachable(self, client: RankConnection) -> Iterator[None]:
+        """Drop a client that turns out to be unreachable inside, if enough are left."""
         try:
             yield
         except Unreachable as error:
             if error.rank != client.rank:
                 raise
-            self.lose(client, error)
+            self.drop(client, error)
 
-    def lose(self, client: Wire, error: Exception) -> None:
-        """Go on without a client, if enough are left.
+    def drop(self, client: RankConnection, error: Exception) -> None:
+        """Continue without a client, if enough are left.
 
         Raises:
-            Exception: ``error``, if not.
+            Exception: ``error``, if too few are left.
         """
-        if client not in self.left:
+        if client not in self.active:
             return
-        self.left.remove(client)
-        self.wanted.pop(client, None)
-        self.served = [other for other in self.served if other is not client]
-        if len(self.left) < self._min_left:
+        self.active.remove(client)
+        self.pending.pop(client, None)
+        self.in_progress = [other for other in self.in_progress if other is not client]
+        if len(self.active) < self._min_clients:
             raise error
-        log.warning("%s is gone; going on with the mean over %d.", client.name, len(self.left))
-        client.last_answer({"failure": "The others went on without this rank."})  # it may wake up
+        log.warning(
+            "%s is gone; continuing with the mean over %d workers.", client.name, len(self.active)
+        )
+        # A frozen client may continue later.
+        client.try_reply({"failure": "The other ranks have continued without this one."})
 
-    def end(self) -> None:
-        """Listen to nobody any more."""
-        self._requests.end()
+    def send_failure(
+        self, error: Exception, send_to_server: Callable[[str], list[PendingSend]]
+    ) -> None:
+        """Send the reason of a failure to all active clients.
 
-    def tell_failure(self, error: Exception, tell: Callable[[str], list[Sending]]) -> None:
-        """Tell those who wait for an answer, or soon will, why none comes, and somebody else."""
+        Args:
+            error: The reason.
+            send_to_server: Starts to send the text to the server that this server is a client of.
+        """
         lines = str(error).strip().split("\n")
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
-        sending = [last for c in self.left for last in c.last_answer({"failure": text})]
-        sending += tell(text)
-        patience_s = _REPORTED_FAILURE_S if isinstance(error, WorkerFailure) else _FAILURE_S
-        deadline = time.monotonic() + patience_s
-        for work, _ in sending:
-            left_s = max(deadline - time.monotonic(), _LEAST_S)
+        sends = [send for c in self.active for send in c.try_reply({"failure": text})]
+        sends += send_to_server(text)
+        timeout_s = _REPORTED_FAILURE_S if isinstance(error, WorkerFailure) else _FAILURE_S
+        deadline = time.monotonic() + timeout_s
+        for work, _ in sends:
+            left_s = max(deadline - time.monotonic(), _MIN_TIMEOUT_S)
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=left_s))
+
+    def close(self) -> None:
+        """End the threads that receive requests."""
+        self._queue.close()
+
+
+class RequestQueue:
+    """The clients' requests in the order of their arrival.
+
+    Threads receive them, so that the server's main thread can be interrupted, and learns at once
+    when a client has ended or sends a keep-alive.
+
+    Args:
+        clients: Whose requests to receive.
+        keep_alive: What to do until one arrives.
+    """
+
+    def __init__(self, clients: Sequence[RankConnection], keep_alive: KeepAlive) -> None:
+        self._received: queue.Queue[tuple[RankConnection, Message | Exception]] = queue.Queue()
+        self._keep_alive = keep_alive
+        self._threads: list[BackgroundThread] = []
+        for client in clients:
+            receive = functools.partial(self._receive_requests, client)
+            thread = BackgroundThread(f"loco-requests-{client.name}", receive)
+            thread.start()
+            self._threads.append(thread)
+
+    def _receive_requests(self, client: RankConnection) -> None:
+        kind = None
+        while kind not in FINAL_KINDS:
+            try:
+                message = client.receive_request()
+            except Exception as error:
+                self._received.put((client, error))
+                return
+            kind = message.kind
+            if kind == MessageKind.KEEP_ALIVE:
+                client.last_keep_alive_s = time.monotonic()
+            else:
+                self._received.put((client, message))
+
+    def next(
+        self, timeout_s: float | None, last_keep_alive: Callable[[], float]
+    ) -> tuple[RankConnection, Message | Exception] | None:
+        """Wait for the next request, or until a client has ended.
+
+        Args:
+            timeout_s: Longest wait, in seconds; None for no limit.
+            last_keep_alive: When a client has last sent a keep-alive.
+
+        Returns:
+            The client and its request, or the error that its connection has ended with; None after
+            a timeout.
+        """
+        for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
+            try:
+                return self._received.get(timeout=pause_s)
+            except queue.Empty:
+                continue
+        return None
+
+    def waiting_clients(self) -> list[RankConnection]:
+        """Return clients with a request that has arrived and is not processed yet."""
+        with self._received.mutex:
+            received = list(self._received.queue)
+        messages = [(client, found) for client, found in received if isinstance(found, Message)]
+        return [client for client, message in messages if message.kind not in FINAL_KINDS]
+
+    def close(self) -> None:
+        """Join the threads, with a short timeout for those that receive from a lost rank."""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Waiting for other ranks, while those who wait for this one hear that it is alive."""
+"""Waiting for other ranks, with keep-alives to the ranks that wait for this one."""
 
 from __future__ import annotations
 
@@ -9,156 +9,157 @@ from collections.abc import Callable, Iterator
 
 from lightning_loco.background import BackgroundThread
 
-_LONGEST_PAUSE_S = 0.5
+JOIN_TIMEOUT_S = 0.5
+"""Longest wait for a thread to end; one that waits for a lost rank does not end in time."""
 
-PARTING_S = 0.5
-"""Longest wait for a thread that is to end: one that waits for a rank that is lost does not."""
+_MAX_PAUSE_S = 0.5
 
-Outcome = queue.SimpleQueue[Exception | None]
-"""Gets what a wait has ended with: an error, or None."""
+WaitResult = queue.SimpleQueue[Exception | None]
+"""Receives how a wait has ended: with an error, or None."""
 
 
-class Meanwhile:
-    """Looks around, and reassures those who wait for this server.
+class KeepAlive:
+    """Checks for failures and sends keep-alives while this rank waits.
 
-    Whoever waits for a server hears from it several times per ``timeout_s``, whomever it waits for
-    itself. So one deadline counts, that of the rank that waits for the one that is late: all others
-    are told to go on waiting, and learn from it who that is.
+    A rank that waits for a server receives a keep-alive several times per ``timeout_s``, also while
+    the server itself waits for another rank. So only the rank that waits for the late one directly
+    can time out; all others continue to wait, and learn from its error which rank is late.
 
     Args:
-        timeout_s: Longest silence of a rank, in seconds; None to reassure nobody.
-        look_around: Called while nothing happens; may raise.
+        timeout_s: Longest time without a message from a rank, in seconds; None to send nothing.
+        check: Called during waits; may raise.
 
     Attributes:
         timeout_s: As given.
     """
 
     def __init__(
-        self, timeout_s: float | None = None, look_around: Callable[[], object] = lambda: None
+        self, timeout_s: float | None = None, check: Callable[[], object] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
-        self._look_around = look_around
-        self._reassure: list[Callable[[], object]] = []
-        self._reassured_s = -math.inf
+        self._check = check
+        self._senders: list[Callable[[], object]] = []
+        self._last_sent_s = -math.inf
 
-    def reassure(self, tell: Callable[[], object]) -> None:
-        """Have somebody told, from now on, that this rank is alive and waits."""
-        self._reassure.append(tell)
+    def add_sender(self, send: Callable[[], object]) -> None:
+        """Register a function that sends keep-alives to ranks that wait for this one."""
+        self._senders.append(send)
 
-    def end(self) -> None:
-        """Reassure nobody any more, and let go of all."""
-        self._reassure.clear()
+    def close(self) -> None:
+        """Send no more keep-alives, and drop the references to all senders."""
+        self._senders.clear()
 
     def pauses(
-        self, timeout_s: float | None, last_sign: Callable[[], float] = lambda: 0.0
+        self, timeout_s: float | None, last_keep_alive: Callable[[], float] = lambda: 0.0
     ) -> Iterator[float]:
-        """Seconds to wait, again and again until the time is over; reassures before each.
+        """Yield how long to wait next, until the timeout; send keep-alives in between.
 
-        What this rank itself is held up does not count.
+        Time in which this process is suspended does not count.
 
         Args:
-            timeout_s: How long in all, in seconds; None to wait on.
-            last_sign: When another rank has last asked for patience: the time begins anew.
+            timeout_s: How long to wait in all, in seconds; None for no limit.
+            last_keep_alive: When another rank has last sent a keep-alive, which restarts the
+                timeout.
         """
         left_s = limit_s = math.inf if timeout_s is None else timeout_s
-        longest_s = _LONGEST_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
-        sign = last_sign()
+        longest_s = _MAX_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
+        seen = last_keep_alive()
         while left_s > 0:
-            self._look_and_reassure()
-            if sign != (sign := last_sign()):
+            self._check_and_send()
+            if seen != (seen := last_keep_alive()):
                 left_s = limit_s
-            pause_s = min(_LONGEST_PAUSE_S, longest_s, left_s)
+            pause_s = min(_MAX_PAUSE_S, longest_s, left_s)
             yield pause_s
             left_s -= pause_s
 
-    def _look_and_reassure(self) -> None:
-        self._look_around()
+    def _check_and_send(self) -> None:
+        self._check()
         now = time.monotonic()
-        if self.timeout_s is not None and now >= self._reassured_s + self.timeout_s / 4:
-            self._reassured_s = now
-            for tell in self._reassure:
-                tell()
+        if self.timeout_s is not None and now >= self._last_sent_s + self.timeout_s / 4:
+            self._last_sent_s = now
+            for send in self._senders:
+                send()
 
 
-class Waiter(BackgroundThread):
-    """Waits for a rank's messages in a thread, so that a server can give up on that rank.
+class WaitThread(BackgroundThread):
+    """A thread that waits for messages of one rank, so that a server can stop waiting for it.
 
-    A wait of gloo that is too late closes the connections to all ranks; here it goes on. After an
-    error the rank counts as lost: nothing else that was to come from it is waited for.
+    A gloo wait that times out closes the connections to all ranks, so waits in this thread have no
+    timeout. After an error the rank counts as lost, and all later waits fail at once.
 
     Args:
-        name: The rank's.
-        meanwhile: What to do until a message comes.
+        name: Name of the rank.
+        keep_alive: What to do until a message arrives.
     """
 
-    def __init__(self, name: str, meanwhile: Meanwhile) -> None:
-        super().__init__(f"loco-waiter-{name}")
-        self._meanwhile = meanwhile
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Outcome] | None]
+    def __init__(self, name: str, keep_alive: KeepAlive) -> None:
+        super().__init__(f"loco-wait-{name}")
+        self._keep_alive = keep_alive
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], WaitResult] | None]
         self._tasks = queue.SimpleQueue()
 
-    def begin(self, finish: Callable[[], object]) -> Outcome:
-        """Wait for something in the thread, after all that it waits for already.
+    def submit(self, finish: Callable[[], object]) -> WaitResult:
+        """Wait for something in the thread, after all that was submitted before.
 
         Args:
-            finish: Waits for it, however long it takes.
+            finish: Blocks until it is done.
         """
         if self.ident is None:
             self.start()
-        outcome: Outcome = queue.SimpleQueue()
-        self._tasks.put((finish, outcome))
-        return outcome
+        result: WaitResult = queue.SimpleQueue()
+        self._tasks.put((finish, result))
+        return result
 
     def wait(
-        self, outcome: Outcome, timeout_s: float | None, last_sign: Callable[[], float]
+        self, result: WaitResult, timeout_s: float | None, last_keep_alive: Callable[[], float]
     ) -> None:
-        """Wait until the thread has; what is given up may still come to its end.
+        """Block until the thread's wait has ended; after a timeout that wait goes on.
 
         Args:
-            outcome: As :meth:`begin` has returned it.
-            timeout_s: Longest wait, in seconds; None to wait on.
-            last_sign: When the rank has last asked for patience.
+            result: As :meth:`submit` has returned it.
+            timeout_s: Longest wait, in seconds; None for no limit.
+            last_keep_alive: When the rank has last sent a keep-alive, which restarts the timeout.
 
         Raises:
-            TimeoutError: If it does not come in time.
-            Exception: What the wait has ended with.
+            TimeoutError: If the wait has not ended in time.
+            Exception: The error that the thread's wait has ended with.
         """
-        for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
+        for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
             try:
-                error = outcome.get(timeout=pause_s)
+                error = result.get(timeout=pause_s)
             except queue.Empty:
                 continue
             if error is not None:
                 raise error
             return
-        raise TimeoutError(f"Nothing came for {timeout_s:g} s.")
+        raise TimeoutError(f"Nothing was received for {timeout_s:g} s.")
 
-    def end(self) -> None:
-        """End the thread once it waits for nothing.
+    def close(self) -> None:
+        """End the thread after all that was submitted.
 
-        It is waited for, unless it waits for a rank that was given up: a thread that lets go of
-        work while Python ends aborts the process.
+        The thread is joined, except if it waits for a lost rank: a thread that releases gloo work
+        while Python shuts down would abort the process.
         """
         self._tasks.put(None)
         if self.ident is not None:
-            self.join(PARTING_S)
+            self.join(JOIN_TIMEOUT_S)
 
     def end_with_process(self) -> float:
-        """End it once it waits for nothing."""
+        """End the thread after all that was submitted, as the process ends."""
         self._tasks.put(None)
         return super().end_with_process()
 
     def run(self) -> None:
-        """Wait for one thing after the other."""
+        """Wait for one task after the other."""
         is_lost = False
         while (task := self._tasks.get()) is not None:
-            finish, outcome = task
+            finish, result = task
             error: Exception | None = ConnectionError("This rank is lost.") if is_lost else None
             try:
                 if not is_lost:
                     finish()
             except Exception as found:
                 error, is_lost = found, True
-            del task, finish  # before the main thread goes on, maybe to the end of the process
-            outcome.put(error)
-            del error, outcome
+            del task, finish  # before the main thread continues, maybe to the end of the process
+            result.put(error)
+            del error, result

@@ -1,4 +1,4 @@
-"""The optimizer as a worker sees it: gradients leave, parameters come back."""
+"""The optimizer on the workers: it sends gradients to servers and receives parameters."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from torch import Tensor
 from lightning_loco.fault_points import reach
 from lightning_loco.parameter_server.buckets import (
     model_checksum,
-    share_parameters,
+    shard_parameters,
     trainable_parameters,
 )
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import Transport
-from lightning_loco.parameter_server.server_client import Channel
-from lightning_loco.parameter_server.step_request import Call, Clip
-from lightning_loco.parameter_server.tiers import ReplicaGroup
+from lightning_loco.parameter_server.protocol import GradientClipping, StepRequest, Transport
+from lightning_loco.parameter_server.server_client import ShardClient
+
+_TEXT_BYTES = 32
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
-    """Sends the gradients to the aggregator and takes over the parameters after its step.
+    """Sends the gradients to the aggregator and receives the parameters after its step.
 
     The step is made on another rank by any optimizer of ``torch.optim``, with the mean of all
     workers' gradients. A parameter without a gradient counts as zero where another worker has one,
-    and is left out of the step where none has.
+    and is left out of the step if no worker has one.
 
-    Learning rates and the other numbers of ``param_groups`` are those of the optimizer there: what
-    a schedule changes on either side, the other side learns with the next step. So it is with
-    parameters that all workers change by hand, by clipping for instance; a step after changes that
-    differ raises. Schedulers can be made for a ``RemoteOptimizer`` once :meth:`receive_weights` has
-    been called. ``state_dict`` and ``load_state_dict`` ask for and set the state of the optimizer
-    there, in its own format.
+    Learning rates and the other numbers of ``param_groups`` are those of the optimizer there:
+    changes on either side are sent to the other side with the next step. So are parameters that
+    all workers change in the same way outside the optimizer, by clipping for instance; if the
+    changes differ, the next step raises. Make schedulers for a ``RemoteOptimizer`` after
+    :meth:`receive_weights`. ``state_dict`` and ``load_state_dict`` read and write the state of the
+    optimizer there, in its own format.
 
     Args:
         params: The model's parameters or parameter groups, in the same order on all ranks. Those
-            that do not require gradients now are left alone.
-        aggregator_rank: The rank that takes in gradients, as :func:`serve` does there; several when
-            they share the parameters.
+            that do not require gradients now are ignored.
+        aggregator_rank: The rank that receives gradients, as :func:`serve` does there; several
+            ranks if the parameters are sharded.
         transport: How the ranks are connected.
-        replica_group: The ranks that are one worker together, with gloo. Their gradients must have
-            been reduced, as ``DistributedDataParallel`` does; the first one talks to the aggregator
-            and shares the parameters.
+        replica_group: The ranks of this worker, with gloo. Their gradients must be averaged before
+            a step, as ``DistributedDataParallel`` does; the first rank is the client of the
+            aggregator and broadcasts the parameters.
 
     Attributes:
         stop_agreed: Why all workers stop now; see :meth:`request_stop`.
         wait_s: Seconds spent in steps, without closures.
-        present: Ranks of the workers that are left, as of the last sync point; see
-        :meth:`sync_point`. has_left: Whether this worker has said its last word to the servers.
-        optimizer: What monitors show instead; see :meth:`stand_for`.
+        present: Ranks of the workers that have not failed, as of the last :meth:`sync_point`.
+        has_left: Whether this worker has left the servers.
+        optimizer: A local optimizer for monitors; see :meth:`set_local_optimizer`.
 
     Source:
         The hierarchical training example of tt-train.
@@ -83,9 +83,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         ranks = [aggregator_rank] if isinstance(aggregator_rank, int) else list(aggregator_rank)
         self._replica = ReplicaGroup(replica_group)
         self._connect(ranks, transport or Transport())
-        self._is_expecting = False
-        self._handles = self._watch_gradients() if self._replica.leads else []
-        self._clip: Clip | None = None
+        self._is_streaming = False
+        self._handles = self._register_hooks() if self._replica.is_leader else []
+        self._clip: GradientClipping | None = None
         self._stop_reason: str | None = None
         self.wait_s = 0.0
         self.stop_agreed: str | None = None
@@ -94,53 +94,54 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.optimizer: torch.optim.Optimizer | None = None
 
     def _connect(self, ranks: Sequence[int], transport: Transport) -> None:
-        """Make a channel to each server, for its share of the parameters."""
-        run = transport.next_run()  # first: all ranks count as often, whatever error comes
+        """Make a client of each server, for its shard of the parameters."""
+        run = transport.next_run()  # before any error, so that all ranks have the same count
         trainable, self._frozen = trainable_parameters(self.param_groups)
         params = [param for _, param in trainable]
-        self._channels: list[Channel] = []
-        self._shares: list[list[tuple[int, Tensor]]] = []
-        for share, rank in zip(share_parameters(params, len(ranks)), ranks, strict=True):
-            shared = [params[index] for index in share]
-            messages = transport.plan(shared)
-            wire = transport.wire(rank, f"the aggregator (rank {rank})", run)
-            checksum = model_checksum(shared, messages)
-            self._channels.append(Channel(shared, self.param_groups, messages, wire, checksum))
-            self._shares.append([trainable[index] for index in share])
-        for channel in self._channels:
-            others = [other.wire for other in self._channels if other is not channel]
-            channel.wire.waiting_too = others
+        self._clients: list[ShardClient] = []
+        self._shards: list[list[tuple[int, Tensor]]] = []
+        for indices, rank in zip(shard_parameters(params, len(ranks)), ranks, strict=True):
+            shard = [params[index] for index in indices]
+            buckets = transport.plan_buckets(shard)
+            connection = transport.connect(rank, f"the aggregator (rank {rank})", run)
+            checksum = model_checksum(shard, buckets)
+            client = ShardClient(shard, self.param_groups, buckets, connection, checksum)
+            self._clients.append(client)
+            self._shards.append([trainable[index] for index in indices])
+        for client in self._clients:
+            others = [other.connection for other in self._clients if other is not client]
+            client.connection.other_servers = others
 
-    def _watch_gradients(self) -> list[Any]:
-        """Notice when a parameter gets its gradient."""
+    def _register_hooks(self) -> list[Any]:
+        """Have :meth:`_on_gradient` called when a parameter's gradient is ready."""
         return [
             param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._on_gradient, channel, place)
+                functools.partial(self._on_gradient, client, index)
             )
-            for channel, share in zip(self._channels, self._shares, strict=True)
-            for place, (_, param) in enumerate(share)
+            for client, shard in zip(self._clients, self._shards, strict=True)
+            for index, (_, param) in enumerate(shard)
         ]
 
-    def _on_gradient(self, channel: Channel, place: int, _: Tensor) -> None:
-        if self._is_expecting:
-            channel.has_gradient(place)
+    def _on_gradient(self, client: ShardClient, index: int, _: Tensor) -> None:
+        if self._is_streaming:
+            client.on_gradient_ready(index)
 
     def __getattr__(self, name: str) -> Any:
-        """Say why what the optimizer on the other rank can do cannot be asked for here."""
-        there = self.__dict__.get("optimizer")
-        if not name.startswith("_") and hasattr(there, name):
+        """Explain why a method of the optimizer on the other rank is not available here."""
+        local = self.__dict__.get("optimizer")
+        if not name.startswith("_") and hasattr(local, name):
             raise AttributeError(
-                f"{name!r} of {type(there).__name__} cannot be used here: the optimizer is on "
-                "another rank, which is sent gradients and makes steps, and nothing else. Use an "
+                f"{name!r} of {type(local).__name__} cannot be used here: the optimizer is on "
+                "another rank, and workers can only send it gradients and request steps. Use an "
                 "optimizer without such methods, or a strategy whose workers step by themselves."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only as part of the constructor: the optimizer on the other rank gets no more groups.
+        """Add a parameter group; only the constructor may do so.
 
         Raises:
-            RuntimeError: At any later time.
+            RuntimeError: At any later time, since the optimizer on the other rank gets no more.
         """
         if getattr(self, "_are_groups_final", False):
             raise RuntimeError(
@@ -150,92 +151,116 @@ class RemoteOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def stand_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let monitors of learning rates and the like see another optimizer of the same groups."""
+    def set_local_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the optimizer, of the same groups, that monitors of learning rates use instead."""
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
 
     def receive_weights(self) -> None:
-        """Take over the parameters and hyper-parameters of the ranks that have the optimizer.
+        """Receive parameters and hyper-parameters from the servers.
 
         Raises:
-            ValueError: If one has another model.
-            RuntimeError: If one is gone or too late.
+            ValueError: If a server has another model.
+            RuntimeError: If a server has ended or timed out.
         """
-        for channel in self._channels if self._replica.leads else ():
-            channel.join()
-        self._take_over()
+        for client in self._clients if self._replica.is_leader else ():
+            client.join()
+        self._receive_weights()
+
+    # ------------------------------------------------------------------- steps
 
     def expect_backward(self) -> None:
         """Send gradients while the next backward pass computes them.
 
-        Call it before the last backward pass of a step. The gradients must not be touched between
-        it and :meth:`step`.
+        Call it before the last backward pass of a step. Do not change the gradients between this
+        call and :meth:`step`.
         """
-        if self._replica.leads:
-            self._is_expecting = True
-            for channel in self._channels:
-                channel.expect_gradients()
+        if self._replica.is_leader:
+            self._is_streaming = True
+            for client in self._clients:
+                client.expect_gradients()
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """Have the mean gradient clipped in the next step, by the norm of all parameters.
+        """Clip the mean gradient in the next step, by the norm of all parameters.
 
         Raises:
             ValueError: If ``max_norm`` is not positive.
         """
-        self._clip = Clip("norm", _positive("max_norm", max_norm))
+        self._clip = GradientClipping("norm", _positive("max_norm", max_norm))
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Have the mean gradient clipped in the next step, element by element.
+        """Clip the mean gradient in the next step, element by element.
 
         Raises:
             ValueError: If ``clip_value`` is not positive.
         """
-        self._clip = Clip("value", _positive("clip_value", clip_value))
+        self._clip = GradientClipping("value", _positive("clip_value", clip_value))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Have the step made; returns with the new parameters in place.
+        """Have the servers make a step, and wait for the new parameters.
 
         Args:
             closure: Computes the gradients, if given.
 
         Returns:
-            What the closure returned.
+            What the closure has returned.
 
         Raises:
-            RuntimeError: If the aggregator is gone or too late.
+            RuntimeError: If a server has ended or timed out.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         reach("local step")
-        _check_exchanged(self.param_groups, self._frozen)
-        started = time.perf_counter()
-        call = Call(clip=self._clip, stop=self._stop_reason)
+        _check_gradients(self.param_groups, self._frozen)
+        start = time.perf_counter()
+        request = StepRequest(clip=self._clip, stop=self._stop_reason)
         self._clip = None
-        if self._replica.leads:
-            self._make_step(call)
-        self._take_over()
-        self.stop_agreed = self._replica.share_text(self.stop_agreed)
-        self.wait_s += time.perf_counter() - started
+        if self._replica.is_leader:
+            self._request_step(request)
+        self._receive_weights()
+        self.stop_agreed = self._replica.broadcast_text(self.stop_agreed)
+        self.wait_s += time.perf_counter() - start
         return loss
 
-    def _make_step(self, call: Call) -> None:
-        """Have the step made; :meth:`_take_over` ends it."""
-        self._is_expecting = False
-        for channel in self._channels:
-            reach("asking for a step")
-            channel.ask_for_step(call)
+    def _request_step(self, request: StepRequest) -> None:
+        """Send everything for a step and wait for it; :meth:`_receive_weights` finishes it."""
+        self._is_streaming = False
+        for client in self._clients:
+            reach("requesting a step")
+            client.request_step(request)
         reach("after sending")
-        for channel in self._channels:
-            channel.tell_changes()
-        for stop in [channel.finish_step() for channel in self._channels]:
+        for client in self._clients:
+            client.send_changed_parameters()
+        for stop in [client.wait_for_step() for client in self._clients]:
             self.stop_agreed = stop or self.stop_agreed
 
+    @torch.no_grad()
+    def _receive_weights(self) -> None:
+        reach("outer step")
+        for client in self._clients:
+            if self._replica.is_leader:
+                client.receive_weights(self._replica.broadcast)
+            else:
+                client.receive_weights_from_leader(self._replica.broadcast)
+
+    def are_finite(self, here: bool) -> bool:
+        """Return whether the gradients of all workers are finite; for gradient scalers.
+
+        Args:
+            here: Whether this worker's gradients are.
+        """
+        finite = here
+        if self._replica.is_leader:
+            finite = all([client.are_finite(here) for client in self._clients])
+        return self._replica.broadcast_text("finite" if finite else None) is not None
+
+    # -------------------------------------------------------- stop and sync points
+
     def request_stop(self, reason: str) -> None:
-        """Ask all workers to stop after a common step; safe to call from a signal handler.
+        """Ask all workers to stop after the same step; safe to call from a signal handler.
 
         ``stop_agreed`` is the reason, on all of them, once that step is made.
         """
@@ -243,147 +268,133 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_point(self, purpose: str) -> None:
-        """Wait until all workers have come to the same place; others' steps go on meanwhile.
+        """Wait until all workers are at the same sync point; others make steps meanwhile.
 
-        ``present`` are then the ranks of the workers that are left, and all of them have the
-        parameters after the last step.
+        Afterwards ``present`` are the ranks of the workers that have not failed, and all of them
+        have the parameters of the last step.
 
         Args:
-            purpose: The place in words, equal on all workers.
+            purpose: What the sync point is for, equal on all workers.
 
         Raises:
-            RuntimeError: If others have come to another place, or are gone or too late.
+            RuntimeError: If others are at another sync point, or have ended or timed out.
         """
         behind = False
-        if self._replica.leads:
-            for channel in self._channels:
-                channel.ask_for_sync_point(purpose, self._stop_reason)
-            for answer in [channel.sync_point() for channel in self._channels]:
-                self.stop_agreed = answer["stop"] or self.stop_agreed
-                present = answer["present"]
+        if self._replica.is_leader:
+            for client in self._clients:
+                client.request_sync_point(purpose, self._stop_reason)
+            for reply in [client.wait_for_sync_point() for client in self._clients]:
+                self.stop_agreed = reply["stop"] or self.stop_agreed
+                present = reply["present"]
                 self.present = [rank for rank in self.present or present if rank in present]
-                behind = behind or answer["behind"]
-        if self._replica.share_text("behind" if behind else None) is not None:
-            for channel in self._channels:
-                channel.catch_up(self._replica.share, self._replica.leads)
+                behind = behind or reply["behind"]
+        if self._replica.broadcast_text("behind" if behind else None) is not None:
+            for client in self._clients:
+                client.load_current_weights(self._replica.broadcast, self._replica.is_leader)
 
-    def are_finite(self, here: bool) -> bool:
-        """Whether the gradients of all workers are finite: for gradient scalers.
-
-        Args:
-            here: Whether this worker's are.
-        """
-        finite = here
-        if self._replica.leads:
-            finite = all([channel.are_finite(here) for channel in self._channels])
-        return self._replica.share_text("finite" if finite else None) is not None
+    # ------------------------------------------------------------------- state
 
     @property
-    def is_changed(self) -> bool:
-        """Whether parameters were changed by hand since they came; the next step tells them."""
-        return any(channel.is_changed for channel in self._channels)
+    def has_changed_parameters(self) -> bool:
+        """Whether parameters were changed outside the optimizer since they were received."""
+        return any(client.has_changed_parameters for client in self._clients)
 
-    def parameters_in_full(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with its value on the server, which has not been rounded for the wire."""
+    def full_precision_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter with the server's value, which was not rounded by compression."""
         return [
             (param, value)
-            for channel, share in zip(self._channels, self._shares, strict=True)
-            for (_, param), value in zip(share, channel.parameters(), strict=True)
+            for client, shard in zip(self._clients, self._shards, strict=True)
+            for (_, param), value in zip(shard, client.parameters(), strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer on the other rank, as its own ``state_dict`` gives it.
+        """Return the state of the optimizer on the other rank, as its own ``state_dict`` does.
 
-        One worker may ask, between two steps.
+        One worker may call it, between two steps.
         """
         content = super().state_dict()
-        if self._replica.leads:
-            state = OptimizerState.join([channel.state() for channel in self._channels])
+        if self._replica.is_leader:
+            state = OptimizerState.join([client.state() for client in self._clients])
             content["state"] = state.values
-            for group, there in zip(content["param_groups"], state.groups, strict=True):
-                group.update({name: v for name, v in there.items() if name not in group})
+            for group, remote in zip(content["param_groups"], state.groups, strict=True):
+                group.update({name: v for name, v in remote.items() if name not in group})
         return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the optimizer on the other rank a state, and take over its hyper-parameters.
+        """Load a state into the optimizer on the other rank, and its hyper-parameters here.
 
-        One worker may do it, or all with the same state, between two steps.
+        One worker may call it, or all with the same state, between two steps.
         """
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in state_dict["param_groups"]
         ]
-        if self._replica.leads:
+        if self._replica.is_leader:
             state = OptimizerState(state_dict["state"], groups)
-            for channel, share in zip(self._channels, self._shares, strict=True):
-                channel.load_state(state.share([number for number, _ in share]))
+            for client, shard in zip(self._clients, self._shards, strict=True):
+                client.load_state(state.select([index for index, _ in shard]))
         for present, group in zip(self.param_groups, groups, strict=True):
             present.update(group)
 
+    # --------------------------------------------------------------------- end
+
     def leave(self, farewell: dict[str, Any] | None = None) -> None:
-        """Say that this worker makes no more steps; a second call does nothing.
+        """Leave the servers: this worker makes no more steps. A second call does nothing.
 
         Args:
-            farewell: What the servers should know at the end; see :func:`serve`.
+            farewell: Final values for the service ranks; see :func:`serve`.
         """
-        if self._has_last_word():
-            for channel in self._channels:
-                channel.leave(farewell or {})
-            self._let_go_of_servers()
+        if self._start_leaving():
+            for client in self._clients:
+                client.leave(farewell or {})
+            self._release_clients()
 
     def fail(self, error: BaseException) -> None:
-        """Leave because of an error, which the other ranks then name."""
-        if self._has_last_word():
-            for channel in self._channels:
+        """Leave because of an error, which the other ranks then raise with this rank's name."""
+        if self._start_leaving():
+            for client in self._clients:
                 with suppress(RuntimeError):
-                    channel.fail(f"{type(error).__name__}: {error}")
-            self._let_go_of_servers()
+                    client.fail(f"{type(error).__name__}: {error}")
+            self._release_clients()
 
-    def _has_last_word(self) -> bool:
-        """Whether to say it; not the second time."""
+    def _start_leaving(self) -> bool:
+        """Mark this worker as left; return whether its servers are still to be notified."""
         has_left, self.has_left = self.has_left, True
-        self.forget_parameters()
-        return self._replica.leads and not has_left
+        self.remove_hooks()
+        return self._replica.is_leader and not has_left
 
-    def forget_parameters(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks from the parameters; no more steps can be made."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for channel in self._channels:
-            channel.end()
+        for client in self._clients:
+            client.close()
 
-    def let_go(self) -> None:
-        """Keep nothing of the connections, without a last word; twice does no harm."""
-        self.forget_parameters()
-        self._let_go_of_servers()
-        self._replica.let_go()
+    def release(self) -> None:
+        """Drop all connections without leaving; may be called twice."""
+        self.remove_hooks()
+        self._release_clients()
+        self._replica.release()
 
-    def _let_go_of_servers(self) -> None:
-        for channel in self._channels:
-            channel.let_go()
+    def _release_clients(self) -> None:
+        for client in self._clients:
+            client.release()
 
     @property
     def bytes_sent(self) -> int:
-        """All bytes that have left this rank for the servers."""
-        return sum(channel.wire.bytes_sent for channel in self._channels)
+        """All bytes that this rank has sent to the servers."""
+        return sum(client.connection.bytes_sent for client in self._clients)
 
     @property
     def bytes_saved(self) -> int:
-        """By how much more that would have been without compression."""
-        return sum(channel.bytes_saved for channel in self._channels)
+        """Bytes of gradients that compression has saved."""
+        return sum(client.bytes_saved for client in self._clients)
 
     @property
     def bytes_received(self) -> int:
-        """All bytes that have come from the servers."""
-        return sum(channel.wire.bytes_received for channel in self._channels)
-
-    @torch.no_grad()
-    def _take_over(self) -> None:
-        reach("outer step")
-        for channel in self._channels:
-            take_over = channel.take_over if self._replica.leads else channel.follow
-            take_over(self._replica.share)
+        """All bytes that this rank has received from the servers."""
+        return sum(client.connection.bytes_received for client in self._clients)
 
 
 def _positive(name: str, value: float) -> float:
@@ -392,8 +403,8 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _check_exchanged(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
-    """Refuse gradients that cannot be sent, and parameters that the servers do not expect."""
+def _check_gradients(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
+    """Refuse sparse gradients, and parameters that have become trainable after the start."""
     for group in groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:
@@ -407,3 +418,38 @@ def _check_exchanged(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor])
             "gradients then are exchanged. Unfreeze before fit, or call fit again after "
             "unfreezing."
         )
+
+
+class ReplicaGroup:
+    """The ranks of one worker, of which the first is the client of the servers.
+
+    Args:
+        group: These ranks, with gloo; None for a worker of a single rank.
+
+    Attributes:
+        is_leader: Whether this rank is the first one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.is_leader = group is None or dist.get_rank(group) == 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first rank."""
+        if self._group is not None:
+            source = dist.get_global_rank(self._group, 0)
+            dist.broadcast(tensor, source, group=self._group)
+
+    def broadcast_text(self, text: str | None) -> str | None:
+        """Return the first 32 bytes of the first rank's text; None if it has none."""
+        if self._group is None:
+            return text
+        memory = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        for position, byte in enumerate((text or "").encode()[:_TEXT_BYTES]):
+            memory[position] = byte
+        self.broadcast(memory)
+        return bytes(memory.tolist()).rstrip(b"\0").decode() or None
+
+    def release(self) -> None:
+        """Drop the reference to the group; nothing can be broadcast afterwards."""
+        self._group = None

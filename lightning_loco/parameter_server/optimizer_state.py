@@ -1,14 +1,74 @@
-"""An optimizer's state on the wire: names and numbers in a note, tensors one after another."""
+"""The optimizer's hyper-parameters and state, as they are sent between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_loco.parameter_server.protocol import Lane, Wire
+from lightning_loco.parameter_server.protocol import Hyperparameters, MessageTag, RankConnection
+
+
+class HyperparameterSync:
+    """Keeps hyper-parameters equal on two ranks: each one sends what has changed on its side.
+
+    Args:
+        groups: The parameter groups on this rank.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._groups = groups
+        self._known: Hyperparameters | None = None
+
+    def all(self) -> Hyperparameters:
+        """Return all hyper-parameters, for a rank that has none yet."""
+        self._known = read_hyperparameters(self._groups)
+        return self._known
+
+    def changes(self) -> Hyperparameters | None:
+        """Return what to send to the other rank; None if nothing has changed."""
+        present = read_hyperparameters(self._groups)
+        if present == self._known:
+            return None
+        self._known = present
+        return present
+
+    def update(self, values: Hyperparameters | None) -> None:
+        """Write what the other rank has sent."""
+        if values is not None:
+            write_hyperparameters(self._groups, values)
+            self._known = read_hyperparameters(self._groups)
+
+
+def read_hyperparameters(groups: Sequence[dict[str, Any]]) -> Hyperparameters:
+    """Return the numbers of parameter groups, as values that JSON supports."""
+    return [
+        {name: plain for name, value in group.items() if (plain := _plain(value)) is not None}
+        for group in groups
+    ]
+
+
+def write_hyperparameters(groups: Sequence[dict[str, Any]], values: Hyperparameters) -> None:
+    """Write numbers into parameter groups, in place."""
+    for group, numbers in zip(groups, values, strict=True):
+        for name, value in numbers.items():
+            old = group.get(name)
+            if isinstance(old, Tensor):
+                old.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 and not value.is_complex() else None
+    if isinstance(value, tuple) and value and all(isinstance(v, (int, float)) for v in value):
+        return list(value)
+    return None
 
 
 class OptimizerState(NamedTuple):
@@ -24,75 +84,82 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Take it from an optimizer.
+        """Return the state of an optimizer.
 
         Raises:
-            TypeError: If it holds anything but tensors and plain values.
+            TypeError: If it contains anything but tensors and plain values.
         """
         content = optimizer.state_dict()
-        for number, entry in content["state"].items():
+        for index, entry in content["state"].items():
             for name, value in entry.items():
                 if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
                     raise TypeError(
                         f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r} of "
-                        f"parameter {number}, which cannot go into a checkpoint of the workers: "
+                        f"parameter {index}, which cannot be saved in a checkpoint of the workers: "
                         "only tensors and plain values can. Use another optimizer, or train "
                         "without checkpoints."
                     )
-        return cls(content["state"], [_plain(group) for group in content["param_groups"]])
+        groups = [_without_params(group) for group in content["param_groups"]]
+        return cls(content["state"], groups)
 
-    def put_into(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give it to an optimizer of the same parameters."""
+    def load_into(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load the state into an optimizer of the same parameters."""
         content = optimizer.state_dict()
         for present, group in zip(content["param_groups"], self.groups, strict=True):
             present.update(group)
         content["state"] = self.values
         optimizer.load_state_dict(content)
 
+    @classmethod
+    def join(cls, states: list[OptimizerState]) -> OptimizerState:
+        """Combine the states of several servers, each with its shard of the parameters."""
+        values = {index: entry for state in states for index, entry in state.values.items()}
+        return cls(dict(sorted(values.items())), states[0].groups)
+
+    def select(self, indices: list[int]) -> OptimizerState:
+        """Return the state of some parameters."""
+        return OptimizerState(
+            {index: self.values[index] for index in indices if index in self.values}, self.groups
+        )
+
     def describe(self) -> dict[str, Any]:
-        """All but the contents of the tensors, as a note can hold it."""
+        """Return everything except the contents of the tensors, for a message."""
         entries = [
-            [number, name, _describe(value)]
-            for number, entry in self.values.items()
+            [index, name, _describe(value)]
+            for index, entry in self.values.items()
             for name, value in entry.items()
         ]
         return {"entries": entries, "groups": self.groups}
 
-    def send(self, wire: Wire, describe: Callable[[dict[str, Any]], None]) -> None:
-        """Send it: first the description, by ``describe``, then the tensors."""
-        describe(self.describe())
+    def send(
+        self, connection: RankConnection, send_description: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Send the state: first the description, by ``send_description``, then the tensors."""
+        send_description(self.describe())
         for entry in self.values.values():
             for value in entry.values():
                 if isinstance(value, Tensor) and value.numel():
                     tensor = value.detach().cpu().contiguous()
-                    wire.wait(wire.send(tensor.reshape(-1), Lane.STATE), "the optimizer's state")
+                    work = connection.send(tensor.reshape(-1), MessageTag.STATE)
+                    connection.wait(work, "the optimizer's state")
 
     @classmethod
-    def receive(cls, wire: Wire, description: dict[str, Any]) -> OptimizerState:
-        """Receive what :meth:`send` sends, once the description has come.
+    def receive(cls, connection: RankConnection, description: dict[str, Any]) -> OptimizerState:
+        """Receive what :meth:`send` sends after the description.
 
         Raises:
-            RuntimeError: If the description is of another form.
+            RuntimeError: If the description is invalid.
         """
         values: dict[int, dict[str, Any]] = {}
-        for number, name, described in description["entries"]:
+        for index, name, described in description["entries"]:
             value = described
             if isinstance(described, dict):
-                value = _memory_for(described, wire.name)
+                value = _empty_tensor(described, connection.name)
                 if value.numel():
-                    wire.wait(wire.receive(value.view(-1), Lane.STATE), "the optimizer's state")
-            values.setdefault(number, {})[name] = value
+                    work = connection.receive(value.view(-1), MessageTag.STATE)
+                    connection.wait(work, "the optimizer's state")
+            values.setdefault(index, {})[name] = value
         return cls(values, [_with_tuples(group) for group in description["groups"]])
-
-    @classmethod
-    def join(cls, states: list[OptimizerState]) -> OptimizerState:
-        """Put together the states of several servers, each with its share of the parameters."""
-        values = {number: entry for state in states for number, entry in state.values.items()}
-        return cls(dict(sorted(values.items())), states[0].groups)
-
-    def share(self, numbers: list[int]) -> OptimizerState:
-        """The part of the state that belongs to some parameters."""
-        return OptimizerState({n: self.values[n] for n in numbers if n in self.values}, self.groups)
 
 
 def _describe(value: Any) -> Any:
@@ -101,16 +168,16 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def _memory_for(described: dict[str, Any], sender: str) -> Tensor:
+def _empty_tensor(described: dict[str, Any], sender: str) -> Tensor:
     match described:
         case {"shape": [*shape], "dtype": str(name)} if all(type(n) is int for n in shape):
             dtype = getattr(torch, name, None)
             if isinstance(dtype, torch.dtype):
                 return torch.empty(shape, dtype=dtype)
-    raise RuntimeError(f"{sender} has described no tensor: {str(described)[:100]}")
+    raise RuntimeError(f"{sender} has described an invalid tensor: {str(described)[:100]}")
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in group.items():
         if name in ("params", "param_names"):

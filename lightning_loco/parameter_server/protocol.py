@@ -1,4 +1,4 @@
-"""What travels between two ranks: small notes in words and numbers, and tensors."""
+"""Messages and tensors between two ranks: the transport, its connections and its message format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,68 +23,125 @@ from torch import Tensor
 from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.distributed.notes import MAX_BYTES, read
 from lightning_loco.distributed.watchdog import Watchdog
-from lightning_loco.parameter_server.buckets import BUCKET_BYTES, Message, plan_messages
-from lightning_loco.parameter_server.keep_alive import Meanwhile, Outcome, Waiter
+from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
+from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
 FRAME_BYTES = 512
-_FOREVER_S = 10 * 365 * 24 * 3600.0
-_POSTED = 64
+_UNLIMITED_S = 10 * 365 * 24 * 3600.0
+_MAX_PENDING_SENDS = 64
 
-Sending = tuple[dist.Work, Tensor]
-"""What was begun, and the memory that it needs until it is done."""
+PendingSend = tuple[dist.Work, Tensor]
+"""An asynchronous send, and the tensor that must exist until it is done."""
+
+Hyperparameters = list[dict[str, Any]]
+"""One entry per parameter group: name and number, boolean or list of these."""
 
 _runs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-class Lane(enum.IntEnum):
-    """Kinds of traffic: what is in one lane arrives in order, whatever travels in the others."""
+class MessageTag(enum.IntEnum):
+    """Tags of point-to-point messages; messages with the same tag arrive in order."""
 
     REQUESTS = 1
-    ANSWERS = 2
+    REPLIES = 2
     GRADIENTS = 3
     WEIGHTS = 4
     STATE = 5
 
 
-class Kind(enum.IntEnum):
-    """What a client asks for, or that it is a server's answer."""
+class MessageKind(enum.IntEnum):
+    """What a client requests, or that the message is a server's reply."""
 
-    ANSWER = 0
+    REPLY = 0
     WEIGHTS = 1  # the parameters, at the start
-    STEP = 2  # gradients follow; all about them is in this note
-    STREAM = 3  # gradients follow while the backward pass runs; then a note of kind CALL
-    CALL = 4
+    STEP = 2  # a step; the message holds the StepRequest, the gradients follow
+    STREAMED_STEP = 3  # a step; gradients follow during the backward pass, then a STEP_REQUEST
+    STEP_REQUEST = 4  # the StepRequest of a streamed step
     FINITE = 5  # whether all workers have finite gradients
-    MEET = 6  # wait until no worker makes steps
+    SYNC_POINT = 6  # a reply once no worker makes steps
     STATE = 7  # the optimizer's state
-    LOAD_STATE = 8  # a state for the optimizer follows
+    LOAD_STATE = 8  # load the optimizer state that follows
     PARAMETERS = 9  # the parameters in full precision
-    LOAD_PARAMETERS = 10  # other parameters follow, in full precision
+    LOAD_PARAMETERS = 10  # load the parameters that follow, in full precision
     LEAVE = 11
     FAIL = 12  # leave because of an error
-    WAITING = 13  # nothing: what is to come is late because this client waits, too
+    KEEP_ALIVE = 13  # nothing: this client is alive, and late because it waits for another rank
 
 
-LAST_WORDS = (Kind.LEAVE, Kind.FAIL)
+FINAL_KINDS = (MessageKind.LEAVE, MessageKind.FAIL)
 
 
-class Note(NamedTuple):
-    """A short message.
+class Message(NamedTuple):
+    """A short message of plain values.
 
     Attributes:
-        kind: What is wanted.
-        content: Whatever JSON can hold.
+        kind: What is requested.
+        content: Values that JSON supports.
     """
 
-    kind: Kind
+    kind: MessageKind
     content: dict[str, Any]
 
 
-class Unreachable(RuntimeError):
-    """Another rank is gone or too late.
+class GradientClipping(NamedTuple):
+    """How to clip the mean gradient before the step.
 
     Attributes:
-        rank: Which.
+        by: ``"norm"``, of all gradients together, or ``"value"``, of each element.
+        limit: Positive.
+    """
+
+    by: Literal["norm", "value"]
+    limit: float
+
+
+class StepRequest(NamedTuple):
+    """What a worker requests for one step, besides its gradients.
+
+    Attributes:
+        missing: Indices of the parameters without a gradient.
+        hyperparameters: Learning rates and other numbers, if this worker has changed them.
+        clip: How to clip.
+        stop: Why all workers should stop after this step, if this one was asked to.
+        changed: Checksum of this worker's parameters, if they were changed outside the optimizer.
+    """
+
+    missing: tuple[int, ...] = ()
+    hyperparameters: Hyperparameters | None = None
+    clip: GradientClipping | None = None
+    stop: str | None = None
+    changed: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are not empty, for a message."""
+        return {name: value for name, value in self._asdict().items() if value}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> StepRequest:
+        """Read the content of a message that :meth:`to_dict` has made."""
+        request = cls(**content)
+        clip = None if request.clip is None else GradientClipping(*request.clip)
+        return request._replace(missing=tuple(request.missing), clip=clip)
+
+    @classmethod
+    def merge(cls, requests: Sequence[StepRequest]) -> StepRequest:
+        """Combine the requests of all workers; where they differ, the first one counts.
+
+        A parameter is left out of the step if no worker has a gradient for it.
+        """
+        missing = set(requests[0].missing).intersection(*(r.missing for r in requests))
+
+        def first(name: str) -> Any:
+            return next((value for r in requests if (value := getattr(r, name))), None)
+
+        return cls(tuple(sorted(missing)), first("hyperparameters"), first("clip"), first("stop"))
+
+
+class Unreachable(RuntimeError):
+    """Another rank has ended, or has not responded within the timeout.
+
+    Attributes:
+        rank: That rank.
     """
 
     def __init__(self, text: str, rank: int) -> None:
@@ -92,256 +149,21 @@ class Unreachable(RuntimeError):
         self.rank = rank
 
 
-class Wire:
-    """Messages to and from one other rank.
-
-    Args:
-        transport: How the ranks are connected.
-        rank: The other one.
-        name: Who that is, for error messages.
-        run: Number of the run in this group; messages of an earlier one never come into it.
-        meanwhile: What a server does while it waits; the connections to other ranks then outlive a
-            wait that is too late.
-
-    Attributes:
-        bytes_sent: All that has left for the other rank.
-        bytes_received: All that has come or will.
-        last_sign_s: When the other rank has last asked for patience, on the monotonic clock.
-        waiting_too: Servers that wait for this rank while it waits for the other one.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        rank: int,
-        name: str,
-        run: int = 0,
-        meanwhile: Meanwhile | None = None,
-    ) -> None:
-        self.name = name
-        self.rank = rank
-        self._chosen_group: dist.ProcessGroup | None = transport.process_group
-        self._timeout_s = transport.timeout_s
-        self._first_tag = run * (max(Lane) + 1)
-        self._watchdog = transport.watchdog
-        self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
-        self._is_given_up = False
-        self._posting = threading.Lock()
-        self._posted: deque[Sending] = deque(maxlen=_POSTED)
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.last_sign_s = -math.inf
-        self.waiting_too: list[Wire] = []
-
-    def send(self, tensor: Tensor, lane: Lane) -> dist.Work:
-        """Begin to send; ``tensor`` must stay as it is until the work is done."""
-        self.bytes_sent += tensor.nbytes
-        with self._explained("a message"):
-            return self._group.send([tensor], self.rank, self._first_tag + lane)
-
-    def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
-        """Begin to receive into ``tensor``."""
-        self.bytes_received += tensor.nbytes
-        with self._explained("a message"):
-            return self._group.recv([tensor], self.rank, self._first_tag + lane)
-
-    def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for what was begun.
-
-        Raises:
-            Unreachable: With the name of the other rank, if it is gone or too late.
-        """
-        self.begin_wait(work, what)()
-
-    def begin_wait(self, work: dist.Work, what: str) -> Callable[[], None]:
-        """Begin to wait for what was begun; servers do it in a thread, in the order of the calls.
-
-        Returns:
-            What waits for the end of that, as :meth:`wait` does.
-        """
-        if self._waiter is None:
-            return functools.partial(self._finish, work, what, self._timeout_s)
-        forever_s = None if self._timeout_s is None else _FOREVER_S
-        outcome = self._waiter.begin(functools.partial(self._finish, work, what, forever_s))
-        return functools.partial(self._await, self._waiter, outcome, what)
-
-    def _await(self, waiter: Waiter, outcome: Outcome, what: str) -> None:
-        try:
-            waiter.wait(outcome, self._timeout_s, lambda: self.last_sign_s)
-        except TimeoutError as error:
-            self._is_given_up = True
-            raise Unreachable(_late(self.name, what), self.rank) from error
-
-    def ask(self, note: Note) -> None:
-        """Send a request to a server, and wait until it has it if nothing follows."""
-        with self._explained("a note"):
-            sending = self._post(note, Lane.REQUESTS)
-        if self._waiter is None or note.kind in LAST_WORDS:
-            for work, _ in sending:
-                self.wait(work, "a note")
-
-    def next_request(self) -> Note:
-        """Wait for a client's next request in this thread, however long it takes."""
-
-        def wait(work: dist.Work) -> None:
-            self._finish(work, "a note", _FOREVER_S)
-
-        return self._receive_note(Lane.REQUESTS, wait)
-
-    def answer(self, content: dict[str, Any]) -> None:
-        """Begin to send an answer to a client that may not wait for one yet.
-
-        Raises:
-            Unreachable: If the client is gone.
-        """
-        with self._explained("a note"):
-            self._post(Note(Kind.ANSWER, content), Lane.ANSWERS)
-
-    def last_answer(self, content: dict[str, Any]) -> list[Sending]:
-        """As :meth:`answer`, without a word if the client is gone, to wait for it."""
-        return self._last(Note(Kind.ANSWER, content), Lane.ANSWERS)
-
-    def last_request(self, note: Note) -> list[Sending]:
-        """Begin to send a request; what to wait for, which is nothing once a wait was too late."""
-        sending = self._last(note, Lane.REQUESTS)
-        return [] if self._is_given_up else sending
-
-    def answered(self) -> dict[str, Any]:
-        """Wait for a server's answer."""
-        return self._receive_note(Lane.ANSWERS, lambda work: self.wait(work, "a note")).content
-
-    def reassure_client(self) -> None:
-        """Tell a client that its answer is late because this server waits, too."""
-        with suppress(RuntimeError):
-            self._post(Note(Kind.ANSWER, {"waiting": True}), Lane.ANSWERS)
-
-    def reassure_server(self) -> None:
-        """Tell a server that what it waits for is late because this rank waits, too."""
-        with suppress(RuntimeError):
-            self._post(Note(Kind.WAITING, {}), Lane.REQUESTS)
-
-    def let_go(self) -> None:
-        """Keep the group no longer, nor what holds it: no more messages can be exchanged."""
-        self._chosen_group = self._watchdog = None
-        self._posted.clear()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        if self._chosen_group is None:
-            raise RuntimeError(
-                f"{self.name}: this rank has closed its connection. Make a new RemoteOptimizer."
-            )
-        return self._chosen_group
-
-    def end(self) -> None:
-        """End the thread that waits for the other rank, if there is one, as soon as it can."""
-        if self._waiter is not None:
-            self._waiter.end()
-
-    def _last(self, note: Note, lane: Lane) -> list[Sending]:
-        with suppress(RuntimeError):
-            return self._post(note, lane)
-        return []
-
-    def _post(self, note: Note, lane: Lane) -> list[Sending]:
-        """Begin to send a note; its frames follow each other, whichever thread sends others."""
-        with self._posting:
-            sending = [self._begin_frame(frame, lane) for frame in _frames(note)]
-        self._posted += sending
-        return sending
-
-    def _begin_frame(self, frame: bytes, lane: Lane) -> Sending:
-        self.bytes_sent += len(frame)
-        tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        return self._group.send([tensor], self.rank, self._first_tag + lane), tensor
-
-    def _receive_note(self, lane: Lane, wait: Callable[[dist.Work], object]) -> Note:
-        first = self._receive_frame(FRAME_BYTES, lane, wait)
-        size, text = int.from_bytes(first[:8], "little"), first[8:]
-        if size > MAX_BYTES:
-            raise RuntimeError(f"{self.name} has announced a note of {size} bytes.")
-        if size > len(text):
-            text += self._receive_frame(size - len(text), lane, wait)
-        return _as_note(text[:size], self.name)
-
-    def _receive_frame(self, size: int, lane: Lane, wait: Callable[[dist.Work], object]) -> bytes:
-        self.bytes_received += size
-        memory = bytearray(size)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        with self._explained("a note"):
-            work = self._group.recv([tensor], self.rank, self._first_tag + lane)
-        wait(work)
-        return bytes(memory)
-
-    def _finish(self, work: dist.Work, what: str, timeout_s: float | None) -> None:
-        with self._explained(what, timeout_s):
-            work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
-
-    def _explained(self, what: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
-        return explained(self.name, self.rank, what, self._watchdog, timeout_s)
-
-
-@contextmanager
-def explained(
-    name: str, rank: int, what: str, watchdog: Watchdog | None, timeout_s: float | None = None
-) -> Iterator[None]:
-    """Turn a backend's error into one that names the other rank, or whoever has failed.
-
-    Args:
-        name: Who the other rank is.
-        rank: Which.
-        what: What is exchanged.
-        watchdog: Knows who has failed, which is then the error.
-        timeout_s: Longest wait inside, in seconds: after it the reports of others have come.
-    """
-    began, failure = time.monotonic(), None
-    try:
-        yield
-    except RuntimeError as error:
-        if watchdog is not None:
-            is_late = timeout_s is not None and time.monotonic() - began >= timeout_s
-            failure = watchdog.failure if is_late else watchdog.wait_for_failure()
-        raise Unreachable(failure or _late(name, what), rank) from error
-
-
-def _late(name: str, what: str) -> str:
-    return (
-        f"{name}: {what} could not be exchanged. It has ended, or is later than the timeout. Look "
-        "into its output first."
-    )
-
-
-def _as_note(text: bytes, sender: str) -> Note:
-    match read(text, sender):
-        case [int(kind), dict(content)] if type(kind) is int and kind in list(Kind):
-            return Note(Kind(kind), content)
-        case other:
-            raise RuntimeError(f"{sender} has sent no note: {str(other)[:100]}")
-
-
-def _frames(note: Note) -> list[bytes]:
-    """A note as one message of a fixed length, and a second one if it is longer."""
-    text = json.dumps([note.kind, note.content]).encode()
-    size = len(text).to_bytes(8, "little")
-    frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
-    return [frame for frame in frames if frame]
-
-
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """How this rank reaches the others; all but ``watchdog`` must be alike on all ranks.
+    """How ranks are connected; all fields except ``watchdog`` must be equal on all ranks.
 
     Args:
         group: All ranks, with gloo. Default: the default process group.
-        bucket_bytes: Longest message; smaller parameters travel together.
-        compression: How gradients and parameters are written on the wire: ``"bf16"``, ``"fp16"``,
-            ``"int8"``, or a codec such as ``Int8(block=128)``; sums and steps keep their precision.
-            Default: as they are.
-        timeout_s: Longest wait for another rank, in seconds. Default: the group's.
-        watchdog: Knows which rank has failed, and why.
+        bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
+        compression: How gradients and parameters are encoded when they are sent: ``"bf16"``,
+            ``"fp16"``, ``"int8"``, or a codec such as ``Int8(block=128)``. Sums and steps use full
+            precision. Default: not encoded.
+        timeout_s: Longest wait for another rank, in seconds. Default: the group's timeout.
+        watchdog: Reports which rank has failed, and why.
 
     Raises:
-        TypeError: If ``compression`` is nothing of the kind.
+        TypeError: If ``compression`` is not a name or a codec.
         ValueError: If it cannot be used here; see :func:`as_codec`.
     """
 
@@ -362,45 +184,47 @@ class Transport:
         assert group is not None
         return group
 
-    def plan(self, params: Sequence[Tensor]) -> list[Message]:
-        """How parameters, and their gradients, are cut into messages."""
-        return plan_messages(params, self.bucket_bytes, as_codec(self.compression))
+    def plan_buckets(self, params: Sequence[Tensor]) -> list[ParamBucket]:
+        """Return the buckets in which parameters, and their gradients, are sent."""
+        return plan_buckets(params, self.bucket_bytes, as_codec(self.compression))
 
     def next_run(self) -> int:
-        """The number of a run, from 0 on; every rank of the group must ask for it once in each."""
+        """Return the number of the next run in the group, from 0; call it once per run and rank."""
         group = self.process_group
         _runs[group] = _runs.get(group, -1) + 1
         return _runs[group]
 
-    def wire(self, rank: int, name: str, run: int = 0, meanwhile: Meanwhile | None = None) -> Wire:
-        """A connection to another rank; a server says what to do while it waits for that."""
-        return Wire(self, rank, name[0].upper() + name[1:], run, meanwhile)
+    def connect(
+        self, rank: int, name: str, run: int = 0, keep_alive: KeepAlive | None = None
+    ) -> RankConnection:
+        """Return a connection to another rank; servers pass ``keep_alive``."""
+        return RankConnection(self, rank, name[0].upper() + name[1:], run, keep_alive)
 
-    def look_around(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise what another rank has reported before it ended.
 
         Raises:
-            RuntimeError: If one has failed.
+            WorkerFailure: If a rank has failed.
         """
         if self.watchdog is not None:
             self.watchdog.raise_if_failed()
 
 
 def as_codec(given: Any) -> Codec | None:
-    """The codec of gradients and parameters.
+    """Return the codec for gradients and parameters.
 
-    Parameters travel too, and a worker may have no part in a step: nothing is remembered from one
-    message to the next, and what a codec loses must be small.
+    Parameters are encoded as well, so the loss of precision must be small. A worker may skip a
+    step, so a codec must not depend on earlier messages.
 
     Args:
         given: None or ``"none"``, the name of a codec, or a codec.
 
     Returns:
-        The codec; None if all travels as it is.
+        The codec; None if nothing is encoded.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If the name is unknown, the codec is rough, or an error feedback is asked for.
+        ValueError: If the name is unknown, the codec is too lossy, or it uses error feedback.
 
     Example:
         >>> as_codec("int8")
@@ -413,13 +237,265 @@ def as_codec(given: Any) -> Codec | None:
     codec: Codec = named if isinstance(named, Codec) else named.codec
     if codec.is_rough:
         raise ValueError(
-            f"{codec} writes too roughly for a remote optimizer, where parameters travel in every "
-            'step. Use compression="int8", "bf16" or "fp16", or an algorithm with rounds.'
+            f"{codec} writes too roughly for a remote optimizer, where parameters are sent in "
+            'every step. Use compression="int8", "bf16" or "fp16", or an algorithm with rounds.'
         )
     if named is not codec:
         raise ValueError(
-            f"{named} has nothing to feed back to: under a remote optimizer a worker may miss "
-            "messages, so nothing is remembered from one to the next. Give the codec alone: "
+            f"{named} cannot be used with a remote optimizer: a worker may miss messages, so no "
+            "residual can be kept from one message to the next. Give the codec alone: "
             f"compression={codec}."
         )
     return codec
+
+
+class RankConnection:
+    """Sends and receives messages and tensors to and from one other rank.
+
+    Args:
+        transport: How the ranks are connected.
+        rank: The other rank.
+        name: Name of the other rank for error messages.
+        run: Number of the run in this group; selects the tags, so that messages of an earlier run
+            are not received.
+        keep_alive: What a server does while it waits. Its waits then run in a thread, so that
+            connections to other ranks survive a timeout. None on workers.
+
+    Attributes:
+        bytes_sent: All bytes sent to the other rank.
+        bytes_received: All bytes received, or expected.
+        last_keep_alive_s: When the other rank has last sent a keep-alive, on the monotonic clock.
+        other_servers: Servers that receive a keep-alive when the server at the other end sends one
+            to this rank.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        name: str,
+        run: int = 0,
+        keep_alive: KeepAlive | None = None,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self._group_or_none: dist.ProcessGroup | None = transport.process_group
+        self._timeout_s = transport.timeout_s
+        self._first_tag = run * (max(MessageTag) + 1)
+        self._watchdog = transport.watchdog
+        self._wait_thread = None if keep_alive is None else WaitThread(name, keep_alive)
+        self._has_timed_out = False
+        self._send_lock = threading.Lock()
+        self._pending_sends: deque[PendingSend] = deque(maxlen=_MAX_PENDING_SENDS)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.last_keep_alive_s = -math.inf
+        self.other_servers: list[RankConnection] = []
+
+    # ----------------------------------------------------------------- tensors
+
+    def send(self, tensor: Tensor, tag: MessageTag) -> dist.Work:
+        """Start to send a tensor, which must not change until the work is done."""
+        self.bytes_sent += tensor.nbytes
+        with self._explain_errors("a tensor"):
+            return self._group.send([tensor], self.rank, self._first_tag + tag)
+
+    def receive(self, tensor: Tensor, tag: MessageTag) -> dist.Work:
+        """Start to receive into a tensor."""
+        self.bytes_received += tensor.nbytes
+        with self._explain_errors("a tensor"):
+            return self._group.recv([tensor], self.rank, self._first_tag + tag)
+
+    def wait(self, work: dist.Work, label: str) -> None:
+        """Wait until a send or receive is done.
+
+        Args:
+            work: The send or receive.
+            label: What is sent or received, for error messages.
+
+        Raises:
+            Unreachable: If the other rank has ended or the wait times out; the error names it.
+        """
+        self.start_wait(work, label)()
+
+    def start_wait(self, work: dist.Work, label: str) -> Callable[[], None]:
+        """Start to wait for a send or receive; on servers in a thread, in the order of the calls.
+
+        Returns:
+            A function that waits for the end, as :meth:`wait` does.
+        """
+        if self._wait_thread is None:
+            return functools.partial(self._finish, work, label, self._timeout_s)
+        unlimited_s = None if self._timeout_s is None else _UNLIMITED_S
+        result = self._wait_thread.submit(functools.partial(self._finish, work, label, unlimited_s))
+        return functools.partial(self._wait_for_result, self._wait_thread, result, label)
+
+    def _wait_for_result(self, wait_thread: WaitThread, result: WaitResult, label: str) -> None:
+        try:
+            wait_thread.wait(result, self._timeout_s, lambda: self.last_keep_alive_s)
+        except TimeoutError as error:
+            self._has_timed_out = True
+            raise Unreachable(_unreachable_text(self.name, label), self.rank) from error
+
+    def _finish(self, work: dist.Work, label: str, timeout_s: float | None) -> None:
+        with self._explain_errors(label, timeout_s):
+            work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
+
+    # ---------------------------------------------------------------- messages
+
+    def send_request(self, message: Message) -> None:
+        """Send a request to a server; workers, and all in the last one, wait until it is sent."""
+        with self._explain_errors("a message"):
+            sends = self._send_message(message, MessageTag.REQUESTS)
+        if self._wait_thread is None or message.kind in FINAL_KINDS:
+            for work, _ in sends:
+                self.wait(work, "a message")
+
+    def receive_request(self) -> Message:
+        """Wait for a client's next request in this thread, without a timeout."""
+
+        def wait(work: dist.Work) -> None:
+            self._finish(work, "a message", _UNLIMITED_S)
+
+        return self._receive_message(MessageTag.REQUESTS, wait)
+
+    def send_reply(self, content: dict[str, Any]) -> None:
+        """Start to send a reply to a client, which may not wait for it yet.
+
+        Raises:
+            Unreachable: If the client has ended.
+        """
+        with self._explain_errors("a message"):
+            self._send_message(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
+
+    def receive_reply(self) -> dict[str, Any]:
+        """Wait for a server's reply."""
+        return self._receive_message(
+            MessageTag.REPLIES, lambda work: self.wait(work, "a message")
+        ).content
+
+    def try_reply(self, content: dict[str, Any]) -> list[PendingSend]:
+        """Start to send a reply; return the sends, or none if the client has ended."""
+        return self._try_send(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
+
+    def try_request(self, message: Message) -> list[PendingSend]:
+        """Start to send a request; return the sends, or none if the server is unreachable."""
+        sends = self._try_send(message, MessageTag.REQUESTS)
+        return [] if self._has_timed_out else sends
+
+    def send_keep_alive_to_client(self) -> None:
+        """Notify a client that its reply is late because this server waits for another rank."""
+        self._try_send(Message(MessageKind.REPLY, {"waiting": True}), MessageTag.REPLIES)
+
+    def send_keep_alive_to_server(self) -> None:
+        """Notify a server that this rank is late because it waits for another server."""
+        self._try_send(Message(MessageKind.KEEP_ALIVE, {}), MessageTag.REQUESTS)
+
+    def _try_send(self, message: Message, tag: MessageTag) -> list[PendingSend]:
+        with suppress(RuntimeError):
+            return self._send_message(message, tag)
+        return []
+
+    def _send_message(self, message: Message, tag: MessageTag) -> list[PendingSend]:
+        """Start to send a message; no other thread's frames come between its frames."""
+        with self._send_lock:
+            sends = [self._send_frame(frame, tag) for frame in _frames(message)]
+        self._pending_sends += sends
+        return sends
+
+    def _send_frame(self, frame: bytes, tag: MessageTag) -> PendingSend:
+        self.bytes_sent += len(frame)
+        tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        return self._group.send([tensor], self.rank, self._first_tag + tag), tensor
+
+    def _receive_message(self, tag: MessageTag, wait: Callable[[dist.Work], object]) -> Message:
+        first = self._receive_frame(FRAME_BYTES, tag, wait)
+        size, text = int.from_bytes(first[:8], "little"), first[8:]
+        if size > MAX_BYTES:
+            raise RuntimeError(f"{self.name} has announced a message of {size} bytes.")
+        if size > len(text):
+            text += self._receive_frame(size - len(text), tag, wait)
+        return _parse_message(text[:size], self.name)
+
+    def _receive_frame(
+        self, size: int, tag: MessageTag, wait: Callable[[dist.Work], object]
+    ) -> bytes:
+        self.bytes_received += size
+        memory = bytearray(size)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with self._explain_errors("a message"):
+            work = self._group.recv([tensor], self.rank, self._first_tag + tag)
+        wait(work)
+        return bytes(memory)
+
+    # --------------------------------------------------------------------- end
+
+    def release(self) -> None:
+        """Drop the references to the process group; nothing can be sent or received afterwards."""
+        self._group_or_none = self._watchdog = None
+        self._pending_sends.clear()
+
+    def close(self) -> None:
+        """End the thread that waits for the other rank, if there is one."""
+        if self._wait_thread is not None:
+            self._wait_thread.close()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._group_or_none is None:
+            raise RuntimeError(
+                f"{self.name}: this rank has closed its connection. Make a new RemoteOptimizer."
+            )
+        return self._group_or_none
+
+    def _explain_errors(
+        self, label: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[None]:
+        return explain_unreachable(self.name, self.rank, label, self._watchdog, timeout_s)
+
+
+@contextmanager
+def explain_unreachable(
+    name: str, rank: int, label: str, watchdog: Watchdog | None, timeout_s: float | None = None
+) -> Iterator[None]:
+    """Turn a backend's error into one that names the rank to blame.
+
+    Args:
+        name: Name of the other rank.
+        rank: The other rank.
+        label: What is sent or received.
+        watchdog: Knows which rank has failed; its report becomes the error.
+        timeout_s: Longest wait inside, in seconds. After such a wait all reports have arrived, so
+            they are not waited for.
+    """
+    start, failure = time.monotonic(), None
+    try:
+        yield
+    except RuntimeError as error:
+        if watchdog is not None:
+            is_timeout = timeout_s is not None and time.monotonic() - start >= timeout_s
+            failure = watchdog.failure if is_timeout else watchdog.wait_for_failure()
+        raise Unreachable(failure or _unreachable_text(name, label), rank) from error
+
+
+def _unreachable_text(name: str, label: str) -> str:
+    return (
+        f"{name}: {label} could not be exchanged. It has ended, or is later than the timeout. "
+        "Check its output first."
+    )
+
+
+def _parse_message(text: bytes, sender: str) -> Message:
+    match read(text, sender):
+        case [int(kind), dict(content)] if type(kind) is int and kind in list(MessageKind):
+            return Message(MessageKind(kind), content)
+        case other:
+            raise RuntimeError(f"{sender} has sent an invalid message: {str(other)[:100]}")
+
+
+def _frames(message: Message) -> list[bytes]:
+    """Return a message as one frame of fixed length, and a second one if it is longer."""
+    text = json.dumps([message.kind, message.content]).encode()
+    size = len(text).to_bytes(8, "little")
+    frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
+    return [frame for frame in frames if frame]

@@ -1,225 +1,222 @@
-"""A rank that does not train: takes in the clients' gradients and hands out parameters."""
+"""A server: receives the clients' gradients, has steps made and sends parameters."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_loco.fault_points import reach
-from lightning_loco.parameter_server.asking import receive_parameters, send_parameters
 from lightning_loco.parameter_server.backends import Backend
-from lightning_loco.parameter_server.buckets import Accumulator, Message
-from lightning_loco.parameter_server.clients import Clients
-from lightning_loco.parameter_server.keep_alive import Meanwhile
-from lightning_loco.parameter_server.mean_gradient import MeanGradient
+from lightning_loco.parameter_server.buckets import Accumulator, ParamBucket
+from lightning_loco.parameter_server.clients import Clients, ClientSend
+from lightning_loco.parameter_server.keep_alive import KeepAlive
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Wire
-from lightning_loco.parameter_server.step_request import Call
+from lightning_loco.parameter_server.protocol import (
+    Message,
+    MessageKind,
+    MessageTag,
+    RankConnection,
+    StepRequest,
+    Unreachable,
+)
+from lightning_loco.parameter_server.server_client import receive_parameters, send_parameters
+
+PREFETCH_BYTES = 16 * 2**20
+_ALIGNMENT = 8
 
 
 class GradientServer:
-    """Serves clients, in lockstep, until all have left.
+    """Serves clients in lockstep until all have left.
 
-    Clients that meet (before a validation, say) wait until none makes steps any more. A step takes
-    the mean over the clients that make it.
+    A step uses the mean over the clients that take part in it. Clients at a sync point (before a
+    validation, say) wait until no other client makes steps.
 
     Args:
         clients: The ranks that send gradients, in the order of the sum.
-        messages: How gradients are cut and written.
-        accumulator: Where they are summed.
-        backend: Where the mean goes.
-        checksum: Tells the model.
-        meanwhile: What to do while nothing happens. Its ``timeout_s`` is how much later than the
-            first one a client may make a step, in seconds.
-        min_workers: With how many clients to go on when some fail. Default: all.
-        are_heard: Whether clients ask for patience whenever they wait, as other servers do.
-        stop_reason: Says why all should stop, if this rank was asked to.
+        buckets: The buckets in which they send them.
+        accumulator: Memory for the sum.
+        backend: Makes the steps with the mean.
+        checksum: Checksum of the model, which must be that of the clients.
+        keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
+            a client may make a step, in seconds.
+        min_workers: Continue with so many clients when some fail. Default: all.
+        clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
+            do.
+        stop_reason: Returns why all should stop, if this rank was asked to.
     """
 
     def __init__(
         self,
-        clients: Sequence[Wire],
-        messages: Sequence[Message],
+        clients: Sequence[RankConnection],
+        buckets: Sequence[ParamBucket],
         accumulator: Accumulator,
         backend: Backend,
         checksum: int,
-        meanwhile: Meanwhile,
+        keep_alive: KeepAlive,
         *,
         min_workers: int | None = None,
-        are_heard: bool = False,
+        clients_send_keep_alives: bool = False,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
-        answers = functools.partial(_answer_alone, backend)  # no circle, which would keep the group
+        # Not a method of self: a reference cycle would keep the process group alive.
+        reply_directly = functools.partial(_reply_directly, backend)
         self._clients = Clients(
-            clients, answers, meanwhile, min_left=min_workers, are_heard=are_heard
+            clients,
+            reply_directly,
+            keep_alive,
+            min_clients=min_workers,
+            clients_send_keep_alives=clients_send_keep_alives,
         )
-        self._num_messages = len(messages)
-        self._mean = MeanGradient(self._clients, messages, accumulator)
+        self._num_buckets = len(buckets)
+        self._mean_gradient = MeanGradient(self._clients, buckets, accumulator)
         self._backend = backend
         self._checksum = checksum
         self._stop_reason = stop_reason
-        self._behind: set[Wire] = set()
+        self._behind: set[RankConnection] = set()
 
     @torch.no_grad()
     def serve(self) -> dict[str, Any]:
-        """Answer until all clients have left.
+        """Serve until all clients have left.
 
         Returns:
-            What they said when they left.
+            The final values that a client has sent when it left.
 
         Raises:
             ValueError: If a client has another model.
-            RuntimeError: If a client is gone, too late, or not where the others are.
+            RuntimeError: If a client has ended or timed out, or requests something else than the
+                others.
         """
         try:
-            while self._clients.left:
-                self._clients.hear_all()
-                self._answer_all()
+            while self._clients.active:
+                self._clients.wait_for_all()
+                self._handle_requests()
         except Exception as error:
-            self._clients.tell_failure(error, self._backend.fail)
+            self._clients.send_failure(error, self._backend.fail)
             raise
         finally:
-            self._clients.end()
+            self._clients.close()
         self._backend.leave(self._clients.farewell)
         return self._clients.farewell
 
-    def _answer_all(self) -> None:
-        if not self._clients.left:
+    def _handle_requests(self) -> None:
+        if not self._clients.active:
             return
-        everything = {client: self._clients.wanted[client] for client in self._clients.left}
-        wanted = {client: note for client, note in everything.items() if note.kind != Kind.MEET}
-        kinds = {Kind.STEP if n.kind == Kind.STREAM else n.kind for n in wanted.values()}
+        pending = {client: self._clients.pending[client] for client in self._clients.active}
+        messages = {c: m for c, m in pending.items() if m.kind != MessageKind.SYNC_POINT}
+        kinds = {
+            MessageKind.STEP if message.kind == MessageKind.STREAMED_STEP else message.kind
+            for message in messages.values()
+        }
         if len(kinds) > 1:
             raise RuntimeError(
-                "Workers ask for different things: "
-                + ", ".join(f"{c.name} {note.kind.name}" for c, note in wanted.items())
+                "Workers make different requests: "
+                + ", ".join(f"{c.name} {message.kind.name}" for c, message in messages.items())
                 + ". Call receive_weights on all of them before the first step."
             )
-        if not wanted:
-            self._end_meeting()
+        if not messages:
+            self._finish_sync_point()
             return
-        for client in wanted:
-            del self._clients.wanted[client]
-        self._clients.served = list(wanted)
-        if kinds == {Kind.WEIGHTS}:
-            self._hand_out(wanted)
-        elif kinds == {Kind.FINITE}:
-            finite = all(note.content["finite"] for note in wanted.values())
-            for client in wanted:
-                self._clients.answer(client, {"finite": finite})
+        for client in messages:
+            del self._clients.pending[client]
+        self._clients.in_progress = list(messages)
+        if kinds == {MessageKind.WEIGHTS}:
+            self._send_initial_weights(messages)
+        elif kinds == {MessageKind.FINITE}:
+            finite = all(message.content["finite"] for message in messages.values())
+            for client in messages:
+                self._clients.reply(client, {"finite": finite})
         else:
-            self._make_step(wanted)
-        self._clients.served = []
+            self._make_step(messages)
+        self._clients.in_progress = []
 
-    # ---------------------------------------------------------------- sync points
-
-    def _end_meeting(self) -> None:
-        wanted = self._clients.wanted
-        purposes = {note.content["purpose"] for note in wanted.values()}
-        if len(purposes) > 1:
-            raise RuntimeError(
-                "Workers wait for each other at different places: "
-                + ", ".join(f"{c.name} at {n.content['purpose']}" for c, n in wanted.items())
-                + ". All must reach the same validations and checkpoints."
-            )
-        stops = [note.content.get("stop") for note in wanted.values()]
-        if self._behind:
-            changed = {c: n.content["changed"] for c, n in wanted.items() if c not in self._behind}
-            self._adopt_changes(changed)
-        self._release(next(filter(None, [*stops, self._stop_reason()]), None))
-
-    def _release(self, stop: str | None) -> None:
-        """Let those go on who meet."""
-        present = [client.rank for client in self._clients.left]
-        meeting, self._clients.wanted = list(self._clients.wanted), {}
-        for client in meeting:
-            answer = {"stop": stop, "present": present, "behind": client in self._behind}
-            self._clients.answer(client, answer)
-            self._behind.discard(client)
-
-    # -------------------------------------------------------------------- step
-
-    def _hand_out(self, wanted: dict[Wire, Note]) -> None:
-        """Give the parameters to clients that begin."""
-        others = [c for c, note in wanted.items() if note.content["checksum"] != self._checksum]
+    def _send_initial_weights(self, messages: dict[RankConnection, Message]) -> None:
+        """Send the parameters to clients at their start."""
+        others = [c for c, m in messages.items() if m.content["checksum"] != self._checksum]
         for client in others:
-            client.answer({})
+            client.send_reply({})
         if others:
             names = ", ".join(client.name for client in others)
             raise ValueError(f"Another model on: {names}. Build the same on all ranks.")
-        answer = self._backend.join(self._checksum)
-        sending = self._send(wanted, range(self._num_messages))
-        for client in wanted:
-            self._clients.answer(client, answer)
-        self._clients.finish_sending(sending)
-        self._mean.expect(wanted)
+        reply = self._backend.join(self._checksum)
+        sends = self._send_weights(messages, range(self._num_buckets))
+        for client in messages:
+            self._clients.reply(client, reply)
+        self._clients.wait_for_sends(sends)
+        self._mean_gradient.start_receiving(messages)
 
-    def _make_step(self, wanted: dict[Wire, Note]) -> None:
-        """Sum, step and send back message by message; what can begin early does."""
-        streaming = [client for client, note in wanted.items() if note.kind == Kind.STREAM]
-        calls = {c: Call.read(n.content) for c, n in wanted.items() if n.kind == Kind.STEP}
-        is_late = streaming or any(call.changed for call in calls.values())
-        self._backend.begin(None if is_late else Call.merge(list(calls.values())))
-        sending: list[tuple[Wire, dist.Work]] = []
-        for index in range(self._num_messages):
+    # ------------------------------------------------------------------- steps
+
+    def _make_step(self, messages: dict[RankConnection, Message]) -> None:
+        """Reduce gradients, make the step and send parameters, bucket by bucket where possible."""
+        streaming = [c for c, m in messages.items() if m.kind == MessageKind.STREAMED_STEP]
+        requests = {
+            client: StepRequest.from_dict(message.content)
+            for client, message in messages.items()
+            if message.kind == MessageKind.STEP
+        }
+        is_known = not streaming and not any(request.changed for request in requests.values())
+        self._backend.start_step(StepRequest.merge(list(requests.values())) if is_known else None)
+        sends: list[ClientSend] = []
+        for index in range(self._num_buckets):
             reach("summing")
-            self._mean.receive(index, wanted)
-            sending += self._send(wanted, self._backend.push(index))
-        calls |= self._clients.hear_calls(streaming)
-        calls = {client: calls[client] for client in wanted if client in calls}
-        changes = {client: call.changed for client, call in calls.items()}
-        self._adopt_changes(changes)
-        call = Call.merge(list(calls.values()))
+            self._mean_gradient.reduce(index, messages)
+            sends += self._send_weights(messages, self._backend.add_bucket(index))
+        requests |= self._clients.wait_for_step_requests(streaming)
+        requests = {client: requests[client] for client in messages if client in requests}
+        self._load_changes({client: request.changed for client, request in requests.items()})
+        request = StepRequest.merge(list(requests.values()))
         reach("server step")
-        answer = self._backend.finish(call)
-        answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
+        reply = self._backend.finish_step(request)
+        reply["stop"] = request.stop or reply.get("stop") or self._stop_reason()
         for index in self._backend.remaining():
-            if index == self._num_messages - 1:
-                self._answer_step(wanted, answer)
-            sending += self._send(wanted, [index])
-        self._behind.update(client for client in self._clients.left if client not in wanted)
-        if answer["stop"]:
-            self._release(answer["stop"])
-        self._clients.served = []
-        self._clients.finish_sending(sending)
-        self._mean.expect(wanted)
+            if index == self._num_buckets - 1:
+                # All parameters are known: a client with a reply waits for no other rank.
+                for client in messages:
+                    self._clients.reply(client, reply)
+            sends += self._send_weights(messages, [index])
+        self._behind.update(client for client in self._clients.active if client not in messages)
+        if reply["stop"]:
+            self._release_sync_point(reply["stop"])
+        self._clients.in_progress = []
+        self._clients.wait_for_sends(sends)
+        self._mean_gradient.start_receiving(messages)
 
-    def _answer_step(self, wanted: Iterable[Wire], answer: dict[str, Any]) -> None:
-        """Answer once all parameters are known: who has an answer waits for no other rank."""
-        for client in wanted:
-            self._clients.answer(client, answer)
-
-    def _send(
-        self, clients: Iterable[Wire], indices: Iterable[int]
-    ) -> list[tuple[Wire, dist.Work]]:
-        """Begin to send the parameters of messages as they become known."""
+    def _send_weights(
+        self, clients: Iterable[RankConnection], indices: Iterable[int]
+    ) -> list[ClientSend]:
+        """Start to send the parameters of buckets as they become known."""
         return [
-            begun
+            send
             for index in indices
-            for begun in self._clients.send(clients, self._backend.weights(index), Lane.WEIGHTS)
+            for send in self._clients.send(
+                clients, self._backend.weights(index), MessageTag.WEIGHTS
+            )
         ]
 
-    def _adopt_changes(self, digests: Mapping[Wire, str | None]) -> None:
-        """Take over the parameters that all workers have changed alike.
+    def _load_changes(self, checksums: Mapping[RankConnection, str | None]) -> None:
+        """Load parameters that all workers have changed in the same way outside the optimizer.
 
-        Each that has changed something waits to hear whether to send it.
+        Each worker that has changed some waits for a reply that says whether to send them.
 
         Args:
-            digests: By client, the checksum of its changed parameters, or None.
+            checksums: The checksum of each client's changed parameters, or None.
 
         Raises:
             RuntimeError: If not all have made the same change.
         """
-        if not any(digests.values()):
+        if not any(checksums.values()):
             return
-        if len(set(digests.values())) > 1:
-            changed = [client.name for client, digest in digests.items() if digest is not None]
-            if len(changed) < len(digests):
-                others = [client.name for client in digests if client.name not in changed]
+        if len(set(checksums.values())) > 1:
+            changed = [client.name for client, found in checksums.items() if found is not None]
+            if len(changed) < len(checksums):
+                others = [client.name for client in checksums if client.name not in changed]
                 how = f"on {_names(changed)} but not on {_names(others)}"
             else:
                 how = f"on {_names(changed)}, but not to the same values"
@@ -227,41 +224,239 @@ class GradientServer:
                 f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
                 "workers, with the same random numbers, or not at all."
             )
-        given = False
-        for client in digests:
-            self._clients.answer(client, {"give": not given})
-            if not given and client in self._clients.left:
-                with self._clients.losing(client):
+        is_loaded = False
+        for client in checksums:
+            self._clients.reply(client, {"give": not is_loaded})
+            if not is_loaded and client in self._clients.active:
+                with self._clients.drop_if_unreachable(client):
                     values = receive_parameters(client, self._backend.shapes)
                     self._backend.load_parameters(values)
-                    given = True
+                    is_loaded = True
+
+    # ------------------------------------------------------------- sync points
+
+    def _finish_sync_point(self) -> None:
+        pending = self._clients.pending
+        purposes = {message.content["purpose"] for message in pending.values()}
+        if len(purposes) > 1:
+            raise RuntimeError(
+                "Workers wait for each other at different sync points: "
+                + ", ".join(f"{c.name} at {m.content['purpose']}" for c, m in pending.items())
+                + ". All must reach the same validations and checkpoints."
+            )
+        stops = [message.content.get("stop") for message in pending.values()]
+        if self._behind:
+            current = {c: m for c, m in pending.items() if c not in self._behind}
+            self._load_changes({c: m.content["changed"] for c, m in current.items()})
+        self._release_sync_point(next(filter(None, [*stops, self._stop_reason()]), None))
+
+    def _release_sync_point(self, stop: str | None) -> None:
+        """Reply to all clients at a sync point."""
+        present = [client.rank for client in self._clients.active]
+        waiting, self._clients.pending = list(self._clients.pending), {}
+        for client in waiting:
+            reply = {"stop": stop, "present": present, "behind": client in self._behind}
+            self._clients.reply(client, reply)
+            self._behind.discard(client)
 
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(name[0].lower() + name[1:] for name in names)
 
 
-def _answer_alone(backend: Backend, client: Wire, note: Note) -> bool:
-    """Answer a request that concerns its client alone; whether it was one.
+def _reply_directly(backend: Backend, client: RankConnection, message: Message) -> bool:
+    """Reply to a request that concerns its client alone; return whether it was one.
 
     These are about the optimizer's state and all parameters in full precision.
     """
-    if note.kind == Kind.STATE:
+    if message.kind == MessageKind.STATE:
         try:
             state = backend.state()
-        except TypeError as error:  # of use to the client only
-            client.answer({"refused": str(error)})
+        except TypeError as error:  # concerns the client only
+            client.send_reply({"refused": str(error)})
         else:
-            state.send(client, client.answer)
-    elif note.kind == Kind.LOAD_STATE:
-        backend.load_state(OptimizerState.receive(client, note.content))
-        client.answer({})
-    elif note.kind == Kind.PARAMETERS:
-        client.answer({})
+            state.send(client, client.send_reply)
+    elif message.kind == MessageKind.LOAD_STATE:
+        backend.load_state(OptimizerState.receive(client, message.content))
+        client.send_reply({})
+    elif message.kind == MessageKind.PARAMETERS:
+        client.send_reply({})
         send_parameters(client, backend.parameters())
-    elif note.kind == Kind.LOAD_PARAMETERS:
+    elif message.kind == MessageKind.LOAD_PARAMETERS:
         backend.load_parameters(receive_parameters(client, backend.shapes))
-        client.answer({})
+        client.send_reply({})
     else:
         return False
     return True
+
+
+class MeanGradient:
+    """Receives the clients' gradients and averages them, bucket by bucket.
+
+    Args:
+        clients: The clients; gradients are summed in their order.
+        buckets: The buckets in which they send gradients.
+        accumulator: Memory for the sum.
+    """
+
+    def __init__(
+        self, clients: Clients, buckets: Sequence[ParamBucket], accumulator: Accumulator
+    ) -> None:
+        self._clients = clients
+        self._buckets = buckets
+        self._accumulator = accumulator
+        self._receivers = {
+            client: GradientReceiver(client, buckets, accumulator, number == 0)
+            for number, client in enumerate(clients.active)
+        }
+
+    def start_receiving(self, senders: Iterable[RankConnection]) -> None:
+        """Start to receive the gradients of some clients' next step."""
+        for client in senders:
+            self._receivers[client].start()
+
+    def reduce(self, index: int, senders: Iterable[RankConnection]) -> None:
+        """Write the mean gradient of a bucket into the accumulator.
+
+        Args:
+            index: The bucket.
+            senders: Clients that make the step; the mean is over those that are active.
+
+        Raises:
+            RuntimeError: If no sender is left, or too few clients, or the mean is not finite.
+        """
+        bucket, total = self._buckets[index], self._accumulator.buckets[index]
+        received: list[tuple[RankConnection, Tensor]] = []
+        for client in senders:
+            if client not in self._clients.active:
+                continue
+            with self._clients.drop_if_unreachable(client):
+                memory = self._receivers[client].next()
+                received.append((client, memory))
+                if len(received) > 1:
+                    bucket.add_decoded(memory, total)
+                elif memory is not total:
+                    bucket.decode(memory, total)
+        if not received:
+            raise RuntimeError("All workers that were making a step have ended.")
+        if len(received) > 1:
+            _divide(total, len(received))
+        if not _is_finite(total):
+            raise RuntimeError(_not_finite_text(bucket, received, total))
+
+
+class GradientReceiver:
+    """Receives one client's buckets ahead of the one that is summed, also before a step starts.
+
+    Buckets of the first client are received into the accumulator, if they are sent in its dtype.
+    Those of the others are received into a ring of at least two buffers.
+
+    Args:
+        client: The sender.
+        buckets: Its buckets.
+        accumulator: Memory for the sum.
+        is_first: Whether the sum starts with this client.
+    """
+
+    def __init__(
+        self,
+        client: RankConnection,
+        buckets: Sequence[ParamBucket],
+        accumulator: Accumulator,
+        is_first: bool,
+    ) -> None:
+        self._client = client
+        self._buckets = buckets
+        self._accumulator = accumulator
+        self._is_direct = is_first and all(b.wire_dtype == accumulator.dtype for b in buckets)
+        self._buffer_bytes = -(-max(b.num_bytes for b in buckets) // _ALIGNMENT) * _ALIGNMENT
+        self._num_buffers = min(len(buckets), max(2, PREFETCH_BYTES // self._buffer_bytes))
+        self._memory: Tensor | None = None
+        self._receives: deque[tuple[Tensor, dist.Work]] = deque()
+        self._waits: deque[tuple[Tensor, Callable[[], None]]] = deque()
+        self._error: Unreachable | None = None
+        self._next = len(buckets)
+
+    def start(self) -> None:
+        """Start to receive the buckets of the next step, if the client will make one."""
+        self._next = 0
+        self._receive_ahead()
+
+    def next(self) -> Tensor:
+        """Wait for the next bucket of this step; return its memory, valid until the next call.
+
+        Raises:
+            Unreachable: If the client has ended or timed out.
+        """
+        self._start_waits()
+        if not self._waits:
+            assert self._error is not None
+            raise self._error
+        memory, wait = self._waits.popleft()
+        wait()
+        self._receive_ahead()
+        self._start_waits()
+        return memory
+
+    def _start_waits(self) -> None:
+        """Start to wait for what is being received; only during a step is it sure to arrive."""
+        while self._receives:
+            memory, work = self._receives.popleft()
+            self._waits.append((memory, self._client.start_wait(work, "its gradients")))
+
+    def _receive_ahead(self) -> None:
+        while self._next < len(self._buckets) and (
+            self._is_direct
+            or len(self._receives) + len(self._waits) < self._num_buffers - 1
+            or self._num_buffers == 1
+        ):
+            memory = self._memory_of(self._next)
+            self._next += 1
+            try:
+                self._receives.append((memory, self._client.receive(memory, MessageTag.GRADIENTS)))
+            except Unreachable as error:
+                self._error = error
+                self._next = len(self._buckets)
+
+    def _memory_of(self, index: int) -> Tensor:
+        if self._is_direct:
+            return self._accumulator.buckets[index]
+        bucket = self._buckets[index]
+        if self._memory is None:
+            self._memory = torch.empty(self._num_buffers, self._buffer_bytes, dtype=torch.uint8)
+        buffer = self._memory[index % self._num_buffers, : bucket.num_bytes]
+        return buffer.view(bucket.wire_dtype)
+
+
+def _divide(values: Tensor, count: int) -> None:
+    """Divide in place; multiplying by 1 / count is faster, and exact for a power of two."""
+    if count & (count - 1) == 0:
+        values.mul_(1 / count)
+    else:
+        values.div_(count)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite; if their sum is, one pass is enough."""
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+
+
+def _not_finite_text(
+    bucket: ParamBucket, received: Sequence[tuple[RankConnection, Tensor]], mean: Tensor
+) -> str:
+    """Return an error message that names the clients whose gradients are not finite.
+
+    The mean may have overwritten the first client's gradient; it is named if no other one is.
+    """
+    names = [
+        client.name
+        for client, memory in received
+        if memory is not mean and not _is_finite(bucket.decode(memory, torch.empty_like(mean)))
+    ]
+    if not names and received[0][1] is mean:
+        names = [received[0][0].name]
+    return (
+        f"{', '.join(names) or 'The sum over all workers'}: a gradient is not finite (infinite or "
+        "NaN), and would have made the parameters of all workers so. Check the loss there; for a "
+        "batch that cannot be used, return None from training_step."
+    )

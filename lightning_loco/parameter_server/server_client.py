@@ -1,9 +1,10 @@
-"""A worker's side of one server: gradients leave, parameters come back."""
+"""The client side of a server: requests that any client makes, and a worker's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,265 +13,496 @@ from torch import Tensor
 
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.fault_points import reach
-from lightning_loco.parameter_server.asking import ServerClient, send_parameters
-from lightning_loco.parameter_server.buckets import Message
-from lightning_loco.parameter_server.changes import ChangeWatch
-from lightning_loco.parameter_server.protocol import Kind, Lane, Note, Wire
-from lightning_loco.parameter_server.slots import Slot, Tensors
-from lightning_loco.parameter_server.step_request import Call, HyperparameterMirror
+from lightning_loco.parameter_server.buckets import BucketBuffer, ParamBucket, Tensors
+from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
+from lightning_loco.parameter_server.protocol import (
+    Message,
+    MessageKind,
+    MessageTag,
+    RankConnection,
+    StepRequest,
+)
+from lightning_loco.parameters.fingerprint import crc32
 
 
-class Courier:
-    """Copies messages into the processor's memory on a stream of its own, and sends them in order.
-
-    Nothing is waited for on the caller's thread: a thread sends each message when its copy is done.
-
-    Args:
-        wire: To the receiver.
-        device: Where the messages are.
-    """
-
-    def __init__(self, wire: Wire, device: torch.device) -> None:
-        self._wire = wire
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-courier")
-
-    def send(self, slot: Slot, tensors: Tensors, lane: Lane) -> Future[dist.Work]:
-        """Begin to send what the tensors hold; its buffer must not be used before that is done.
-
-        Returns:
-            The sending, once it has begun.
-        """
-        host, copied = slot.stage(tensors, self._stream)
-        return self._thread.submit(self._send, host, copied, lane)
-
-    def ask(self, kind: Kind, call: Call, watch: ChangeWatch) -> Future[Call]:
-        """Send a request, in its turn, with what is known by then of changes by hand.
-
-        Returns:
-            The wishes that were sent, once they are.
-        """
-        digest = watch.begin_digest(self._stream)
-
-        def send() -> Call:
-            complete = call._replace(changed=digest())
-            self._wire.ask(Note(kind, complete.content()))
-            return complete
-
-        return self._thread.submit(send)
-
-    def end(self) -> None:
-        """End the thread when all has been sent."""
-        self._thread.shutdown(wait=False)
-
-    def _send(self, host: Tensor, copied: torch.cuda.Event, lane: Lane) -> dist.Work:
-        copied.synchronize()
-        return self._wire.send(host, lane)
-
-
-class Channel(ServerClient):
-    """Exchanges a share of the parameters with the server that has them.
+class ServerClient:
+    """Reads and writes the parameters and the optimizer state of one server.
 
     Args:
-        params: The share, in the server's order.
-        groups: Where the hyper-parameters are that a schedule may change here.
-        messages: How the share is cut.
-        wire: To the server.
-        checksum: Tells the model.
+        connection: To the server.
+        shapes: Tensors of the shapes and dtypes of the server's parameters.
 
     Attributes:
-        bytes_saved: By how much more gradients would have taken without compression.
+        connection: As given.
+        shapes: As given.
+    """
+
+    def __init__(self, connection: RankConnection, shapes: Sequence[Tensor]) -> None:
+        self.connection = connection
+        self.shapes = shapes
+
+    def request_weights(self, checksum: int) -> dict[str, Any]:
+        """Request the parameters, which follow the reply.
+
+        Args:
+            checksum: Checksum of the model, which must be that of the server.
+
+        Raises:
+            ValueError: If the server has another model.
+            RuntimeError: If the server has ended or is later than the timeout.
+        """
+        self.connection.send_request(Message(MessageKind.WEIGHTS, {"checksum": checksum}))
+        reply = self.wait_for_reply()
+        if "hyperparameters" not in reply:
+            raise ValueError(
+                f"{self.connection.name} has a model with other parameters. Build the same model "
+                "on all ranks, pass its parameters in the same order, and give all ranks the same "
+                "Transport."
+            )
+        return reply
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Request all parameters in full precision; yield them one after another."""
+        self.connection.send_request(Message(MessageKind.PARAMETERS, {}))
+        self.wait_for_reply()
+        yield from receive_parameters(self.connection, self.shapes)
+
+    def load_parameters(self, values: Iterable[Tensor]) -> None:
+        """Replace the server's parameters."""
+        self.connection.send_request(Message(MessageKind.LOAD_PARAMETERS, {}))
+        send_parameters(self.connection, values)
+        self.wait_for_reply()
+
+    def state(self) -> OptimizerState:
+        """Request the optimizer's state.
+
+        Raises:
+            TypeError: If the state cannot be sent.
+        """
+        self.connection.send_request(Message(MessageKind.STATE, {}))
+        reply = self.wait_for_reply()
+        if "refused" in reply:
+            raise TypeError(reply["refused"])
+        return OptimizerState.receive(self.connection, reply)
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Replace the optimizer's state."""
+        state.send(
+            self.connection,
+            lambda text: self.connection.send_request(Message(MessageKind.LOAD_STATE, text)),
+        )
+        self.wait_for_reply()
+
+    def leave(self, farewell: dict[str, Any]) -> None:
+        """Notify the server that no more requests follow, and send final values."""
+        self.connection.send_request(Message(MessageKind.LEAVE, farewell))
+
+    def wait_for_reply(self) -> dict[str, Any]:
+        """Wait for the server's reply to the last request.
+
+        Raises:
+            RuntimeError: If the server reports a failure. This rank then leaves.
+        """
+        reply = self.connection.receive_reply()
+        while "waiting" in reply:  # a keep-alive: the server waits for another rank
+            for server in self.connection.other_servers:
+                server.send_keep_alive_to_server()
+            reply = self.connection.receive_reply()
+        if "failure" in reply:
+            with suppress(RuntimeError):
+                self.leave({})
+            raise RuntimeError(f"{self.connection.name}: {reply['failure']}")
+        return reply
+
+
+def receive_parameters(connection: RankConnection, params: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Receive parameters of these shapes and dtypes in full precision, one after another."""
+    for param in params:
+        memory = torch.empty(param.shape, dtype=param.dtype)
+        if memory.numel():
+            work = connection.receive(memory.view(-1), MessageTag.STATE)
+            connection.wait(work, "the parameters")
+        yield memory
+
+
+def send_parameters(connection: RankConnection, params: Iterable[Tensor]) -> None:
+    """Send what :func:`receive_parameters` receives."""
+    for param in params:
+        if param.numel():
+            values = param.detach().cpu().contiguous()
+            connection.wait(connection.send(values.view(-1), MessageTag.STATE), "the parameters")
+
+
+class ShardClient(ServerClient):
+    """A worker's client of one server: sends gradients of a shard and receives its parameters.
+
+    Args:
+        params: The shard's parameters, in the server's order.
+        groups: Parameter groups, whose hyper-parameters a schedule may change on this rank.
+        buckets: The shard's buckets.
+        connection: To the server.
+        checksum: Checksum of the shard.
+
+    Attributes:
+        bytes_saved: Bytes of gradients that compression has saved.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
-        messages: Sequence[Message],
-        wire: Wire,
+        buckets: Sequence[ParamBucket],
+        connection: RankConnection,
         checksum: int,
     ) -> None:
-        super().__init__(wire, params)
+        super().__init__(connection, params)
         self._params = params
         self.bytes_saved = 0
-        self._slots = [Slot(message, params) for message in messages]
-        self._mirror = HyperparameterMirror(groups)
+        self._buffers = [BucketBuffer(bucket, params) for bucket in buckets]
+        self._hyperparameters = HyperparameterSync(groups)
         self._checksum = checksum
-        self._messages_of: list[list[int]] = [[] for _ in params]
-        for number, slot in enumerate(self._slots):
-            for index in slot.indices:
-                self._messages_of[index].append(number)
+        self._buckets_of: list[list[int]] = [[] for _ in params]
+        for number, buffer in enumerate(self._buffers):
+            for index in buffer.indices:
+                self._buckets_of[index].append(number)
         device = params[0].device
-        self._courier = Courier(wire, device) if has_streams(device) else None
-        self._sending: list[dist.Work | Future[dist.Work]] = []
-        self._receiving: list[dist.Work] = []
-        self._awaited: list[set[int]] = []
-        self._asked: Call | Future[Call] = Call()
+        self._async_sender = AsyncSender(connection, device) if has_streams(device) else None
+        self._sends: list[dist.Work | Future[dist.Work]] = []
+        self._receives: list[dist.Work] = []
+        self._missing_gradients: list[set[int]] = []
+        self._sent_request: StepRequest | Future[StepRequest] = StepRequest()
         self._is_streaming = False
-        self._watch = ChangeWatch(params)
+        self._changes = ChangeDetector(params)
 
     def join(self) -> None:
-        """Ask for the parameters and hyper-parameters; :meth:`take_over` ends it."""
-        self._mirror.take_over(self.ask_for_weights(self._checksum)["hyperparameters"])
-        self._receive()
+        """Request parameters and hyper-parameters; :meth:`receive_weights` finishes it."""
+        self._hyperparameters.update(self.request_weights(self._checksum)["hyperparameters"])
+        self._start_receiving()
+
+    # ------------------------------------------------------------------- steps
 
     def expect_gradients(self) -> None:
-        """Be ready to send gradients: a backward pass begins that completes them."""
-        self._awaited = [set(slot.indices) for slot in self._slots]
+        """Prepare to send gradients as the next backward pass completes them."""
+        self._missing_gradients = [set(buffer.indices) for buffer in self._buffers]
 
-    def has_gradient(self, index: int) -> None:
-        """Send what is complete now that this parameter has its gradient.
+    def on_gradient_ready(self, index: int) -> None:
+        """Send all buckets that are complete now that a parameter has its gradient.
+
+        Args:
+            index: The parameter's index in the shard.
 
         Raises:
-            RuntimeError: If it had one before, in this pass.
+            RuntimeError: If it had one before in this backward pass.
         """
-        for number in self._messages_of[index]:
-            if number < len(self._sending) or index not in self._awaited[number]:
+        for number in self._buckets_of[index]:
+            if number < len(self._sends) or index not in self._missing_gradients[number]:
                 raise RuntimeError(
                     "A parameter got its gradient twice in one backward pass (reentrant "
                     "checkpointing does that), after its first part may have been sent. "
                     "Use overlap=False."
                 )
-            self._awaited[number].discard(index)
-        while len(self._sending) < len(self._slots) and not self._awaited[len(self._sending)]:
+            self._missing_gradients[number].discard(index)
+        while (
+            len(self._sends) < len(self._buffers) and not self._missing_gradients[len(self._sends)]
+        ):
             if not self._is_streaming:
                 self._is_streaming = True
-                self.wire.ask(Note(Kind.STREAM, {}))
-            self._send_next()
+                self.connection.send_request(Message(MessageKind.STREAMED_STEP, {}))
+            self._send_next_bucket()
 
-    def ask_for_step(self, call: Call) -> None:
-        """Send the gradients that are still here, and be ready for the parameters."""
-        call = call._replace(
+    def request_step(self, request: StepRequest) -> None:
+        """Send the remaining gradients and the request, and start to receive parameters."""
+        request = request._replace(
             missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
-            hyperparameters=self._mirror.changes(),
+            hyperparameters=self._hyperparameters.changes(),
         )
         if not self._is_streaming:
-            self._asked = self._ask(Kind.STEP, call)
-        while len(self._sending) < len(self._slots):
-            self._send_next()
+            self._sent_request = self._send_step_request(MessageKind.STEP, request)
+        while len(self._sends) < len(self._buffers):
+            self._send_next_bucket()
         if self._is_streaming:
-            self._asked = self._ask(Kind.CALL, call)
-        self._receive()
+            self._sent_request = self._send_step_request(MessageKind.STEP_REQUEST, request)
+        self._start_receiving()
 
-    def _ask(self, kind: Kind, call: Call) -> Call | Future[Call]:
-        if self._courier is not None:
-            return self._courier.ask(kind, call, self._watch)
-        call = call._replace(changed=self._watch.digest())
-        self.wire.ask(Note(kind, call.content()))
-        return call
+    def send_changed_parameters(self) -> None:
+        """Send parameters that were changed outside the optimizer, if the server asks for them."""
+        request = self._sent_request
+        if isinstance(request, Future):
+            request = request.result()
+        if request.changed is not None:
+            self._send_parameters_if_asked(self.wait_for_reply())
 
-    def tell_changes(self) -> None:
-        """Send parameters that were changed by hand, if this worker is the one that should."""
-        call = self._asked.result() if isinstance(self._asked, Future) else self._asked
-        if call.changed is not None:
-            self._give(self.answer())
-
-    def finish_step(self) -> str | None:
-        """Wait until the step is made; :meth:`take_over` ends it.
+    def wait_for_step(self) -> str | None:
+        """Wait until the server has made the step; :meth:`receive_weights` finishes it.
 
         Returns:
-            Why to stop, if all should.
+            Why all workers should stop, or None.
         """
-        answer = self.answer()
-        for sending in self._sending:
-            work = sending.result() if isinstance(sending, Future) else sending
-            self.wire.wait(work, "the gradients")
-        self._sending, self._awaited, self._is_streaming = [], [], False
-        self._mirror.take_over(answer.get("hyperparameters"))
-        return answer.get("stop")
+        reply = self.wait_for_reply()
+        for send in self._sends:
+            work = send.result() if isinstance(send, Future) else send
+            self.connection.wait(work, "the gradients")
+        self._sends, self._missing_gradients, self._is_streaming = [], [], False
+        self._hyperparameters.update(reply.get("hyperparameters"))
+        return reply.get("stop")
 
-    def take_over(self, share: Callable[[Tensor], object]) -> None:
-        """Write the parameters as they come.
+    def receive_weights(self, broadcast: Callable[[Tensor], object]) -> None:
+        """Write the parameters as they arrive.
 
         Args:
-            share: Called with each message, in order.
+            broadcast: Called with each bucket, in order; sends it to the worker's other ranks.
         """
-        for slot, work in zip(self._slots, self._receiving, strict=True):
-            self.wire.wait(work, "the parameters")
-            share(slot.incoming(self._params))
-            slot.unpack(self._params)
-        self._receiving = []
-        self._watch.note()
+        for buffer, work in zip(self._buffers, self._receives, strict=True):
+            self.connection.wait(work, "the parameters")
+            broadcast(buffer.receive_buffer(self._params))
+            buffer.unpack(self._params)
+        self._receives = []
+        self._changes.record()
 
-    def follow(self, share: Callable[[Tensor], object]) -> None:
-        """Take over what another rank of this worker shares."""
-        for slot in self._slots:
-            share(slot.incoming(self._params))
-            slot.unpack(self._params)
-        self._watch.note()
+    def receive_weights_from_leader(self, broadcast: Callable[[Tensor], object]) -> None:
+        """Write the parameters that the worker's first rank broadcasts."""
+        for buffer in self._buffers:
+            broadcast(buffer.receive_buffer(self._params))
+            buffer.unpack(self._params)
+        self._changes.record()
 
-    def catch_up(self, share: Callable[[Tensor], object], leads: bool) -> None:
-        """Take over the parameters after steps that this worker had no part in.
+    def load_current_weights(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
+        """Load the parameters after steps that this worker took no part in.
 
         Args:
-            share: Called with each parameter, in order.
-            leads: Whether this rank asks; else ``share`` gives it the values.
+            broadcast: Called with each parameter, in order.
+            is_leader: Whether this rank requests them; otherwise ``broadcast`` overwrites them.
         """
         values = (
             self.parameters()
-            if leads
+            if is_leader
             else (torch.empty(param.shape, dtype=param.dtype) for param in self._params)
         )
         for param, value in zip(self._params, values, strict=True):
-            share(value)
+            broadcast(value)
             param.copy_(value)
-        for slot in self._slots:
-            slot.round(self._params)
-        self._watch.note()
+        for buffer in self._buffers:
+            buffer.round_trip(self._params)
+        self._changes.record()
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether parameters were changed by hand since the last step."""
-        return self._watch.digest() is not None
+    def _send_step_request(
+        self, kind: MessageKind, request: StepRequest
+    ) -> StepRequest | Future[StepRequest]:
+        if self._async_sender is not None:
+            return self._async_sender.send_request(kind, request, self._changes)
+        request = request._replace(changed=self._changes.changed_checksum())
+        self.connection.send_request(Message(kind, request.to_dict()))
+        return request
 
-    def are_finite(self, here: bool) -> bool:
-        """Whether the gradients of all workers are finite."""
-        self.wire.ask(Note(Kind.FINITE, {"finite": here}))
-        return bool(self.answer()["finite"])
-
-    def ask_for_sync_point(self, purpose: str, stop: str | None) -> None:
-        """Say that this worker waits until no worker makes steps; :meth:`sync_point` waits."""
-        content = {"purpose": purpose, "stop": stop, "changed": self._watch.digest()}
-        self.wire.ask(Note(Kind.MEET, content))
-
-    def sync_point(self) -> dict[str, Any]:
-        """Wait until no worker makes steps; returns the server's answer."""
-        answer = self.answer()
-        if "give" in answer:
-            self._give(answer)
-            answer = self.answer()
-        return answer
-
-    def fail(self, text: str) -> None:
-        """Tell the server that no more requests will come, because of an error."""
-        self.wire.ask(Note(Kind.FAIL, {"text": text}))
-
-    def end(self) -> None:
-        """End the thread that sends, if there is one."""
-        if self._courier is not None:
-            self._courier.end()
-
-    def let_go(self) -> None:
-        """Keep nothing of the connection: no more messages can be exchanged."""
-        self._sending, self._receiving = [], []
-        self.wire.let_go()
-
-    def _give(self, answer: dict[str, Any]) -> None:
-        if answer["give"]:
-            send_parameters(self.wire, self._params)
-
-    def _send_next(self) -> None:
+    def _send_next_bucket(self) -> None:
         reach("packing")
-        slot = self._slots[len(self._sending)]
-        self.bytes_saved += slot.saved_bytes
-        gradients = {index: self._params[index].grad for index in slot.indices}
-        self._sending.append(
-            self.wire.send(slot.outgoing(gradients), Lane.GRADIENTS)
-            if self._courier is None
-            else self._courier.send(slot, gradients, Lane.GRADIENTS)
+        buffer = self._buffers[len(self._sends)]
+        self.bytes_saved += buffer.saved_bytes
+        gradients = {index: self._params[index].grad for index in buffer.indices}
+        self._sends.append(
+            self.connection.send(buffer.pack(gradients), MessageTag.GRADIENTS)
+            if self._async_sender is None
+            else self._async_sender.send(buffer, gradients, MessageTag.GRADIENTS)
         )
 
-    def _receive(self) -> None:
-        self._receiving = [
-            self.wire.receive(slot.incoming(self._params), Lane.WEIGHTS) for slot in self._slots
+    def _start_receiving(self) -> None:
+        self._receives = [
+            self.connection.receive(buffer.receive_buffer(self._params), MessageTag.WEIGHTS)
+            for buffer in self._buffers
         ]
+
+    def _send_parameters_if_asked(self, reply: dict[str, Any]) -> None:
+        if reply["give"]:
+            send_parameters(self.connection, self._params)
+
+    # ------------------------------------------------------------ other requests
+
+    @property
+    def has_changed_parameters(self) -> bool:
+        """Whether parameters were changed outside the optimizer since the last step."""
+        return self._changes.changed_checksum() is not None
+
+    def are_finite(self, here: bool) -> bool:
+        """Return whether the gradients of all workers are finite.
+
+        Args:
+            here: Whether this worker's gradients are.
+        """
+        self.connection.send_request(Message(MessageKind.FINITE, {"finite": here}))
+        return bool(self.wait_for_reply()["finite"])
+
+    def request_sync_point(self, purpose: str, stop: str | None) -> None:
+        """Notify the server of a sync point; call :meth:`wait_for_sync_point` afterwards."""
+        content = {"purpose": purpose, "stop": stop, "changed": self._changes.changed_checksum()}
+        self.connection.send_request(Message(MessageKind.SYNC_POINT, content))
+
+    def wait_for_sync_point(self) -> dict[str, Any]:
+        """Wait until all workers are at the sync point; return the server's reply."""
+        reply = self.wait_for_reply()
+        if "give" in reply:
+            self._send_parameters_if_asked(reply)
+            reply = self.wait_for_reply()
+        return reply
+
+    def fail(self, text: str) -> None:
+        """Notify the server that no more requests follow because of an error."""
+        self.connection.send_request(Message(MessageKind.FAIL, {"text": text}))
+
+    def close(self) -> None:
+        """End the thread that sends, if there is one."""
+        if self._async_sender is not None:
+            self._async_sender.close()
+
+    def release(self) -> None:
+        """Drop the references to the connection; nothing can be sent or received afterwards."""
+        self._sends, self._receives = [], []
+        self.connection.release()
+
+
+class AsyncSender:
+    """Sends tensors of a GPU without blocking: a stream copies them, a thread sends the copies.
+
+    Args:
+        connection: To the receiver.
+        device: The tensors' device.
+    """
+
+    def __init__(self, connection: RankConnection, device: torch.device) -> None:
+        self._connection = connection
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-sender")
+
+    def send(self, buffer: BucketBuffer, tensors: Tensors, tag: MessageTag) -> Future[dist.Work]:
+        """Start to send a bucket; its buffer must not be used before the send is done.
+
+        Returns:
+            The send, once it has started.
+        """
+        host, copied = buffer.pack_async(tensors, self._stream)
+        return self._thread.submit(self._send, host, copied, tag)
+
+    def send_request(
+        self, kind: MessageKind, request: StepRequest, changes: ChangeDetector
+    ) -> Future[StepRequest]:
+        """Send a request after the buckets before it, with the checksum of changed parameters.
+
+        Returns:
+            The request, once it is sent.
+        """
+        checksum = changes.start_checksum(self._stream)
+
+        def send() -> StepRequest:
+            complete = request._replace(changed=checksum())
+            self._connection.send_request(Message(kind, complete.to_dict()))
+            return complete
+
+        return self._thread.submit(send)
+
+    def close(self) -> None:
+        """End the thread when everything is sent."""
+        self._thread.shutdown(wait=False)
+
+    def _send(self, host: Tensor, copied: torch.cuda.Event, tag: MessageTag) -> dist.Work:
+        copied.synchronize()
+        return self._connection.send(host, tag)
+
+
+_NUM_ROWS = 32
+_SAMPLE = torch.Size([_NUM_ROWS, 16])
+"""Elements of a parameter that are compared; a CPU reads 16 adjacent ones at once."""
+
+
+class ChangeDetector:
+    """Detects whether a worker's parameters were changed outside the optimizer.
+
+    In-place changes and new memory show in PyTorch's version counters and pointers. Changes through
+    ``.data`` do not, so some 500 evenly spaced elements of each parameter are compared as well.
+
+    Args:
+        params: What to watch, at least one.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._versions: list[tuple[int, int]] = []
+        self._small: list[Tensor] = []
+        self._samples: list[Tensor] = []
+        self._recorded = torch.empty(0)
+        self._differs = torch.zeros((), dtype=torch.bool, pin_memory=has_streams(params[0].device))
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Record the parameters as unchanged."""
+        pointers = [version[1] for version in self._versions]
+        self._versions = [(param._version, param.data_ptr()) for param in self._params]
+        if pointers != [version[1] for version in self._versions]:
+            samples = [_sample(param) for param in self._params]
+            self._small = [sample for sample in samples if sample.shape != _SAMPLE]
+            self._samples = [sample for sample in samples if sample.shape == _SAMPLE]
+        self._recorded = self._sampled_values()
+
+    @torch.no_grad()
+    def changed_checksum(self) -> str | None:
+        """Return a checksum of all parameters if they have changed since :meth:`record`."""
+        if self._has_same_versions() and torch.equal(self._sampled_values(), self._recorded):
+            return None
+        return self._checksum()
+
+    @torch.no_grad()
+    def start_checksum(self, stream: torch.cuda.Stream) -> Callable[[], str | None]:
+        """Start :meth:`changed_checksum` on a GPU without blocking.
+
+        Args:
+            stream: The stream that copies.
+
+        Returns:
+            A function that waits for the checksum, in any thread; call it before the parameters
+            change.
+        """
+        differs = None
+        if self._has_same_versions():
+            differs = self._sampled_values().ne(self._recorded).any()
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._recorded.device))
+        with torch.cuda.stream(stream):
+            if differs is not None:
+                self._differs.copy_(differs, non_blocking=True)
+            copied.record(stream)
+
+        def finish() -> str | None:
+            copied.synchronize()
+            if differs is not None and not self._differs:
+                return None
+            with torch.cuda.stream(stream):
+                return self._checksum()
+
+        return finish
+
+    def _has_same_versions(self) -> bool:
+        return [(param._version, param.data_ptr()) for param in self._params] == self._versions
+
+    def _checksum(self) -> str:
+        checksum = 0
+        for param in self._params:
+            checksum = crc32(param, checksum)
+        return f"{checksum:08x}"
+
+    def _sampled_values(self) -> Tensor:
+        values = [sample if sample.ndim == 1 else sample.reshape(-1) for sample in self._small]
+        if self._samples:
+            values.append(torch.cat(self._samples).view(-1))
+        return torch.cat(values)
+
+
+def _sample(param: Tensor) -> Tensor:
+    """Return a view of some elements: all of a small tensor, slices if its memory has gaps."""
+    values, size = param.detach(), param.numel()
+    if values.is_contiguous():
+        values = values.view(-1)
+    elif values.untyped_storage().nbytes() == values.nbytes:
+        values = values.as_strided((size,), (1,), 0)
+    if size < _SAMPLE.numel():
+        return values
+    if not values.is_contiguous():
+        return values[:: size // _SAMPLE.numel()]
+    return values.as_strided(_SAMPLE, (size // _NUM_ROWS, 1))

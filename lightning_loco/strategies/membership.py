@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.engine.membership import DataShard
-from lightning_loco.parameter_server.step_request import read_hyperparameters, write_hyperparameters
+from lightning_loco.parameter_server.optimizer_state import (
+    read_hyperparameters,
+    write_hyperparameters,
+)
 from lightning_loco.strategies import lightning_compat
 
 

@@ -1,4 +1,4 @@
-"""RemoteOptimizerStrategy: workers compute gradients, other ranks average them and step."""
+"""RemoteOptimizerStrategy: workers compute gradients, service ranks average them and step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,51 +19,49 @@ from torch.optim import Optimizer
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
+from lightning_loco.parameter_server.backends import check_optimizer
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES
 from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.tiers import check_ranks
-from lightning_loco.parameters.schema import broadcast_model
+from lightning_loco.parameters.schema import broadcast_model, check_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
-from lightning_loco.strategies.remote_arguments import (
-    check_before_setup,
-    check_optimizers,
-    sees_gradients,
-)
-from lightning_loco.strategies.remote_precision import RemotePrecision
-from lightning_loco.strategies.service_rank import farewell_of, serve_fit
-from lightning_loco.strategies.service_ranks import ServedStrategy
+from lightning_loco.strategies.service_ranks import ServiceRankStrategy, farewell_of, serve_fit
 from lightning_loco.strategies.summary import bytes_of_ddp, summarize
 from lightning_loco.values import check_bytes, check_common_arguments
 
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
-class RemoteOptimizerStrategy(ServedStrategy):
-    """Compute gradients on the workers; average them and make the steps on other ranks.
 
-    All ranks run the same script. The first ``W = num_workers * replica_size`` train; the others
-    serve them during ``fit`` and skip validation, test and prediction. With ``W + num_servers``
-    ranks (2 tiers) each server averages and has the optimizer; with ``W + 2 * num_servers`` (3
-    tiers) the ranks from ``W`` on average and the last ones have the optimizer. Results are those
-    of DDP on the workers alone.
+class RemoteOptimizerStrategy(ServiceRankStrategy):
+    """Compute gradients on the workers; average them and make the steps on service ranks.
 
-    Learning-rate schedulers run in the workers' loops, which have the epochs and metrics that they
-    need; the optimizer uses their values in the same step. Gradient clipping set on the Trainer, or
-    by ``self.clip_gradients``, clips the mean gradient where the optimizer is. Checkpoints are
-    ordinary ones with the optimizer's state: a run can go on with other tiers, workers or DDP.
+    All ranks run the same script. The first ``W = num_workers * replica_size`` train. The others,
+    the service ranks, serve them during ``fit`` and skip validation, test and prediction. With
+    ``W + num_servers`` ranks (2 tiers) each service rank averages and has the optimizer; with
+    ``W + 2 * num_servers`` (3 tiers) the first half of them averages and the other half has the
+    optimizer. Results are those of DDP on the workers alone.
+
+    Learning-rate schedulers run on the workers, which know the epochs and metrics; the optimizer
+    uses their values in the same step. Gradient clipping set on the Trainer, or by
+    ``self.clip_gradients``, clips the mean gradient where the optimizer is. Checkpoints are
+    ordinary ones with the optimizer's state: a run can be resumed with other tiers, another number
+    of workers, or DDP.
 
     Args:
-        num_workers: Workers, at least 1. Default: 2 tiers, with all ranks but the servers.
-        num_servers: Shares of the parameters, each with a server (and an optimizer) of its own.
-        replica_size: Ranks of one worker; they average their gradients like DDP, and the first one
-            talks to the servers.
-        compression: Of gradients and parameters on the wire: ``"bf16"``, ``"fp16"``, ``"int8"`` or
-            such a codec; servers sum and step in full precision. Default: as they are.
-        min_workers: Go on with the mean over those that are left while there are so many. Default:
-            the end of one worker ends the run, with an error that names it.
+        num_workers: Number of workers, at least 1. Default: 2 tiers, all ranks but the servers.
+        num_servers: Number of shards of the parameters, each with its own server (and optimizer).
+        replica_size: Ranks per worker; they average their gradients like DDP, and the first one is
+            the client of the servers.
+        compression: How gradients and parameters are encoded when they are sent: ``"bf16"``,
+            ``"fp16"``, ``"int8"`` or such a codec; servers sum and step in full precision. Default:
+            not encoded.
+        min_workers: Continue with the mean over the remaining workers while there are so many.
+            Default: the end of one worker ends the run, with an error that names it.
         overlap: Send gradients while the backward pass computes them.
         timeout_s: Longest wait for another rank, in seconds.
-        bucket_bytes: Longest message, in bytes; smaller parameters travel together.
+        bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
         summary: Whether fit ends with a short table of steps, bytes and seconds.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
@@ -139,20 +138,20 @@ class RemoteOptimizerStrategy(ServedStrategy):
     # ------------------------------------------------------------------- setup
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Make the optimizer here or a connection to it."""
+        """Make the optimizer on service ranks, and clients of it on the workers."""
         if not self.is_fitting:
             super().setup(trainer)
             return
         assert self.lightning_module is not None
         lightning_compat.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
-        self.checkpoints.begin_fit()
+        self.checkpoints.start_fit()
         service = self.service
         assert service is not None
         error: Exception | None = None
         try:
             leave_shared_memory(self.lightning_module)
-            check_before_setup(trainer, self.lightning_module)
+            check_arguments(trainer, self.lightning_module)
             super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
         except Exception as found:
@@ -170,7 +169,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         return Transport(group, self.bucket_bytes, self.compression, self.timeout_s, watchdog)
 
     def _connect(self, trainer: pl.Trainer) -> None:
-        """Replace the optimizer of this worker by a connection to the real one."""
+        """Replace the optimizer of this worker by a client of the servers."""
         assert self.lightning_module is not None
         with self.waiting_in("the set-up"):
             broadcast_model(self.lightning_module, self.present_workers())
@@ -182,7 +181,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             transport=self._transport(),
             replica_group=self.replica_group,
         )
-        self.remote.stand_for(local)
+        self.remote.set_local_optimizer(local)
         self.optimizers = [self.remote]
         self.statistics = Statistics()
         self._steps = LocalSteps()
@@ -194,7 +193,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             self.overlap
             and self.tiers.replica_size == 1
             and not self._precision.scales
-            and not sees_gradients(self.lightning_module, callbacks)
+            and not reads_gradients(self.lightning_module, callbacks)
         )
         self.remote.receive_weights()
         if self._stop_reason is not None:
@@ -211,13 +210,13 @@ class RemoteOptimizerStrategy(ServedStrategy):
     # ---------------------------------------------------------------- training
 
     def request_stop(self, reason: str) -> None:
-        """Ask all workers to stop at a common step; safe to call from a signal handler."""
+        """Ask all workers to stop after the same step; safe to call from a signal handler."""
         self._stop_reason = reason
         if self.remote is not None:
             self.remote.request_stop(reason)
 
     def on_train_start(self) -> None:
-        """Go on from this worker's own random state."""
+        """Restore this worker's random state from the checkpoint."""
         self.checkpoints.resume(self._trainer)
 
     def optimizer_step(
@@ -227,16 +226,16 @@ class RemoteOptimizerStrategy(ServedStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Have the step made, with gradients that leave while the closure computes them."""
+        """Have the servers make a step; gradients are sent while the closure computes them."""
         remote = self.remote
         assert remote is not None
 
-        def streamed() -> Any:
+        def streaming() -> Any:
             remote.expect_backward()
             return closure()
 
         sent, saved = remote.bytes_sent, remote.bytes_saved
-        chosen = streamed if self._can_stream else closure
+        chosen = streaming if self._can_stream else closure
         with self._steps.through_lightning():
             output = super().optimizer_step(optimizer, chosen, model, **kwargs)
         self.statistics.bytes_sent += remote.bytes_sent - sent
@@ -249,7 +248,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             raise RuntimeError(
                 f"{type(optimizer).__name__} is about to step here, but the optimizer is on "
                 "another rank: the workers would end with different parameters. Call the step of "
-                "self.optimizers(), not that of an optimizer which configure_optimizers has made."
+                "self.optimizers(), not that of an optimizer made by configure_optimizers."
             )
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -263,11 +262,11 @@ class RemoteOptimizerStrategy(ServedStrategy):
     # ------------------------------------------------------------- checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that the optimizer has on its rank; only worker 0 needs it."""
+        """Return the state of the optimizer on its rank; only worker 0 needs it."""
         return self.checkpoints.optimizer_state()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """The rank of the optimizer loads its state; a worker, its hyper-parameters only."""
+        """Load the optimizer's state on its rank; on workers, only its hyper-parameters."""
         if self.remote is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
@@ -276,9 +275,9 @@ class RemoteOptimizerStrategy(ServedStrategy):
     # --------------------------------------------------------------------- end
 
     def on_train_end(self) -> None:
-        """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
+        """Keep the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
-        self.checkpoints.end_fit(self.remote)
+        self.checkpoints.finish_fit(self.remote)
         if self.summary:
             assert self.lightning_module is not None
             parameters = [p for p in self.lightning_module.parameters() if p.requires_grad]
@@ -292,7 +291,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Save once more after an agreed stop; tell the other ranks of a failure."""
+        """Save a checkpoint after an agreed stop; report a failure to the other ranks."""
         if self._finished:
             return
         remote, is_stop = self.remote, isinstance(exception, SIGTERMException)
@@ -309,11 +308,126 @@ class RemoteOptimizerStrategy(ServedStrategy):
         if remote is not None:
             if not self._is_alone:
                 self._leave(remote)
-            remote.forget_parameters()
+            remote.remove_hooks()
             self.remote = None
         if self._precision is not None:
-            self._precision.end()
+            self._precision.close()
             self._precision = None
         super().teardown()
         if remote is not None:
-            remote.let_go()  # last: to the servers it is the end of this rank
+            remote.release()  # last: the servers regard it as the end of this rank
+
+
+def check_arguments(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what a remote optimizer does not support, before the set-up.
+
+    Raises:
+        ValueError: If the learning rate is searched for, or a parameter cannot be sent.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+        raise ValueError(
+            "LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy: they "
+            "make steps before training, and then go back to a checkpoint. Search with "
+            'strategy="ddp" or on one device, which gives the same numbers.'
+        )
+    check_model(module)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"Parameter {name!r} is complex, which cannot be sent to another rank. Store it as "
+                "real numbers (torch.view_as_real), and use torch.view_as_complex in forward."
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:
+    """Refuse optimizers that cannot step on another rank.
+
+    Raises:
+        ValueError: If there is not exactly one optimizer, or it needs a closure.
+    """
+    count = sum(not lightning_compat.is_no_optimizer(optimizer) for optimizer in optimizers)
+    if count != 1:
+        raise ValueError(
+            "RemoteOptimizerStrategy needs exactly one optimizer, but configure_optimizers of "
+            f"{type(module).__name__} gives {count or 'none'}. Put all parameters into one "
+            "optimizer, in several parameter groups if need be."
+        )
+    check_optimizer(optimizers[0])
+
+
+def reads_gradients(module: pl.LightningModule, callbacks: list[pl.Callback]) -> bool:
+    """Return whether the module or a callback may read gradients before the optimizer's step.
+
+    With manual optimization the module may do so at any point of its ``training_step``.
+    """
+    return (
+        not module.automatic_optimization
+        or any(_overrides(module, pl.LightningModule, hook) for hook in _GRADIENT_HOOKS)
+        or any(_overrides(one, pl.Callback, hook) for one in callbacks for hook in _GRADIENT_HOOKS)
+        or _overrides(module, pl.LightningModule, "configure_gradient_clipping")
+    )
+
+
+def _overrides(owner: object, base: type, hook: str) -> bool:
+    return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
+
+
+class RemotePrecision:
+    """Makes a precision plugin clip and scale through a remote optimizer, until :meth:`close`.
+
+    Args:
+        plugin: The plugin of this rank; some of its attributes are replaced.
+        remote: Clips the mean gradient, and knows whether all gradients are finite.
+    """
+
+    def __init__(self, plugin: Any, remote: RemoteOptimizer) -> None:
+        self._plugin = plugin
+        self._remote = remote
+        self._plugin.clip_gradients = self._clip_gradients
+        self._scaler = getattr(plugin, "scaler", None)
+        if isinstance(self._scaler, torch.amp.GradScaler):
+            self._plugin.scaler = AgreedGradScaler(self._scaler)
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients are scaled, so that they must be unscaled before they are sent."""
+        return self._scaler is not None
+
+    def close(self) -> None:
+        """Restore the plugin."""
+        del self._plugin.clip_gradients
+        if self.scales:
+            self._plugin.scaler = self._scaler
+
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        if clip_val > 0 and gradient_clip_algorithm == "value":
+            self._remote.clip_grad_value_(clip_val)
+        elif clip_val > 0:
+            self._remote.clip_grad_norm_(clip_val)
+
+
+class AgreedGradScaler:
+    """A gradient scaler that skips a step on all workers if any of them has an infinite gradient.
+
+    Args:
+        scaler: Everything else is delegated to it.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients, and record if those of any worker are not finite."""
+        assert isinstance(optimizer, RemoteOptimizer)
+        self.scaler.unscale_(optimizer)
+        found_inf = lightning_compat.found_inf(self.scaler, optimizer)
+        if not optimizer.are_finite(not any(bool(value) for value in found_inf)):
+            for value in found_inf:
+                value.fill_(1.0)
+
+    def __getattr__(self, name: str) -> Any:
+        """Delegate every other attribute to the wrapped scaler."""
+        return getattr(self.scaler, name)

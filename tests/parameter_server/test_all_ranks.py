@@ -128,7 +128,7 @@ def miss_a_worker(rank: int, world: int, port: int) -> str:
             try:
                 if rank == 0:
                     ranks.init_default_group([0, 1], "gloo", CPU)
-                ranks.new_group(is_patient=True)
+                ranks.new_group(waits_indefinitely=True)
             except RuntimeError as error:
                 ranks.report(error)
                 raise

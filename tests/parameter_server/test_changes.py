@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.parameter_server.changes import ChangeWatch
+from lightning_loco.parameter_server.server_client import ChangeDetector
 from tests.meta_device import with_streams
 
 
@@ -52,28 +52,31 @@ def test_changes_are_noticed_without_a_wait(subtests: pytest.Subtests) -> None:
     for (kind, make), change in itertools.product(TENSORS.items(), (nothing, tracked, clip, load)):
         with subtests.test(kind, change=change.__name__), with_streams():
             params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
-            watch = ChangeWatch(params)
-            watch.note()
+            detector = ChangeDetector(params)
+            detector.record()
             change(params[1])
-            assert watch.begin_digest(torch.cuda.Stream())() == watch.digest()
+            assert detector.start_checksum(torch.cuda.Stream())() == detector.changed_checksum()
 
 
 def test_changes_are_noticed(subtests: pytest.Subtests) -> None:
     for (kind, make), change in itertools.product(TENSORS.items(), (tracked, clip, load)):
         with subtests.test(kind, change=change.__name__):
             params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
-            watch = ChangeWatch(params)
-            watch.note()
-            assert watch.digest() is None
+            detector = ChangeDetector(params)
+            detector.record()
+            assert detector.changed_checksum() is None
             change(params[1])
-            digest = watch.digest()
-            assert digest is not None
-            assert ChangeWatch([param.detach().clone() for param in params]).digest() == digest
-            watch.note()
-            assert watch.digest() is None
+            checksum = detector.changed_checksum()
+            assert checksum is not None
+            assert (
+                ChangeDetector([param.detach().clone() for param in params]).changed_checksum()
+                == checksum
+            )
+            detector.record()
+            assert detector.changed_checksum() is None
             clip(params[1])
             params[0].data.mul_(2)
-            assert watch.digest() not in (None, digest)
+            assert detector.changed_checksum() not in (None, checksum)
 
 
 @pytest.mark.parametrize("kind", ["part of another", "every other", "second half"])
@@ -81,20 +84,20 @@ def test_what_belongs_to_others_is_no_change(kind: str) -> None:
     param = TENSORS[kind]()
     others = torch.ones(6_000, dtype=torch.bool)
     others.as_strided(param.shape, param.stride(), param.storage_offset()).fill_(False)
-    watch = ChangeWatch([param])
-    watch.note()
+    detector = ChangeDetector([param])
+    detector.record()
     whole = torch.empty(0).set_(param.untyped_storage(), 0, (6_000,), (1,))
     whole[others] += 1
-    assert watch.digest() is None
+    assert detector.changed_checksum() is None
     whole[~others] += 1
-    assert watch.digest() is not None
+    assert detector.changed_checksum() is not None
 
 
 def test_gradients_and_forward_passes_are_no_change() -> None:
     layer = nn.Linear(3, 2)
-    watch = ChangeWatch(list(layer.parameters()))
-    watch.note()
+    detector = ChangeDetector(list(layer.parameters()))
+    detector.record()
     layer(torch.ones(1, 3)).sum().backward()
     layer.zero_grad()
     layer.train(False).requires_grad_(False)
-    assert watch.digest() is None
+    assert detector.changed_checksum() is None

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from lightning_loco.compression import E3M0, BFloat16, Codec, ErrorFeedback, Float16, Int8, Sparse
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.parameter_server.buckets import Message, plan_messages
+from lightning_loco.parameter_server.buckets import BucketBuffer, ParamBucket, plan_buckets
 from lightning_loco.parameter_server.protocol import as_codec
-from lightning_loco.parameter_server.slots import Slot
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 
@@ -69,15 +68,16 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02)
 
 
-def as_read(values: list[Tensor], messages: list[Message]) -> list[Tensor]:
-    """What arrives of tensors that are written message by message."""
+def as_read(values: list[Tensor], buckets: list[ParamBucket]) -> list[Tensor]:
+    """What arrives of tensors that are written bucket by bucket."""
     read = [torch.empty_like(one) for one in values]
-    for message in messages:
-        parts = [values[span.param].reshape(-1)[span.start : span.stop] for span in message.spans]
-        whole = torch.cat(parts)
-        arrived = CODEC.decode(CODEC.encode(whole), torch.empty_like(whole))
-        for span, part in zip(message.spans, arrived.split([len(p) for p in parts]), strict=True):
-            read[span.param].view(-1)[span.start : span.stop] = part
+    for bucket in buckets:
+        slices = [values[part.param].reshape(-1)[part.start : part.stop] for part in bucket.slices]
+        whole = torch.cat(slices)
+        decoded = CODEC.decode(CODEC.encode(whole), torch.empty_like(whole))
+        sizes = [len(one) for one in slices]
+        for part, found in zip(bucket.slices, decoded.split(sizes), strict=True):
+            read[part.param].view(-1)[part.start : part.stop] = found
     return read
 
 
@@ -87,10 +87,10 @@ def in_one_process(
     """The formula: parameters where the optimizer is, and those that the workers read."""
     masters, shown = Net(seed=0), Net(seed=1)
     inner = make_optimizer(masters.parameters())
-    messages = plan_messages(list(masters.parameters()), bucket_bytes, CODEC)
+    buckets = plan_buckets(list(masters.parameters()), bucket_bytes, CODEC)
 
     def show() -> None:
-        arrived = as_read([param.detach() for param in masters.parameters()], messages)
+        arrived = as_read([param.detach() for param in masters.parameters()], buckets)
         for param, value in zip(shown.parameters(), arrived, strict=True):
             param.data.copy_(value)
 
@@ -105,11 +105,11 @@ def in_one_process(
             missing = [m and g is None for m, g in zip(missing, grads, strict=True)]
             pairs = zip(total, grads, strict=True)
             sent = [torch.zeros_like(one) if grad is None else grad for one, grad in pairs]
-            for one, arrived in zip(total, as_read(sent, messages), strict=True):
+            for one, arrived in zip(total, as_read(sent, buckets), strict=True):
                 one.add_(arrived)
         mean = [one / WORKERS for one in total]
         if num_tiers == 3:  # the aggregator writes it once more
-            mean = as_read(mean, messages)
+            mean = as_read(mean, buckets)
         for param, value, is_missing in zip(masters.parameters(), mean, missing, strict=True):
             param.grad = None if is_missing else value
         if clip:
@@ -124,7 +124,7 @@ def in_one_process(
     cover(
         [2, 3],
         [
-            pytest.param(1, False),  # a block is a message
+            pytest.param(1, False),  # a block is a bucket
             pytest.param(24, True),  # some blocks
             pytest.param(10_000, False),  # all of them
         ],
@@ -180,8 +180,8 @@ def test_dtypes_side_by_side_and_odd_sizes(
         with subtests.test(codec=codec, bucket_bytes=bucket_bytes):
             found = pool.run(train_mixed, codec, bucket_bytes, world=world)
             arrived = [param.clone() for param in found[-1]]
-            for message in plan_messages(arrived, bucket_bytes, codec):
-                Slot(message, arrived).round(arrived)
+            for bucket in plan_buckets(arrived, bucket_bytes, codec):
+                BucketBuffer(bucket, arrived).round_trip(arrived)
             for worker in found[:WORKERS]:
                 assert all(map(torch.equal, worker, arrived))
             for start, end, param in zip(make_params(), found[-1], arrived, strict=True):

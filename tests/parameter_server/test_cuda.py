@@ -13,10 +13,9 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from lightning_loco.compression import BFloat16, Codec, Int8
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers, Transport, serve
-from lightning_loco.parameter_server.buckets import plan_messages
-from lightning_loco.parameter_server.protocol import Lane
-from lightning_loco.parameter_server.server_client import Courier
-from lightning_loco.parameter_server.slots import Slot
+from lightning_loco.parameter_server.buckets import BucketBuffer, plan_buckets
+from lightning_loco.parameter_server.protocol import MessageTag
+from lightning_loco.parameter_server.server_client import AsyncSender
 from tests.meta_device import DEVICE, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.pool import Pool
@@ -63,17 +62,17 @@ def send_there_and_back(codec: Codec | None, bucket_bytes: int) -> None:
     here = [torch.randn(size, device="cuda") for size in (3, 50, 2)]
     there = [torch.zeros(size) for size in (3, 50, 2)]
     back = [torch.zeros(size, device="cuda") for size in (3, 50, 2)]
-    for message in plan_messages(here, bucket_bytes, codec):
-        sender, receiver, again = (Slot(message, side) for side in (here, there, back))
-        sent = sender.outgoing(here)
+    for bucket in plan_buckets(here, bucket_bytes, codec):
+        sender, receiver, again = (BucketBuffer(bucket, side) for side in (here, there, back))
+        sent = sender.pack(here)
         assert sent.device.type == "cpu"
-        receiver.incoming(there).copy_(sent)
+        receiver.receive_buffer(there).copy_(sent)
         receiver.unpack(there)
-        again.incoming(back).copy_(receiver.outgoing(there))
+        again.receive_buffer(back).copy_(receiver.pack(there))
         again.unpack(back)
     expected = [values.cpu() for values in here]
-    for message in plan_messages(expected, bucket_bytes, codec):
-        Slot(message, expected).round(expected)
+    for bucket in plan_buckets(expected, bucket_bytes, codec):
+        BucketBuffer(bucket, expected).round_trip(expected)
     for own, other, returned in zip(expected, there, back, strict=True):
         assert torch.equal(other, own)
         torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # written a second time
@@ -83,26 +82,28 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
     here = [torch.randn(size, device="cuda") for _ in range(2)]
     there = [torch.zeros(size) for _ in range(2)]
     sender, receiver = (
-        Transport(groups[1 - other]).wire(other, f"rank {other}") for other in (1, 0)
+        Transport(groups[1 - other]).connect(other, f"rank {other}") for other in (1, 0)
     )
-    courier = Courier(sender, here[0].device)
-    messages = plan_messages(here, 4 * size)
-    slots = [Slot(message, here) for message in messages]
-    for slot in slots:
-        slot.outgoing(here)  # makes the buffers
+    async_sender = AsyncSender(sender, here[0].device)
+    buckets = plan_buckets(here, 4 * size)
+    buffers = [BucketBuffer(bucket, here) for bucket in buckets]
+    for buffer in buffers:
+        buffer.pack(here)  # makes the buffers
     torch.cuda.synchronize()
     before = [values.clone() for values in here]
     with no_waits_for_the_gpu():
-        sending = [courier.send(slot, here, Lane.GRADIENTS) for slot in slots]
+        sending = [async_sender.send(buffer, here, MessageTag.GRADIENTS) for buffer in buffers]
         for values in here:
             values.zero_()  # what was sent is as it was then
-    for message in messages:
-        slot = Slot(message, there)
-        receiver.wait(receiver.receive(slot.incoming(there), Lane.GRADIENTS), "gradients")
-        slot.unpack(there)
+    for bucket in buckets:
+        buffer = BucketBuffer(bucket, there)
+        receiver.wait(
+            receiver.receive(buffer.receive_buffer(there), MessageTag.GRADIENTS), "gradients"
+        )
+        buffer.unpack(there)
     for one in sending:
         sender.wait(one.result(), "gradients")
-    courier.end()
+    async_sender.close()
     for values, expected in zip(there, before, strict=True):
         assert torch.equal(values, expected.cpu())
 
@@ -139,8 +140,8 @@ def test_tensors_of_one_dtype_are_copied_at_a_time(
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     params = [torch.full((i + 1,), float(i), dtype=d) for i, d in enumerate(dtypes)]
-    (message,) = plan_messages(params, 10_000, codec)
-    Slot(message, params).round(params)
+    (bucket,) = plan_buckets(params, 10_000, codec)
+    BucketBuffer(bucket, params).round_trip(params)
     for i, param in enumerate(params):
         assert param.tolist() == pytest.approx([i] * (i + 1), abs=0.02)
     assert len(seen) == 4

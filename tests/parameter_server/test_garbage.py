@@ -13,7 +13,7 @@ from lightning_loco.distributed.rendezvous import Job
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import FRAME_BYTES, Kind, Lane
+from lightning_loco.parameter_server.protocol import FRAME_BYTES, MessageKind, MessageTag
 from lightning_loco.parameter_server.service_group import ServiceGroup
 from tests.forked_jobs import Start
 from tests.pool import Pool
@@ -37,17 +37,17 @@ NOTES = [
 
 def send_notes(rank: int, world: int) -> list[str]:
     """Rank 0 sends them, and a length that no memory has; rank 1 says what it makes of each."""
-    wire = Transport().wire(1 - rank, f"worker {1 - rank}")
+    connection = Transport().connect(1 - rank, f"worker {1 - rank}")
     frames = [len(text).to_bytes(8, "little") + text for text in NOTES]
     frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]
     found = []
     for frame in frames:
         if rank == 0:
             memory = torch.frombuffer(bytearray(frame.ljust(FRAME_BYTES)), dtype=torch.uint8)
-            wire.wait(wire.send(memory, Lane.REQUESTS), "a note")
+            connection.wait(connection.send(memory, MessageTag.REQUESTS), "a message")
             continue
         with pytest.raises(RuntimeError) as raised:
-            wire.next_request()
+            connection.receive_request()
         found.append(str(raised.value))
     return found
 
@@ -71,12 +71,12 @@ NO_TENSORS: list[dict[str, Any]] = [
 
 def receive_states(rank: int, world: int) -> list[str]:
     """What is raised about each of ``NO_TENSORS``."""
-    wire = Transport().wire(1 - rank, "the aggregator")
+    connection = Transport().connect(1 - rank, "the aggregator")
     found = []
     for described in NO_TENSORS:
         description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
         try:
-            OptimizerState.receive(wire, description)
+            OptimizerState.receive(connection, description)
             found.append("nothing is raised")
         except RuntimeError as error:
             found.append(str(error))
@@ -88,7 +88,7 @@ def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
         with subtests.test(described=described):
             assert len(texts) == 2
             for text in texts:
-                assert "The aggregator has described no tensor" in text
+                assert "The aggregator has described an invalid tensor" in text
 
 
 def wait_for(store: TimeoutStore, key: str) -> None:
@@ -124,7 +124,7 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
 
 @pytest.mark.process
 def test_agreements(subtests: pytest.Subtests) -> None:
-    for garbage in ("[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"):
+    for garbage in ("[", "[]", "3", json.dumps([int(MessageKind.STEP), ""]), "\u00e9"):
         with subtests.test(garbage=garbage):
             (port,) = free_ports()
             with Start(agree_with_garbage, port, garbage, world=2) as job:

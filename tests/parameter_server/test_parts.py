@@ -11,17 +11,21 @@ from torch import Tensor, nn
 
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, run_role
-from lightning_loco.parameter_server.backends import check_optimizer, is_step_per_parameter
+from lightning_loco.parameter_server.backends import can_step_per_parameter, check_optimizer
 from lightning_loco.parameter_server.buckets import (
     Accumulator,
-    Message,
-    plan_messages,
-    share_parameters,
+    BucketBuffer,
+    ParamBucket,
+    plan_buckets,
+    shard_parameters,
 )
-from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import Unreachable, explained
-from lightning_loco.parameter_server.slots import Slot
-from lightning_loco.parameter_server.step_request import Call, Clip, HyperparameterMirror
+from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
+from lightning_loco.parameter_server.protocol import (
+    GradientClipping,
+    StepRequest,
+    Unreachable,
+    explain_unreachable,
+)
 from tests.distributed.workers import make_watchdogs, start
 from tests.manual_clock import SkippingClock
 from tests.pool import Pool, PoolError
@@ -33,34 +37,36 @@ def test_every_element_travels_once(codec: Codec | None, subtests: pytest.Subtes
         for bucket_bytes in (4, 12, 40, 1000):
             with subtests.test(sizes=sizes, bucket_bytes=bucket_bytes):
                 params = [torch.randn(size) for size in sizes]
-                messages = plan_messages(params, bucket_bytes, codec)
-                assert_each_element_is_in_one_message(params, messages)
-                assert_what_arrives_is_what_the_sender_rounds_to(params, messages, codec)
+                buckets = plan_buckets(params, bucket_bytes, codec)
+                assert_each_element_is_in_one_message(params, buckets)
+                assert_what_arrives_is_what_the_sender_rounds_to(params, buckets, codec)
 
 
-def assert_each_element_is_in_one_message(params: list[Tensor], messages: list[Message]) -> None:
+def assert_each_element_is_in_one_message(params: list[Tensor], buckets: list[ParamBucket]) -> None:
     covered = [torch.zeros_like(param) for param in params]
-    for message in messages:
-        assert message.numel == sum(stop - start for _, start, stop in message.spans)
-        for index, first, stop in message.spans:
+    for bucket in buckets:
+        assert bucket.numel == sum(stop - start for _, start, stop in bucket.slices)
+        for index, first, stop in bucket.slices:
             covered[index][first:stop] += 1
     assert all((count == 1).all() for count in covered)
 
 
 def assert_what_arrives_is_what_the_sender_rounds_to(
-    params: list[Tensor], messages: list[Message], codec: Codec | None
+    params: list[Tensor], buckets: list[ParamBucket], codec: Codec | None
 ) -> None:
-    slots = [Slot(message, params) for message in messages]
+    buffers = [BucketBuffer(bucket, params) for bucket in buckets]
     copies = [torch.zeros_like(param) for param in params]
-    received = [Slot(message, copies) for message in messages]
-    for slot, other in zip(slots, received, strict=True):
-        sent = slot.outgoing(params)
-        assert sent.nbytes == slot.message.num_bytes == 4 * slot.message.numel - slot.saved_bytes
-        other.incoming(copies).copy_(sent)
+    received = [BucketBuffer(bucket, copies) for bucket in buckets]
+    for buffer, other in zip(buffers, received, strict=True):
+        sent = buffer.pack(params)
+        assert (
+            sent.nbytes == buffer.bucket.num_bytes == 4 * buffer.bucket.numel - buffer.saved_bytes
+        )
+        other.receive_buffer(copies).copy_(sent)
         other.unpack(copies)
     rounded = [param.clone() for param in params]
-    for message in messages:
-        Slot(message, rounded).round(rounded)
+    for bucket in buckets:
+        BucketBuffer(bucket, rounded).round_trip(rounded)
     for param, copy, alike in zip(params, copies, rounded, strict=True):
         assert torch.equal(copy, alike)
         if isinstance(codec, Int8):
@@ -75,33 +81,35 @@ def as_read(codec: Codec, values: Tensor) -> Tensor:
 
 def test_memory_of_another_order_travels_whole() -> None:
     param = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    (message,) = plan_messages([param], bucket_bytes=8)
+    (bucket,) = plan_buckets([param], bucket_bytes=8)
     other = torch.zeros(2, 3, 4, 4)
-    Slot(message, [other]).incoming([other]).copy_(Slot(message, [param]).outgoing([param]))
+    BucketBuffer(bucket, [other]).receive_buffer([other]).copy_(
+        BucketBuffer(bucket, [param]).pack([param])
+    )
     assert torch.equal(other.view(-1), torch.zeros(96)) or torch.equal(other, param)
     again = torch.zeros_like(param)
-    slot = Slot(message, [again])
-    slot.incoming([again]).copy_(Slot(message, [param]).outgoing([param]))
-    slot.unpack([again])
+    buffer = BucketBuffer(bucket, [again])
+    buffer.receive_buffer([again]).copy_(BucketBuffer(bucket, [param]).pack([param]))
+    buffer.unpack([again])
     assert torch.equal(again, param)
 
 
 def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
     params = [torch.zeros(2, 3), torch.zeros(7), torch.zeros(1), torch.zeros(20)]
-    messages = plan_messages(params, bucket_bytes=32)
-    accumulator = Accumulator(params, messages)
-    for number, part in enumerate(accumulator.parts):
+    buckets = plan_buckets(params, bucket_bytes=32)
+    accumulator = Accumulator(params, buckets)
+    for number, part in enumerate(accumulator.params):
         assert part.shape == params[number].shape
         part.fill_(number)
-    for message, memory in zip(messages, accumulator.slices, strict=True):
-        expected = [[index] * (stop - start) for index, start, stop in message.spans]
+    for bucket, memory in zip(buckets, accumulator.buckets, strict=True):
+        expected = [[index] * (stop - start) for index, start, stop in bucket.slices]
         assert memory.tolist() == list(itertools.chain(*expected))
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_shares_are_even_and_complete(num_servers: int) -> None:
     params = [torch.zeros(size) for size in (5, 1, 4, 4, 3, 1)]
-    shares = share_parameters(params, num_servers)
+    shares = shard_parameters(params, num_servers)
     assert sorted(itertools.chain(*shares)) == list(range(6))
     loads = [sum(params[i].numel() for i in share) for share in shares]
     assert max(loads) <= 4 / 3 * sum(loads) / num_servers
@@ -109,23 +117,23 @@ def test_shares_are_even_and_complete(num_servers: int) -> None:
 
 def test_more_servers_than_parameters() -> None:
     with pytest.raises(ValueError, match="num_servers=2 is more than the model's 1 parameters"):
-        share_parameters([torch.zeros(3)], 2)
+        shard_parameters([torch.zeros(3)], 2)
 
 
 def test_calls_of_several_workers_are_joined() -> None:
-    first = Call((0, 2), [{"lr": 0.1}], Clip("norm", 1.0))
-    second = Call((2, 3), [{"lr": 0.2}], None, "SIGTERM")
-    joined = Call.merge([first, second])
-    assert joined == Call((2,), [{"lr": 0.1}], Clip("norm", 1.0), "SIGTERM")
-    assert Call.read(joined.content()) == joined
-    assert Call.read(Call().content()) == Call()
+    first = StepRequest((0, 2), [{"lr": 0.1}], GradientClipping("norm", 1.0))
+    second = StepRequest((2, 3), [{"lr": 0.2}], None, "SIGTERM")
+    joined = StepRequest.merge([first, second])
+    assert joined == StepRequest((2,), [{"lr": 0.1}], GradientClipping("norm", 1.0), "SIGTERM")
+    assert StepRequest.from_dict(joined.to_dict()) == joined
+    assert StepRequest.from_dict(StepRequest().to_dict()) == StepRequest()
 
 
 def test_hyperparameters_tell_each_other_what_changes() -> None:
     here = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "fused": None}]
     there: list[dict[str, Any]] = [{"params": [], "lr": torch.tensor(0.0)}]
-    sender, receiver = HyperparameterMirror(here), HyperparameterMirror(there)
-    receiver.take_over(sender.changes())
+    sender, receiver = HyperparameterSync(here), HyperparameterSync(there)
+    receiver.update(sender.changes())
     assert there[0]["lr"].item() == pytest.approx(0.1)
     assert there[0]["betas"] == (0.9, 0.99)
     assert sender.changes() is None
@@ -150,7 +158,7 @@ def test_steps_one_by_one_are_a_step_of_all(subtests: pytest.Subtests) -> None:
                     one_by_one.step()
                     other.grad = None
                 all_at_once.step()
-            assert is_step_per_parameter(all_at_once)
+            assert can_step_per_parameter(all_at_once)
             assert all(map(torch.equal, here, there))
 
 
@@ -158,7 +166,7 @@ def test_an_unknown_optimizer_steps_all_at_once() -> None:
     class Own(torch.optim.SGD):
         pass
 
-    assert not is_step_per_parameter(Own([torch.zeros(1)], lr=0.1))
+    assert not can_step_per_parameter(Own([torch.zeros(1)], lr=0.1))
 
 
 def test_a_state_that_is_more_than_tensors_is_refused() -> None:
@@ -182,7 +190,7 @@ def test_ranks_with_servers_and_replicas() -> None:
     assert tiers.num_tiers == 3
     assert tiers.leaders == [0, 2, 4]
     assert (tiers.aggregators, tiers.optimizers) == ([6, 7], [8, 9])
-    assert [tiers.server(rank) for rank in range(6, 10)] == [0, 1, 0, 1]
+    assert [tiers.shard(rank) for rank in range(6, 10)] == [0, 1, 0, 1]
     assert tiers.name(3) == "worker 1 (rank 3)"
     assert tiers.name(7) == "the aggregator (rank 7)"
     assert tiers.world_size == 10
@@ -304,7 +312,7 @@ def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
 
 
 def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
-    """A parameter that is cut into many messages, sent after the backward pass."""
+    """A parameter that is cut into many buckets, sent after the backward pass."""
     torch.manual_seed(0)
     net = nn.Linear(5, 7)
 
@@ -332,7 +340,7 @@ def test_a_wait_that_is_too_late_does_not_wait_for_reports_as_well() -> None:
         start(watchdogs[0])
         for timeout_s, waits in ((0.0, False), (60.0, True)):
             before_s = clock.now()
-            names_it = explained("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            names_it = explain_unreachable("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
             with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), names_it:
                 raise RuntimeError("the backend's own words")
             assert (clock.now() > before_s) == waits

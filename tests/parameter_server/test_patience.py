@@ -104,7 +104,7 @@ def go(rank: int, world: int, run: Run) -> Any:
     if run.between_servers is not None and is_troubled:
         asked = itertools.count(1)
         failing = failing_at(
-            "asking for a step", lambda: next(asked) == 2 * MOMENT, run.between_servers
+            "requesting a step", lambda: next(asked) == 2 * MOMENT, run.between_servers
         )
     with failing:
         return run_role(

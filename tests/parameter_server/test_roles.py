@@ -228,7 +228,7 @@ def die(rank: int, world: int, victim: int) -> str:
                 net(torch.ones(1, 4)).sum().backward()
                 remote.step()
                 if rank == victim:
-                    remote.forget_parameters()
+                    remote.remove_hooks()
                     del remote  # the last one that holds the group
                     gc.collect()
                     dist.destroy_process_group()

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.parameter_server.clients import Requests
-from lightning_loco.parameter_server.keep_alive import PARTING_S, Meanwhile, Waiter
-from lightning_loco.parameter_server.protocol import Kind, Note
+from lightning_loco.parameter_server.clients import RequestQueue
+from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive, WaitThread
+from lightning_loco.parameter_server.protocol import Message, MessageKind
 from tests.pool import Pool
 
 
@@ -36,60 +36,60 @@ def blocked() -> Iterator[threading.Event]:
 
 
 def test_a_waiter_keeps_nothing_of_what_has_come() -> None:
-    waiter = Waiter("worker 7", Meanwhile(5.0))
+    wait_thread = WaitThread("worker 7", KeepAlive(5.0))
     work = Work()
     kept = weakref.ref(work)
 
     def finish(_: Work = work) -> None:
         time.sleep(0.01)
 
-    waiter.wait(waiter.begin(finish), 5.0, lambda: 0.0)
+    wait_thread.wait(wait_thread.submit(finish), 5.0, lambda: 0.0)
     del finish, work
     assert kept() is None
-    waiter.end()
-    assert not count_threads("loco-waiter-worker 7")
+    wait_thread.close()
+    assert not count_threads("loco-wait-worker 7")
 
 
 def test_nothing_more_is_waited_for_from_a_rank_that_is_lost() -> None:
-    waiter, waited = Waiter("worker 9", Meanwhile(5.0)), []
+    wait_thread, waited = WaitThread("worker 9", KeepAlive(5.0)), []
 
     def fail() -> None:
         raise RuntimeError("gone")
 
-    outcomes = [waiter.begin(finish) for finish in (lambda: waited.append(1), fail, fail)]
-    outcomes.append(waiter.begin(lambda: waited.append(2)))
-    waiter.wait(outcomes[0], 5.0, lambda: 0.0)
+    results = [wait_thread.submit(finish) for finish in (lambda: waited.append(1), fail, fail)]
+    results.append(wait_thread.submit(lambda: waited.append(2)))
+    wait_thread.wait(results[0], 5.0, lambda: 0.0)
     with pytest.raises(RuntimeError, match="gone"):
-        waiter.wait(outcomes[1], 5.0, lambda: 0.0)
-    for outcome in outcomes[2:]:
+        wait_thread.wait(results[1], 5.0, lambda: 0.0)
+    for result in results[2:]:
         with pytest.raises(ConnectionError, match="is lost"):
-            waiter.wait(outcome, 5.0, lambda: 0.0)
+            wait_thread.wait(result, 5.0, lambda: 0.0)
     assert waited == [1]
-    waiter.end()
+    wait_thread.close()
 
 
 def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading.Event) -> None:
-    waiter = Waiter("worker 8", Meanwhile(0.1))
+    wait_thread = WaitThread("worker 8", KeepAlive(0.1))
     with pytest.raises(TimeoutError):
-        waiter.wait(waiter.begin(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
+        wait_thread.wait(wait_thread.submit(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
     began = time.monotonic()
-    waiter.end()
-    assert PARTING_S <= time.monotonic() - began < 20.0
-    assert count_threads("loco-waiter-worker 8")
+    wait_thread.close()
+    assert JOIN_TIMEOUT_S <= time.monotonic() - began < 20.0
+    assert count_threads("loco-wait-worker 8")
 
 
 def serve_one(rank: int, world: int) -> int:
     """Hear the last words of a client; how many threads are left then."""
-    wire = Transport(timeout_s=20).wire(1 - rank, f"rank {1 - rank}")
+    connection = Transport(timeout_s=20).connect(1 - rank, f"rank {1 - rank}")
     if rank == 1:
-        wire.ask(Note(Kind.LEAVE, {}))
+        connection.send_request(Message(MessageKind.LEAVE, {}))
         return 0
-    requests = Requests([wire], Meanwhile(20.0))
+    requests = RequestQueue([connection], KeepAlive(20.0))
     heard = requests.next(20.0, lambda: 0.0)
     assert heard is not None
-    assert isinstance(heard[1], Note)
-    assert heard[1].kind == Kind.LEAVE
-    requests.end()
+    assert isinstance(heard[1], Message)
+    assert heard[1].kind == MessageKind.LEAVE
+    requests.close()
     return count_threads("loco-requests")
 
 

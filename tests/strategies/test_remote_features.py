@@ -227,7 +227,7 @@ def save_rounded(rank: int, world: int, path: str) -> tuple[Tensor, Tensor]:
     class Save(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.save_checkpoint(path)
-            self.full = trainer.strategy.remote.parameters_in_full() if rank == 0 else []
+            self.full = trainer.strategy.remote.full_precision_parameters() if rank == 0 else []
 
     save, module = Save(), Single().float()
     with all_ranks() as environment:

@@ -23,10 +23,10 @@ _KEY = "lightning_loco_positions"
 
 
 class RemoteCheckpoints:
-    """Writes and reads one file, with the optimizer's state and every worker's position.
+    """Writes and reads one file with the optimizer's state and every worker's position.
 
     Args:
-        strategy: Whose checkpoints they are; its connection, ranks and files are used.
+        strategy: The strategy whose checkpoints they are.
     """
 
     def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
@@ -35,13 +35,13 @@ class RemoteCheckpoints:
         self._saved_on_stop: int | None = None
         self._final_state: dict[str, Any] = {}
 
-    def begin_fit(self) -> None:
-        """Forget how an earlier fit has ended."""
+    def start_fit(self) -> None:
+        """Reset what was recorded at the end of an earlier fit."""
         self._saved_on_stop = None
         self._final_state = {}
 
-    def end_fit(self, remote: RemoteOptimizer) -> None:
-        """Keep the optimizer's state for checkpoints after ``fit``, when its rank is gone."""
+    def finish_fit(self, remote: RemoteOptimizer) -> None:
+        """Keep the optimizer's state for checkpoints after ``fit``."""
         if self._strategy.is_global_zero:
             try:
                 self._final_state = remote.state_dict()
@@ -49,7 +49,7 @@ class RemoteCheckpoints:
                 rank_zero_warn(f"Checkpoints after fit have no optimizer state: {error}")
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The state that the optimizer has on its rank; empty on all ranks but the first."""
+        """Return the state of the optimizer on its rank; empty on all ranks except the first."""
         if not self._strategy.is_global_zero:
             return {}
         remote = self._strategy.remote
@@ -58,12 +58,12 @@ class RemoteCheckpoints:
         return remote.state_dict()
 
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The model, with parameters that have not been rounded for the wire.
+        """Return the model's state, with parameters that were not rounded by compression.
 
         All ranks that train must call it during ``fit``.
 
         Args:
-            read: Reads what the module holds.
+            read: Reads the module's state.
         """
         strategy = self._strategy
         remote, module = strategy.remote, strategy.lightning_module
@@ -74,20 +74,20 @@ class RemoteCheckpoints:
         strategy.sync_point("checkpoint")  # brings a worker that has run out of data up to date
         state = read()
         is_rounded = strategy.compression is not None
-        if strategy.is_global_zero and is_rounded and not remote.is_changed:
-            values = {id(param): value for param, value in remote.parameters_in_full()}
+        if strategy.is_global_zero and is_rounded and not remote.has_changed_parameters:
+            values = {id(param): value for param, value in remote.full_precision_parameters()}
             for name, param in module.named_parameters(remove_duplicate=False):
                 if name in state and id(param) in values:
                     state[name] = values[id(param)]
         return state
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Write the file, during ``fit`` with each worker's loops and random states.
+        """Write the file; during ``fit``, with each worker's loops and random states.
 
         All ranks that train must call it.
 
         Args:
-            checkpoint: What Lightning has collected on this rank.
+            checkpoint: The content that Lightning has collected on this rank.
             path: The file.
             storage_options: Passed on to the ``CheckpointIO``.
         """
@@ -107,12 +107,12 @@ class RemoteCheckpoints:
         write = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
         if strategy.is_training:
             stamp = new_stamp(checkpoint["global_step"])
-            self._write_and_meet(Save(SideFiles(io, path), stamp, None, None, write))
+            self._write_together(Save(SideFiles(io, path), stamp, None, None, write))
         elif strategy.is_global_zero:
             write(path)
 
-    def _write_and_meet(self, save: Save) -> None:
-        """Put the file into its place after all have met once more, as ``Save`` does."""
+    def _write_together(self, save: Save) -> None:
+        """Write the file, and rename it after another sync point, as ``Save`` does."""
         files, is_first = save.files, self._strategy.is_global_zero
         before: list[str] = []
         try:
@@ -133,15 +133,15 @@ class RemoteCheckpoints:
         path: str | Path,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Put this worker's loops where Lightning reads them, to resume training.
+        """Read a checkpoint, with this worker's loops where Lightning resumes from them.
 
-        With another number of workers, new ones go on from worker 0's loops, with random numbers of
-        their own, and the data are dealt out anew.
+        If there are more workers than before, the new ones resume from worker 0's loops, with their
+        own random numbers, and the data are distributed again.
 
         Args:
             read: Reads the file, as Lightning does.
-            path: From where.
-            weights_only: How it is read; nothing else is to be read here.
+            path: The file.
+            weights_only: Unused: there is no other file to read.
 
         Raises:
             ValueError: If the file is damaged, or something is missing in it.
@@ -152,10 +152,10 @@ class RemoteCheckpoints:
         with other_one_named(strategy.checkpoint_io, path):
             loaded = read_main(read, path)
             if not strategy.serves:
-                self._resumed = self._entered(loaded, path) if _KEY in loaded else None
+                self._resumed = self._enter_position(loaded, path) if _KEY in loaded else None
         return loaded
 
-    def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:
+    def _enter_position(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:
         positions, worker = loaded[_KEY], self._strategy.global_rank
         with errors_naming(path):
             is_new = worker >= len(positions)
@@ -168,9 +168,9 @@ class RemoteCheckpoints:
             if is_new:
                 position = position._replace(random=None)
             shares = [1] * len(positions), [1] * self._strategy.world_size
-            place = ResumedPosition(position, *shares, worker)
-            place.prepare_loops(loaded["loops"])
-        return place
+            resumed = ResumedPosition(position, *shares, worker)
+            resumed.prepare_loops(loaded["loops"])
+        return resumed
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint."""
@@ -181,27 +181,27 @@ class RemoteCheckpoints:
                 files.remove()
 
     def load_param_groups(self, remote: RemoteOptimizer, checkpoint: Any) -> None:
-        """Put learning rates and the like where a worker's schedulers find them.
+        """Load learning rates and other numbers for a worker's schedulers.
 
-        The optimizer's rank has loaded the whole state by itself.
+        The optimizer's rank loads the whole state itself.
         """
         groups = checkpoint["optimizer_states"][0]["param_groups"]
         for present, group in zip(remote.param_groups, groups, strict=True):
             present.update({name: value for name, value in group.items() if name != "params"})
 
     def resume(self, trainer: pl.Trainer) -> None:
-        """Go on from what :meth:`load` has read, if it has; right before training starts."""
+        """Restore the position that :meth:`load` has read, if any; right before training starts."""
         if self._resumed is None:
             return
-        place, self._resumed = self._resumed, None
-        notes = place.restore(trainer) + place.other_workers("the positions")
-        if notes:
-            before, now = place.numbers()
+        resumed, self._resumed = self._resumed, None
+        changes = resumed.restore(trainer) + resumed.other_workers("the positions")
+        if changes:
+            before, now = resumed.numbers()
             rank_zero_warn(
                 f"The checkpoint was written by {before}, and {now} go on from it: "
-                f"{'; '.join(notes)}."
+                f"{'; '.join(changes)}."
             )
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
-        """Save once more after an agreed stop, unless that is done; all workers must call it."""
+        """Save after an agreed stop, unless that is already done; all workers must call it."""
         save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
