@@ -1,4 +1,4 @@
-"""A rank that freezes before training ends the others in time, and they name it."""
+"""Ranks connect, agree on errors, and name a rank that freezes before training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("worker 0", "worker 1", "the aggregator-optimizer (rank 2)")
 
 @contextmanager
 def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
-    """In the place of the default group that a job begins with."""
+    """Connect all ranks, after destroying the default process group of the job."""
     dist.barrier()
     dist.destroy_process_group()
     ranks = AllRanks(rendezvous.Job("127.0.0.1", port, rank, NAMES, timeout_s))
@@ -58,7 +58,7 @@ def agree_and_fail(rank: int, world: int, port: int) -> str:
 
 
 @pytest.mark.process
-def test_ranks_find_each_other_and_agree_on_errors() -> None:
+def test_ranks_connect_and_agree_on_errors() -> None:
     (port,) = free_ports()
     with Job(agree_and_fail, port, world=3) as job:
         outcomes = job.outcomes([0, 1, 2], 60)
@@ -70,7 +70,7 @@ def test_ranks_find_each_other_and_agree_on_errors() -> None:
 
 
 def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tuple[str, float]:
-    """What a rank raises when another one freezes, and after how many seconds."""
+    """Return what a rank raises when another one freezes, and after how many seconds."""
     is_victim = rank == victim
     began = time.monotonic()
     try:
@@ -78,17 +78,17 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
             began = time.monotonic()
             if phase == "default group":
                 freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
-            if phase == "arrival" and is_victim:
+            if phase == "joining" and is_victim:
                 freeze()
-            is_now = phase == "connection" and is_victim
-            with failing_at("connecting the ranks", lambda: is_now, freeze):
+            fails_now = phase == "connection" and is_victim
+            with failing_at("connecting the ranks", lambda: fails_now, freeze):
                 group = ranks.new_group()
             try:
                 began = time.monotonic()
                 freeze() if is_victim else group.raise_together(None)
             finally:
                 group.close()
-    except RuntimeError as error:  # on a busy machine already while it finds the others
+    except RuntimeError as error:  # on a busy machine, already while it connects
         return str(error), time.monotonic() - began
     return "nothing", 0.0
 
@@ -97,10 +97,10 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
 @pytest.mark.parametrize(
     ("phase", "longest_s"),
     [
-        ("arrival", HARNESS_S),
+        ("joining", HARNESS_S),
         *(
             pytest.param(phase, LONGEST_S, marks=pytest.mark.soak)
-            for phase in ("default group", "arrival", "connection", "agreement")
+            for phase in ("default group", "joining", "connection", "agreement")
         ),
     ],
 )
@@ -119,8 +119,8 @@ def test_a_frozen_rank_is_named_in_time(
                     assert seconds < longest_s
 
 
-def miss_a_worker(rank: int, world: int, port: int) -> str:
-    """What a rank raises when worker 1 never comes, and one that serves waits with patience."""
+def wait_for_missing_worker(rank: int, world: int, port: int) -> str:
+    """Return what a rank raises when worker 1 never joins and others wait without a timeout."""
     try:
         with all_ranks(rank, port, TIMEOUT_S) as ranks:
             if rank == 1:
@@ -138,16 +138,16 @@ def miss_a_worker(rank: int, world: int, port: int) -> str:
 
 
 @pytest.mark.process
-def test_who_waits_with_patience_learns_of_a_worker_that_never_comes() -> None:
+def test_an_unlimited_wait_ends_if_a_worker_never_joins() -> None:
     (port,) = free_ports()
-    with Job(miss_a_worker, port, world=3) as job:
+    with Job(wait_for_missing_worker, port, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is None, outcome.error
             assert "from worker 1. Check that" in outcome.result
 
 
 def end_without_saving(rank: int, world: int, port: int) -> str:
-    """What a rank that serves raises when rank 0 saves nothing, with a store that stays."""
+    """Return what a service rank raises if rank 0 ends without saving, and the store does not."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.barrier()
     dist.destroy_process_group()
@@ -164,7 +164,7 @@ def end_without_saving(rank: int, world: int, port: int) -> str:
 
 
 @pytest.mark.process
-def test_who_waits_for_a_checkpoint_learns_that_rank_0_has_ended_without_one() -> None:
+def test_waiting_for_a_checkpoint_ends_if_rank_0_ends_without_one() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Job(end_without_saving, store.port, world=2) as job:
         (outcome,) = job.outcomes([1], HARNESS_S)

@@ -1,4 +1,4 @@
-"""Parameters that are changed by hand are noticed, however that is done."""
+"""Changes of parameters outside the optimizer are detected, however they are made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def nothing(param: Tensor) -> None:
+def change_nothing(param: Tensor) -> None:
     pass
 
 
@@ -48,8 +48,10 @@ def load(param: Tensor) -> None:
     param.data.add_(1)
 
 
-def test_changes_are_noticed_without_a_wait(subtests: pytest.Subtests) -> None:
-    for (kind, make), change in itertools.product(TENSORS.items(), (nothing, tracked, clip, load)):
+def test_changes_are_detected_without_blocking(subtests: pytest.Subtests) -> None:
+    for (kind, make), change in itertools.product(
+        TENSORS.items(), (change_nothing, tracked, clip, load)
+    ):
         with subtests.test(kind, change=change.__name__), with_streams():
             params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
             detector = ChangeDetector(params)
@@ -58,7 +60,7 @@ def test_changes_are_noticed_without_a_wait(subtests: pytest.Subtests) -> None:
             assert detector.start_checksum(torch.cuda.Stream())() == detector.changed_checksum()
 
 
-def test_changes_are_noticed(subtests: pytest.Subtests) -> None:
+def test_changes_are_detected(subtests: pytest.Subtests) -> None:
     for (kind, make), change in itertools.product(TENSORS.items(), (tracked, clip, load)):
         with subtests.test(kind, change=change.__name__):
             params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
@@ -80,7 +82,7 @@ def test_changes_are_noticed(subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.parametrize("kind", ["part of another", "every other", "second half"])
-def test_what_belongs_to_others_is_no_change(kind: str) -> None:
+def test_other_elements_of_the_memory_are_ignored(kind: str) -> None:
     param = TENSORS[kind]()
     others = torch.ones(6_000, dtype=torch.bool)
     others.as_strided(param.shape, param.stride(), param.storage_offset()).fill_(False)
@@ -93,7 +95,7 @@ def test_what_belongs_to_others_is_no_change(kind: str) -> None:
     assert detector.changed_checksum() is not None
 
 
-def test_gradients_and_forward_passes_are_no_change() -> None:
+def test_gradients_and_forward_passes_are_ignored() -> None:
     layer = nn.Linear(3, 2)
     detector = ChangeDetector(list(layer.parameters()))
     detector.record()

@@ -1,4 +1,4 @@
-"""Gradients and parameters that a codec writes: the numbers of a plain loop that reads them."""
+"""Encoded gradients and parameters: the results are those of a plain loop that decodes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKERS = 2
 
 
 class Net(nn.Module):
-    """Has a parameter that only one worker uses, and one that nobody uses."""
+    """Has a parameter that only one worker uses, and one that no worker uses."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def train(rank: int, world: int, bucket_bytes: int, clip: bool) -> Tensor:
-    """Play the role of a rank; returns the parameters there at the end."""
+    """Run the role of a rank; return its parameters at the end."""
     net = Net(seed=0)
 
     def work(remote: RemoteOptimizer) -> None:
@@ -68,8 +68,8 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02)
 
 
-def as_read(values: list[Tensor], buckets: list[ParamBucket]) -> list[Tensor]:
-    """What arrives of tensors that are written bucket by bucket."""
+def encode_and_decode(values: list[Tensor], buckets: list[ParamBucket]) -> list[Tensor]:
+    """Return what is decoded from tensors that are encoded bucket by bucket."""
     read = [torch.empty_like(one) for one in values]
     for bucket in buckets:
         slices = [values[part.param].reshape(-1)[part.start : part.stop] for part in bucket.slices]
@@ -84,39 +84,39 @@ def as_read(values: list[Tensor], buckets: list[ParamBucket]) -> list[Tensor]:
 def in_one_process(
     rank: int, world: int, num_tiers: int, bucket_bytes: int, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """The formula: parameters where the optimizer is, and those that the workers read."""
-    masters, shown = Net(seed=0), Net(seed=1)
-    inner = make_optimizer(masters.parameters())
-    buckets = plan_buckets(list(masters.parameters()), bucket_bytes, CODEC)
+    """The reference: the optimizer's parameters, and those that the workers decode."""
+    full, decoded = Net(seed=0), Net(seed=1)
+    inner = make_optimizer(full.parameters())
+    buckets = plan_buckets(list(full.parameters()), bucket_bytes, CODEC)
 
-    def show() -> None:
-        arrived = as_read([param.detach() for param in masters.parameters()], buckets)
-        for param, value in zip(shown.parameters(), arrived, strict=True):
+    def decode() -> None:
+        arrived = encode_and_decode([param.detach() for param in full.parameters()], buckets)
+        for param, value in zip(decoded.parameters(), arrived, strict=True):
             param.data.copy_(value)
 
-    show()
+    decode()
     for step in range(STEPS):
-        missing = [True for _ in masters.parameters()]
-        total = [torch.zeros_like(param) for param in masters.parameters()]
+        missing = [True for _ in full.parameters()]
+        total = [torch.zeros_like(param) for param in full.parameters()]
         for worker in range(WORKERS):
-            shown.zero_grad()
-            backward(shown, worker, step)
-            grads = [param.grad for param in shown.parameters()]
+            decoded.zero_grad()
+            backward(decoded, worker, step)
+            grads = [param.grad for param in decoded.parameters()]
             missing = [m and g is None for m, g in zip(missing, grads, strict=True)]
             pairs = zip(total, grads, strict=True)
             sent = [torch.zeros_like(one) if grad is None else grad for one, grad in pairs]
-            for one, arrived in zip(total, as_read(sent, buckets), strict=True):
+            for one, arrived in zip(total, encode_and_decode(sent, buckets), strict=True):
                 one.add_(arrived)
         mean = [one / WORKERS for one in total]
-        if num_tiers == 3:  # the aggregator writes it once more
-            mean = as_read(mean, buckets)
-        for param, value, is_missing in zip(masters.parameters(), mean, missing, strict=True):
+        if num_tiers == 3:  # the aggregator encodes it once more
+            mean = encode_and_decode(mean, buckets)
+        for param, value, is_missing in zip(full.parameters(), mean, missing, strict=True):
             param.grad = None if is_missing else value
         if clip:
-            nn.utils.clip_grad_norm_([p for p in masters.parameters() if p.grad is not None], 0.1)
+            nn.utils.clip_grad_norm_([p for p in full.parameters() if p.grad is not None], 0.1)
         inner.step()
-        show()
-    return flat(masters), flat(shown)
+        decode()
+    return flat(full), flat(decoded)
 
 
 @pytest.mark.parametrize(
@@ -131,22 +131,22 @@ def in_one_process(
         strength=1,
     ),
 )
-def test_numbers_are_those_of_a_plain_loop(
+def test_results_are_those_of_a_plain_loop(
     pool: Pool, num_tiers: int, bucket_bytes: int, clip: bool
 ) -> None:
     found = pool.run(train, bucket_bytes, clip, world=WORKERS + num_tiers - 1)
-    masters, shown = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
-    assert torch.equal(found[-1], masters)
-    assert all(torch.equal(weights, shown) for weights in found[:WORKERS])
-    assert not torch.equal(shown, masters)
-    assert not torch.equal(masters, flat(Net(seed=0)))
+    full, decoded = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
+    assert torch.equal(found[-1], full)
+    assert all(torch.equal(weights, decoded) for weights in found[:WORKERS])
+    assert not torch.equal(decoded, full)
+    assert not torch.equal(full, flat(Net(seed=0)))
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
 def make_params() -> list[nn.Parameter]:
-    """Of all dtypes, with odd sizes."""
+    """Return parameters of all dtypes, with odd sizes."""
     generator = torch.Generator().manual_seed(0)
     sizes = [7, 1, 13, 3, 0, 5, 11, 1, 2]
     return [
@@ -172,9 +172,7 @@ def train_mixed(rank: int, world: int, codec: Codec | None, bucket_bytes: int) -
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-def test_dtypes_side_by_side_and_odd_sizes(
-    pool: Pool, num_tiers: int, subtests: pytest.Subtests
-) -> None:
+def test_mixed_dtypes_and_odd_sizes(pool: Pool, num_tiers: int, subtests: pytest.Subtests) -> None:
     world = WORKERS + num_tiers - 1
     for codec, bucket_bytes in itertools.product((None, BFloat16(), Int8(block=4)), (16, 1000)):
         with subtests.test(codec=codec, bucket_bytes=bucket_bytes):
@@ -189,7 +187,7 @@ def test_dtypes_side_by_side_and_odd_sizes(
                 assert (end.double().norm() < start.double().norm()) == (start.numel() > 0)
 
 
-def train_on_other_terms(rank: int, world: int) -> None:
+def train_with_other_compression(rank: int, world: int) -> None:
     compression = "int8" if rank == 0 else "bf16"
     net, transport = nn.Linear(3, 2), Transport(compression=compression)
     run_role(lambda _: None, net.parameters(), torch.optim.SGD, 1, transport=transport)
@@ -197,12 +195,12 @@ def train_on_other_terms(rank: int, world: int) -> None:
 
 def test_another_compression_on_another_rank_is_refused(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
-        pool.run(train_on_other_terms, world=2)
+        pool.run(train_with_other_compression, world=2)
     assert "and give all ranks the same Transport" in caught.value.failures[0].message
     assert "Another model on: Worker 0" in caught.value.failures[1].message
 
 
-def meet_nan(rank: int, world: int) -> None:
+def train_with_nan(rank: int, world: int) -> None:
     net = nn.Linear(300, 2)
 
     def work(remote: RemoteOptimizer) -> None:
@@ -216,15 +214,15 @@ def meet_nan(rank: int, world: int) -> None:
     run_role(work, net.parameters(), make_optimizer, WORKERS, transport=transport)
 
 
-def test_a_gradient_that_is_no_number_is_named(pool: Pool) -> None:
+def test_the_worker_with_a_nan_gradient_is_named(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
-        pool.run(meet_nan, world=3)
+        pool.run(train_with_nan, world=3)
     for failure in caught.value.failures.values():
         assert "Worker 1: a gradient is not finite" in failure.message
 
 
 def count_bytes(rank: int, world: int, compression: str | None) -> tuple[float, float, float]:
-    """Bytes sent, saved and received in a step, against 4 for each parameter."""
+    """Return bytes sent, saved and received in a step, relative to 4 per element."""
     net = nn.Linear(300, 300)
 
     def work(remote: RemoteOptimizer) -> tuple[float, float, float]:
@@ -250,7 +248,7 @@ def test_bytes_of_a_step(pool: Pool, compression: str | None, part: float) -> No
     assert saved == pytest.approx(1 - part, abs=0.001)
 
 
-def test_names_make_codecs(subtests: pytest.Subtests) -> None:
+def test_codecs_by_name(subtests: pytest.Subtests) -> None:
     for given, expected in (
         (None, None),
         ("none", None),
@@ -263,7 +261,7 @@ def test_names_make_codecs(subtests: pytest.Subtests) -> None:
             assert as_codec(given) == expected
 
 
-def test_what_does_not_work_is_refused(subtests: pytest.Subtests) -> None:
+def test_unsupported_codecs_are_refused(subtests: pytest.Subtests) -> None:
     rows: list[tuple[Any, type[Exception], str]] = [
         ("zip", ValueError, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
         (8, TypeError, "a codec such as Int8"),

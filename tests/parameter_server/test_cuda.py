@@ -1,4 +1,4 @@
-"""Parameters and gradients of a GPU, which travel through the processor's memory."""
+"""Parameters and gradients of a GPU, which are sent through CPU memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.pool import Pool
 
 
 @pytest.mark.parametrize("compression", [None, "bf16", "int8"])
-def test_a_worker_reads_nothing_back(pool: Pool, compression: str | None) -> None:
-    """Gradients leave by copies that nobody waits for; parameters come."""
+def test_a_worker_never_waits_for_the_gpu(pool: Pool, compression: str | None) -> None:
+    """Gradients are copied and sent without blocking."""
     for overlap in (False, True):
         pool.run(train, overlap, compression, world=3)
 
@@ -52,7 +52,7 @@ def make_model(device: str) -> nn.Sequential:
 
 
 @pytest.mark.gpu
-def test_what_is_on_a_gpu_arrives_on_another_rank(subtests: pytest.Subtests) -> None:
+def test_gpu_tensors_are_received_on_another_rank(subtests: pytest.Subtests) -> None:
     for codec, bucket_bytes in itertools.product((None, BFloat16(), Int8(4)), (16, 1000)):
         with subtests.test(codec=codec, bucket_bytes=bucket_bytes):
             send_there_and_back(codec, bucket_bytes)
@@ -75,7 +75,7 @@ def send_there_and_back(codec: Codec | None, bucket_bytes: int) -> None:
         BucketBuffer(bucket, expected).round_trip(expected)
     for own, other, returned in zip(expected, there, back, strict=True):
         assert torch.equal(other, own)
-        torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # written a second time
+        torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # encoded a second time
 
 
 def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
@@ -94,7 +94,7 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
     with no_waits_for_the_gpu():
         sending = [async_sender.send(buffer, here, MessageTag.GRADIENTS) for buffer in buffers]
         for values in here:
-            values.zero_()  # what was sent is as it was then
+            values.zero_()  # must not change what is sent
     for bucket in buckets:
         buffer = BucketBuffer(bucket, there)
         receiver.wait(
@@ -109,7 +109,7 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_courier_does_not_wait_for_the_device() -> None:
+def test_an_async_sender_does_not_wait_for_the_device() -> None:
     store = HashStore()
     groups: dict[int, ProcessGroupGloo] = {}
 
@@ -126,7 +126,7 @@ def test_a_courier_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8()])
-def test_tensors_of_one_dtype_are_copied_at_a_time(
+def test_each_foreach_copy_has_tensors_of_one_dtype(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch 2.5 to 2.10 copy wrong values on a GPU if one list holds several dtypes."""

@@ -1,4 +1,4 @@
-"""What is no message of this program is an error that names its sender, and takes no memory."""
+"""Invalid messages raise errors that name the sender, and allocate no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.forked_jobs import Start
 from tests.pool import Pool
 from tests.programs import free_ports
 
-NOTES = [
+MESSAGES = [
     b"",
     b"\xff\xfe",
     b"[2",
@@ -35,10 +35,10 @@ NOTES = [
 ]
 
 
-def send_notes(rank: int, world: int) -> list[str]:
-    """Rank 0 sends them, and a length that no memory has; rank 1 says what it makes of each."""
+def send_messages(rank: int, world: int) -> list[str]:
+    """Rank 0 sends them, and an impossible length; rank 1 returns the error for each."""
     connection = Transport().connect(1 - rank, f"worker {1 - rank}")
-    frames = [len(text).to_bytes(8, "little") + text for text in NOTES]
+    frames = [len(text).to_bytes(8, "little") + text for text in MESSAGES]
     frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]
     found = []
     for frame in frames:
@@ -52,13 +52,13 @@ def send_notes(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_notes(pool: Pool) -> None:
-    _, found = pool.run(send_notes, world=2)
-    assert len(found) == len(NOTES) + 2
+def test_messages(pool: Pool) -> None:
+    _, found = pool.run(send_messages, world=2)
+    assert len(found) == len(MESSAGES) + 2
     assert all(text.startswith("Worker 0 has ") for text in found), found
 
 
-NO_TENSORS: list[dict[str, Any]] = [
+INVALID_TENSORS: list[dict[str, Any]] = [
     {},
     {"shape": [2], "dtype": "nn"},
     {"shape": [2], "dtype": "no_such_dtype"},
@@ -70,10 +70,10 @@ NO_TENSORS: list[dict[str, Any]] = [
 
 
 def receive_states(rank: int, world: int) -> list[str]:
-    """What is raised about each of ``NO_TENSORS``."""
+    """Return the error for each of ``INVALID_TENSORS``."""
     connection = Transport().connect(1 - rank, "the aggregator")
     found = []
-    for described in NO_TENSORS:
+    for described in INVALID_TENSORS:
         description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
         try:
             OptimizerState.receive(connection, description)
@@ -84,7 +84,7 @@ def receive_states(rank: int, world: int) -> list[str]:
 
 
 def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
-    for described, *texts in zip(NO_TENSORS, *pool.run(receive_states, world=2), strict=True):
+    for described, *texts in zip(INVALID_TENSORS, *pool.run(receive_states, world=2), strict=True):
         with subtests.test(described=described):
             assert len(texts) == 2
             for text in texts:
@@ -109,7 +109,7 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        # Worker 0's process hosts the store, so it leaves last.
+        # Worker 0's process hosts the store, so it ends last.
         if rank == 0:
             job.store.set("seen", "")
             wait_for(job.store, "left")

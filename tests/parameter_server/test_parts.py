@@ -1,4 +1,4 @@
-"""The parts of a remote optimizer: cutting, packing, notes, states and wishes."""
+"""Parts of a remote optimizer: buckets, buffers, step requests and optimizer states."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tests.pool import Pool, PoolError
 
 
 @pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)
-def test_every_element_travels_once(codec: Codec | None, subtests: pytest.Subtests) -> None:
+def test_every_element_is_sent_once(codec: Codec | None, subtests: pytest.Subtests) -> None:
     for sizes in (*itertools.product([1, 3, 11], repeat=3), (0, 5, 0), (7,), (0,)):
         for bucket_bytes in (4, 12, 40, 1000):
             with subtests.test(sizes=sizes, bucket_bytes=bucket_bytes):
                 params = [torch.randn(size) for size in sizes]
                 buckets = plan_buckets(params, bucket_bytes, codec)
-                assert_each_element_is_in_one_message(params, buckets)
-                assert_what_arrives_is_what_the_sender_rounds_to(params, buckets, codec)
+                assert_each_element_is_in_one_bucket(params, buckets)
+                assert_received_values_equal_a_round_trip(params, buckets, codec)
 
 
-def assert_each_element_is_in_one_message(params: list[Tensor], buckets: list[ParamBucket]) -> None:
+def assert_each_element_is_in_one_bucket(params: list[Tensor], buckets: list[ParamBucket]) -> None:
     covered = [torch.zeros_like(param) for param in params]
     for bucket in buckets:
         assert bucket.numel == sum(stop - start for _, start, stop in bucket.slices)
@@ -51,7 +51,7 @@ def assert_each_element_is_in_one_message(params: list[Tensor], buckets: list[Pa
     assert all((count == 1).all() for count in covered)
 
 
-def assert_what_arrives_is_what_the_sender_rounds_to(
+def assert_received_values_equal_a_round_trip(
     params: list[Tensor], buckets: list[ParamBucket], codec: Codec | None
 ) -> None:
     buffers = [BucketBuffer(bucket, params) for bucket in buckets]
@@ -67,19 +67,19 @@ def assert_what_arrives_is_what_the_sender_rounds_to(
     rounded = [param.clone() for param in params]
     for bucket in buckets:
         BucketBuffer(bucket, rounded).round_trip(rounded)
-    for param, copy, alike in zip(params, copies, rounded, strict=True):
-        assert torch.equal(copy, alike)
+    for param, copy, expected in zip(params, copies, rounded, strict=True):
+        assert torch.equal(copy, expected)
         if isinstance(codec, Int8):
             torch.testing.assert_close(copy, param, rtol=0, atol=5 / 254)
         else:
-            assert torch.equal(copy, param if codec is None else as_read(codec, param))
+            assert torch.equal(copy, param if codec is None else encode_and_decode(codec, param))
 
 
-def as_read(codec: Codec, values: Tensor) -> Tensor:
+def encode_and_decode(codec: Codec, values: Tensor) -> Tensor:
     return codec.decode(codec.encode(values), torch.empty_like(values))
 
 
-def test_memory_of_another_order_travels_whole() -> None:
+def test_non_contiguous_memory_is_sent_whole() -> None:
     param = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     (bucket,) = plan_buckets([param], bucket_bytes=8)
     other = torch.zeros(2, 3, 4, 4)
@@ -94,7 +94,7 @@ def test_memory_of_another_order_travels_whole() -> None:
     assert torch.equal(again, param)
 
 
-def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
+def test_the_accumulator_has_contiguous_parameters() -> None:
     params = [torch.zeros(2, 3), torch.zeros(7), torch.zeros(1), torch.zeros(20)]
     buckets = plan_buckets(params, bucket_bytes=32)
     accumulator = Accumulator(params, buckets)
@@ -107,12 +107,12 @@ def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
-def test_shares_are_even_and_complete(num_servers: int) -> None:
+def test_shards_are_even_and_complete(num_servers: int) -> None:
     params = [torch.zeros(size) for size in (5, 1, 4, 4, 3, 1)]
-    shares = shard_parameters(params, num_servers)
-    assert sorted(itertools.chain(*shares)) == list(range(6))
-    loads = [sum(params[i].numel() for i in share) for share in shares]
-    assert max(loads) <= 4 / 3 * sum(loads) / num_servers
+    shards = shard_parameters(params, num_servers)
+    assert sorted(itertools.chain(*shards)) == list(range(6))
+    sizes = [sum(params[i].numel() for i in shard) for shard in shards]
+    assert max(sizes) <= 4 / 3 * sum(sizes) / num_servers
 
 
 def test_more_servers_than_parameters() -> None:
@@ -120,16 +120,16 @@ def test_more_servers_than_parameters() -> None:
         shard_parameters([torch.zeros(3)], 2)
 
 
-def test_calls_of_several_workers_are_joined() -> None:
+def test_requests_of_several_workers_are_merged() -> None:
     first = StepRequest((0, 2), [{"lr": 0.1}], GradientClipping("norm", 1.0))
     second = StepRequest((2, 3), [{"lr": 0.2}], None, "SIGTERM")
-    joined = StepRequest.merge([first, second])
-    assert joined == StepRequest((2,), [{"lr": 0.1}], GradientClipping("norm", 1.0), "SIGTERM")
-    assert StepRequest.from_dict(joined.to_dict()) == joined
+    merged = StepRequest.merge([first, second])
+    assert merged == StepRequest((2,), [{"lr": 0.1}], GradientClipping("norm", 1.0), "SIGTERM")
+    assert StepRequest.from_dict(merged.to_dict()) == merged
     assert StepRequest.from_dict(StepRequest().to_dict()) == StepRequest()
 
 
-def test_hyperparameters_tell_each_other_what_changes() -> None:
+def test_changed_hyperparameters_are_sent() -> None:
     here = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "fused": None}]
     there: list[dict[str, Any]] = [{"params": [], "lr": torch.tensor(0.0)}]
     sender, receiver = HyperparameterSync(here), HyperparameterSync(there)
@@ -141,7 +141,7 @@ def test_hyperparameters_tell_each_other_what_changes() -> None:
     assert sender.changes() == [{"lr": 0.2, "betas": [0.9, 0.99]}]
 
 
-def test_steps_one_by_one_are_a_step_of_all(subtests: pytest.Subtests) -> None:
+def test_stepping_parameters_one_by_one_gives_equal_results(subtests: pytest.Subtests) -> None:
     for kind in ("Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam"):
         with subtests.test(kind):
             torch.manual_seed(0)
@@ -162,14 +162,14 @@ def test_steps_one_by_one_are_a_step_of_all(subtests: pytest.Subtests) -> None:
             assert all(map(torch.equal, here, there))
 
 
-def test_an_unknown_optimizer_steps_all_at_once() -> None:
+def test_an_unknown_optimizer_steps_all_parameters_at_once() -> None:
     class Own(torch.optim.SGD):
         pass
 
     assert not can_step_per_parameter(Own([torch.zeros(1)], lr=0.1))
 
 
-def test_a_state_that_is_more_than_tensors_is_refused() -> None:
+def test_a_state_with_other_values_than_tensors_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {"history": [1, 2]}
     with pytest.raises(TypeError, match="keeps a list as 'history' of parameter 0"):
@@ -198,8 +198,8 @@ def test_ranks_with_servers_and_replicas() -> None:
         Tiers.detect(6, 3, num_servers=2, replica_size=2)
 
 
-def talk(rank: int, world: int, num_servers: int) -> Any:
-    """A scheduler on the worker, one on the server, a state that goes back and forth."""
+def exchange_settings(rank: int, world: int, num_servers: int) -> Any:
+    """Use a scheduler on the worker, one on the server, and send the state both ways."""
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
 
@@ -237,8 +237,8 @@ def talk(rank: int, world: int, num_servers: int) -> Any:
 
 
 @pytest.mark.parametrize(("world", "num_servers"), [(2, 1), (3, 1), (3, 2)])
-def test_settings_and_state_travel_both_ways(pool: Pool, world: int, num_servers: int) -> None:
-    rates, local, again = pool.run(talk, num_servers, world=world)[0]
+def test_settings_and_state_are_sent_both_ways(pool: Pool, world: int, num_servers: int) -> None:
+    rates, local, again = pool.run(exchange_settings, num_servers, world=world)[0]
     assert [decay for _, decay in rates] == [0.25, 0.5, 0.75]
     assert [rate for rate, _ in rates] == [0.25, 0.125, 0.0625]
     assert local["param_groups"][0]["lr"] == 0.0625
@@ -279,7 +279,7 @@ def test_gradients_that_cannot_be_sent(pool: Pool, what: str, text: str) -> None
     with pytest.raises(PoolError) as caught:
         pool.run(step_with, what, world=2)
     assert text in caught.value.failures[0].message
-    if what != "twice":  # then the server waits for the rest of the gradients, and is ended
+    if what != "twice":  # then the server waits for the rest of the gradients, and is stopped
         assert "Worker 0 failed: " in caught.value.failures[1].message
 
 
@@ -302,7 +302,7 @@ def train_rounded(rank: int, world: int, compression: str | None) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
 
 
-def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
+def test_compression_gives_equal_results_with_2_and_3_tiers(pool: Pool) -> None:
     two, three = (pool.run(train_rounded, "bf16", world=world) for world in (3, 4))
     exact = pool.run(train_rounded, None, world=3)
     assert torch.equal(two[2], three[3])
@@ -311,8 +311,8 @@ def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
     torch.testing.assert_close(two[2], exact[2], rtol=0.02, atol=0.02)
 
 
-def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
-    """A parameter that is cut into many buckets, sent after the backward pass."""
+def train_in_buckets(rank: int, world: int, bucket_bytes: int) -> Tensor:
+    """Train a parameter that is cut into many buckets, sent after the backward pass."""
     torch.manual_seed(0)
     net = nn.Linear(5, 7)
 
@@ -328,19 +328,19 @@ def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-def test_a_parameter_of_many_messages(pool: Pool, num_tiers: int) -> None:
-    found = pool.run(train_in_pieces, 8, world=num_tiers)
-    expected = pool.run(train_in_pieces, 10_000, world=2)
+def test_a_parameter_in_many_buckets(pool: Pool, num_tiers: int) -> None:
+    found = pool.run(train_in_buckets, 8, world=num_tiers)
+    expected = pool.run(train_in_buckets, 10_000, world=2)
     assert all(torch.equal(weights, expected[0]) for weights in (found[0], found[-1]))
 
 
-def test_a_wait_that_is_too_late_does_not_wait_for_reports_as_well() -> None:
+def test_after_a_timeout_reports_are_not_waited_for() -> None:
     clock = SkippingClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])
         for timeout_s, waits in ((0.0, False), (60.0, True)):
             before_s = clock.now()
-            names_it = explain_unreachable("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
-            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), names_it:
-                raise RuntimeError("the backend's own words")
+            explained = explain_unreachable("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), explained:
+                raise RuntimeError("the backend's error")
             assert (clock.now() > before_s) == waits

@@ -1,4 +1,4 @@
-"""Who waits for a server that waits itself goes on waiting, and one deadline names who is late."""
+"""Keep-alives: ranks that wait for a waiting server do not time out; the late rank is named."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ pytestmark = pytest.mark.process
 TIMEOUT_S = 2.0
 PROMPT_S = TIMEOUT_S + 6
 STEPS = 5
-MOMENT = 3
-"""In which step something happens."""
+EVENT_STEP = 3
+"""The step in which something happens."""
 
 
 class Run(NamedTuple):
     """What happens in the third step.
 
     Attributes:
-        num_workers: How many train; the ranks after them serve.
-        min_workers: With how many to go on.
-        in_backward: What the last ones of the workers do when half of their gradients have left.
-        between_servers: What they do when the first server has got all of them, the second nothing.
-        num_troubled: How many these are.
-        frozen_later: Ranks that are frozen when all gradients have arrived.
-        noted: Where the time of that is written.
-        num_servers: Shares of the parameters; gradients are clipped by their common norm.
-        width: Of the model.
+        num_workers: Number of workers; the ranks after them serve.
+        min_workers: Continue with so many workers.
+        in_backward: What the last workers do when half of their gradients are sent.
+        between_servers: What they do when the first server has all of them, the second none.
+        num_troubled: Number of these workers.
+        frozen_later: Ranks that are frozen when all gradients are received.
+        frozen_at: File for the time of that.
+        num_servers: Number of shards; gradients are clipped by the norm of all.
+        width: Width of the model.
     """
 
     num_workers: int
@@ -57,13 +57,13 @@ class Run(NamedTuple):
     between_servers: Callable[[], None] | None = None
     num_troubled: int = 1
     frozen_later: tuple[int, ...] = ()
-    noted: Path = Path(os.devnull)
+    frozen_at: Path = Path(os.devnull)
     num_servers: int = 1
     width: int = 5
 
 
-def go(rank: int, world: int, run: Run) -> Any:
-    """Train or serve; what a worker returns is the number of its steps."""
+def run_rank(rank: int, world: int, run: Run) -> Any:
+    """Train or serve; return the number of steps on workers."""
     torch.manual_seed(0)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"pid{rank}", str(os.getpid()))
@@ -75,7 +75,7 @@ def go(rank: int, world: int, run: Run) -> Any:
     made = [0]
 
     def in_backward(_: Any) -> None:
-        if run.in_backward is not None and is_troubled and made[0] == MOMENT:
+        if run.in_backward is not None and is_troubled and made[0] == EVENT_STEP:
             run.in_backward()
 
     for layer in model[:2]:
@@ -83,8 +83,8 @@ def go(rank: int, world: int, run: Run) -> Any:
 
     def after_step() -> None:
         served.append(1)
-        if len(served) == MOMENT and run.frozen_later:
-            run.noted.write_text(str(time.time()))
+        if len(served) == EVENT_STEP and run.frozen_later:
+            run.frozen_at.write_text(str(time.time()))
             for victim in run.frozen_later:
                 os.kill(pids[victim], signal.SIGSTOP)
 
@@ -104,7 +104,7 @@ def go(rank: int, world: int, run: Run) -> Any:
     if run.between_servers is not None and is_troubled:
         asked = itertools.count(1)
         failing = failing_at(
-            "requesting a step", lambda: next(asked) == 2 * MOMENT, run.between_servers
+            "requesting a step", lambda: next(asked) == 2 * EVENT_STEP, run.between_servers
         )
     with failing:
         return run_role(
@@ -119,39 +119,37 @@ def go(rank: int, world: int, run: Run) -> Any:
 
 
 def outcomes(run: Run, num_tiers: int, lost: tuple[int, ...]) -> dict[int, Outcome]:
-    """How the ranks end that are not lost."""
+    """Return how the ranks end that are not lost."""
     world = run.num_workers + (num_tiers - 1) * run.num_servers
     others = [rank for rank in range(world) if rank not in lost]
-    with Job(go, run, world=world) as job:
+    with Job(run_rank, run, world=world) as job:
         return dict(zip(others, job.outcomes(others, HARNESS_S), strict=True))
 
 
-def nap() -> None:
-    """Be late for a message, twice as late in all as may be for one."""
+def be_late() -> None:
+    """Be late for a bucket; for two of them, longer than the timeout in all."""
     time.sleep(0.7 * TIMEOUT_S)
 
 
 @pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_worker_waits_longer_for_a_step_than_another_one_may_be_late_for_a_message(
-    num_tiers: int,
-) -> None:
-    ended = outcomes(Run(2, in_backward=nap), num_tiers, lost=())
+def test_a_worker_waits_for_a_step_longer_than_the_timeout(num_tiers: int) -> None:
+    ended = outcomes(Run(2, in_backward=be_late), num_tiers, lost=())
     for rank, outcome in ended.items():
         assert outcome.error is None, outcome.error
         assert outcome.result == (STEPS if rank < 2 else None)
 
 
 FROZEN = (2, 3)
-PLACES = {
+PHASES = {
     "backward": Run(4, 2, freeze, num_troubled=2),
-    "answer": Run(4, 2, frozen_later=FROZEN, width=2000),  # more than fits into sockets
+    "reply": Run(4, 2, frozen_later=FROZEN, width=2000),  # more than fits into sockets
 }
 
 
 @pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("place", ["backward", pytest.param("answer", marks=pytest.mark.soak)])
-def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_tiers: int) -> None:
-    ended = outcomes(PLACES[place], num_tiers, lost=FROZEN)
+@pytest.mark.parametrize("phase", ["backward", pytest.param("reply", marks=pytest.mark.soak)])
+def test_two_frozen_workers_time_out_one_after_the_other(phase: str, num_tiers: int) -> None:
+    ended = outcomes(PHASES[phase], num_tiers, lost=FROZEN)
     for rank, outcome in ended.items():
         assert outcome.error is None, outcome.error
         assert outcome.result == (STEPS if rank < 2 else None)
@@ -159,7 +157,7 @@ def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_t
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_tiers", [2, 3])
-def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) -> None:
+def test_a_server_waits_for_the_norms_of_a_server_that_loses_workers(num_tiers: int) -> None:
     run = Run(4, 2, between_servers=freeze, num_troubled=2, num_servers=2)
     ended = outcomes(run, num_tiers, lost=FROZEN)
     for rank, outcome in ended.items():
@@ -170,13 +168,13 @@ def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) 
 @pytest.mark.parametrize(
     ("victim", "longest_s"), [(2, HARNESS_S), pytest.param(3, PROMPT_S, marks=pytest.mark.soak)]
 )
-def test_a_frozen_server_ends_all_in_time_and_is_named(
+def test_a_frozen_server_ends_all_ranks_in_time_and_is_named(
     victim: int, longest_s: float, tmp_path: Path
 ) -> None:
     name = Tiers.detect(4, 2).name(victim)
-    run = Run(2, frozen_later=(victim,), noted=tmp_path / "frozen_at")
+    run = Run(2, frozen_later=(victim,), frozen_at=tmp_path / "frozen_at")
     ended = outcomes(run, 3, lost=(victim,))
     for outcome in ended.values():
         assert outcome.error is not None
         assert name in outcome.error.lower().rpartition("error: ")[2]
-        assert outcome.ended_at - float(run.noted.read_text()) < longest_s
+        assert outcome.ended_at - float(run.frozen_at.read_text()) < longest_s

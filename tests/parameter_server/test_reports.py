@@ -1,4 +1,4 @@
-"""A failure that the watchdog tells of reaches those who wait, and frozen ranks hold nobody up."""
+"""A failure that the watchdog reports reaches waiting ranks; frozen ranks do not delay it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.process
 REPORTING, WAITING, FROZEN, SERVER = range(4)
 TIMEOUT_S = 60.0
 LONGEST_S = 20.0
-"""From when the server's watchdog knows until the server has ended."""
+"""From the report to the server's watchdog until the server has ended."""
 
 
-def go(rank: int, world: int) -> float | None:
-    """Make a step together, and then none; the server says how long it went on after a report."""
+def run_rank(rank: int, world: int) -> float | None:
+    """Make one step; the server returns how long it took to end after a report."""
     store = TimeoutStore(dist.distributed_c10d._get_default_store())
     watchdog = Watchdog(store.with_prefix("watchdog"), rank, world)
     watchdog.start()
     model = nn.Linear(3, 1)
-    told_at: list[float] = []
+    reported_at: list[float] = []
 
     def listen() -> None:
         while watchdog.failure is None:
             time.sleep(0.005)
-        told_at.append(time.monotonic())
+        reported_at.append(time.monotonic())
 
     def train(remote: RemoteOptimizer) -> None:
         model(torch.ones(2, 3)).square().mean().backward()
@@ -43,7 +43,7 @@ def go(rank: int, world: int) -> float | None:
             freeze()
         if rank == WAITING:
             remote.step()
-        time.sleep(1.0)  # until the others have come so far
+        time.sleep(1.0)  # until the others have done this
         watchdog.report("a meteor")
         time.sleep(TIMEOUT_S)
 
@@ -58,12 +58,12 @@ def go(rank: int, world: int) -> float | None:
             train, params, lambda own: torch.optim.SGD(own, lr=0.1), SERVER, transport=transport
         )
     except WorkerFailure:
-        return time.monotonic() - told_at[0]
+        return time.monotonic() - reported_at[0]
     return None
 
 
-def test_a_server_that_knows_of_a_failure_ends_soon_and_tells_who_waits_for_it() -> None:
-    with Job(go, world=4) as job:
+def test_a_server_with_a_reported_failure_ends_soon_and_tells_its_clients() -> None:
+    with Job(run_rank, world=4) as job:
         waiting, server = job.outcomes([WAITING, SERVER], 60)
     assert server.error is None, server.error
     assert server.result < LONGEST_S

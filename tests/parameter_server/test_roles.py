@@ -1,4 +1,4 @@
-"""The three roles in a plain loop, against DDP and against each other."""
+"""The roles in a plain loop: 2 and 3 tiers give the results of DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_loco.parameter_server import (
 from tests.pool import Pool, PoolError
 
 STEPS = 200
-TRANSPORT = Transport(bucket_bytes=100)  # several messages, which cut parameters in two
+TRANSPORT = Transport(bucket_bytes=100)  # several buckets, which cut parameters in two
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Has a parameter that only some workers use, and one that nobody uses."""
+    """Has a parameter that only some workers use, and one that no worker uses."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def backward(net: Any, rank: int, step: int, use_all: bool) -> None:
-    """The gradient of one batch of a worker."""
+    """Compute the gradient of one batch of a worker."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(4, 3, generator=generator)
     net(inputs, use_all).square().mean().backward()
@@ -57,11 +57,11 @@ def backward(net: Any, rank: int, step: int, use_all: bool) -> None:
 def train(
     rank: int, world: int, num_workers: int, name: str, clip: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Play the role of a rank; returns the last parameters and those after each step."""
+    """Run the role of a rank; return the last parameters and those after each step."""
     net = Net(seed=rank)
     history: list[Tensor] = []
 
-    def note() -> None:
+    def record() -> None:
         history.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
 
     def work(remote: RemoteOptimizer) -> None:
@@ -73,7 +73,7 @@ def train(
             if clip:
                 remote.clip_grad_norm_(0.1)
             remote.step()
-            note()
+            record()
 
     def make(params: Any) -> torch.optim.Optimizer:
         inner = OPTIMIZERS[name](params)
@@ -82,7 +82,7 @@ def train(
 
     def after_step() -> None:
         schedules[0].step()
-        note()
+        record()
 
     schedules: list[Any] = []
     run_role(
@@ -97,7 +97,7 @@ def train(
 
 
 def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) -> Tensor:
-    """The same with DDP, from the parameters of the rank that had the optimizer."""
+    """Train with DDP, from the initial parameters of the rank that has the optimizer."""
     net = Net(seed=server_rank)
     model = DistributedDataParallel(net, find_unused_parameters=True)
     inner = OPTIMIZERS[name](net.parameters())
@@ -122,7 +122,7 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
         for kind in [("AdamW", True), ("SGD", False), ("Adagrad", False)]
     ],
 )
-def test_any_tiers_are_ddp(
+def test_all_tiers_give_the_results_of_ddp(
     pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool
 ) -> None:
     world = num_workers + num_tiers - 1
@@ -139,8 +139,8 @@ def test_any_tiers_are_ddp(
         torch.testing.assert_close(server, expected, rtol=1e-4, atol=1e-6)
 
 
-def train_two_ways(rank: int, world: int, num_workers: int) -> Tensor:
-    """As :func:`train`, with the same start however many tiers there are."""
+def train_with_uneven_data(rank: int, world: int, num_workers: int) -> Tensor:
+    """Train with the same initial parameters for any number of tiers."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
 
@@ -155,17 +155,17 @@ def train_two_ways(rank: int, world: int, num_workers: int) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
-def test_two_tiers_are_three_tiers_bit_for_bit_with_uneven_data(pool: Pool) -> None:
-    two = pool.run(train_two_ways, 2, world=3)
-    three = pool.run(train_two_ways, 2, world=4)
+def test_2_and_3_tiers_are_equal_bit_for_bit_with_uneven_data(pool: Pool) -> None:
+    two = pool.run(train_with_uneven_data, 2, world=3)
+    three = pool.run(train_with_uneven_data, 2, world=4)
     assert torch.equal(two[-1], three[-1])
     for results in (two, three):
-        assert torch.equal(results[1], results[-1])  # the worker that stayed to the end
+        assert torch.equal(results[1], results[-1])  # the worker with most data
         assert not torch.equal(results[0], results[-1])
 
 
 def train_one_after_another(rank: int, world: int, seeds: tuple[int, ...]) -> list[Tensor]:
-    """Several models in one process group."""
+    """Train several models in one process group."""
     found = []
     for seed in seeds:
         net = Net(seed)
@@ -191,16 +191,16 @@ def test_a_group_can_train_several_models_one_after_another(pool: Pool, world: i
         assert torch.equal(found[2], expected[0])
 
 
-def ask_after_leaving(rank: int, world: int) -> None:
+def use_after_leaving(rank: int, world: int) -> None:
     left: list[RemoteOptimizer] = []
     run_role(left.append, nn.Linear(2, 2).parameters(), OPTIMIZERS["SGD"], 1)
     if rank == 0:
         left[0].state_dict()
 
 
-def test_who_has_left_the_servers_cannot_ask_them(pool: Pool) -> None:
+def test_requests_after_leaving_raise(pool: Pool) -> None:
     with pytest.raises(PoolError, match="this rank has closed its connection"):
-        pool.run(ask_after_leaving, world=2)
+        pool.run(use_after_leaving, world=2)
 
 
 def serve_another_model(rank: int, world: int) -> None:
@@ -215,7 +215,7 @@ def test_another_model_is_refused_on_both_sides(pool: Pool) -> None:
     assert "Another model on: Worker 0" in str(caught.value)
 
 
-def die(rank: int, world: int, victim: int) -> str:
+def lose_worker(rank: int, world: int, victim: int) -> str:
     net = nn.Linear(4, 3)
     tiers = Tiers.detect(world, 2)
     try:
@@ -229,7 +229,7 @@ def die(rank: int, world: int, victim: int) -> str:
                 remote.step()
                 if rank == victim:
                     remote.remove_hooks()
-                    del remote  # the last one that holds the group
+                    del remote  # the last reference to the group
                     gc.collect()
                     dist.destroy_process_group()
                     return "gone"
@@ -238,26 +238,26 @@ def die(rank: int, world: int, victim: int) -> str:
     return "all steps"
 
 
-def test_a_worker_that_goes_is_named(pool: Pool) -> None:
-    waiting, gone, server = pool.run(die, 1, world=3)
+def test_a_lost_worker_is_named(pool: Pool) -> None:
+    waiting, gone, server = pool.run(lose_worker, 1, world=3)
     assert gone == "gone"
     assert server.startswith("Worker 1: ")
     assert waiting.startswith("The aggregator (rank 2): Worker 1: ")
 
 
 @pytest.mark.parametrize(("world", "num_workers"), [(3, 3), (6, 3), (1, 1)])
-def test_other_numbers_of_ranks_are_refused(world: int, num_workers: int) -> None:
+def test_wrong_numbers_of_ranks_are_refused(world: int, num_workers: int) -> None:
     with pytest.raises(ValueError, match=rf"{num_workers + 1} ranks .* or {num_workers + 2} "):
         Tiers.detect(world, num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, -1])
-def test_at_least_one_worker(num_workers: int) -> None:
+def test_zero_workers_are_refused(num_workers: int) -> None:
     with pytest.raises(ValueError, match="num_workers must be at least 1"):
         Tiers.detect(2, num_workers)
 
 
-def test_workers_are_counted_in_integers() -> None:
+def test_num_workers_must_be_an_integer() -> None:
     with pytest.raises(TypeError, match="num_workers"):
         Tiers.detect(2, 1.0)  # type: ignore[arg-type]
 

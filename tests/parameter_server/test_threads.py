@@ -1,4 +1,4 @@
-"""Threads of a server end with it: one that lets go of work as Python ends aborts the process."""
+"""Threads of a server end with it: one that releases work as Python ends aborts the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pool import Pool
 
 
 class Work:
-    """Stands for work of gloo, and for the connections that it holds."""
+    """Replaces gloo work, which holds references to connections."""
 
 
 def count_threads(name: str) -> int:
@@ -35,7 +35,7 @@ def blocked() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_waiter_keeps_nothing_of_what_has_come() -> None:
+def test_a_wait_thread_releases_finished_work() -> None:
     wait_thread = WaitThread("worker 7", KeepAlive(5.0))
     work = Work()
     kept = weakref.ref(work)
@@ -50,7 +50,7 @@ def test_a_waiter_keeps_nothing_of_what_has_come() -> None:
     assert not count_threads("loco-wait-worker 7")
 
 
-def test_nothing_more_is_waited_for_from_a_rank_that_is_lost() -> None:
+def test_waits_for_a_lost_rank_fail_at_once() -> None:
     wait_thread, waited = WaitThread("worker 9", KeepAlive(5.0)), []
 
     def fail() -> None:
@@ -68,7 +68,7 @@ def test_nothing_more_is_waited_for_from_a_rank_that_is_lost() -> None:
     wait_thread.close()
 
 
-def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading.Event) -> None:
+def test_a_thread_that_waits_for_a_lost_rank_is_not_joined(blocked: threading.Event) -> None:
     wait_thread = WaitThread("worker 8", KeepAlive(0.1))
     with pytest.raises(TimeoutError):
         wait_thread.wait(wait_thread.submit(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
@@ -79,21 +79,21 @@ def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading
 
 
 def serve_one(rank: int, world: int) -> int:
-    """Hear the last words of a client; how many threads are left then."""
+    """Receive the last request of a client; return how many threads are left."""
     connection = Transport(timeout_s=20).connect(1 - rank, f"rank {1 - rank}")
     if rank == 1:
         connection.send_request(Message(MessageKind.LEAVE, {}))
         return 0
     requests = RequestQueue([connection], KeepAlive(20.0))
-    heard = requests.next(20.0, lambda: 0.0)
-    assert heard is not None
-    assert isinstance(heard[1], Message)
-    assert heard[1].kind == MessageKind.LEAVE
+    received = requests.next(20.0, lambda: 0.0)
+    assert received is not None
+    assert isinstance(received[1], Message)
+    assert received[1].kind == MessageKind.LEAVE
     requests.close()
     return count_threads("loco-requests")
 
 
-def test_who_has_left_is_listened_to_no_more(pool: Pool) -> None:
+def test_the_thread_of_a_client_that_has_left_ends(pool: Pool) -> None:
     assert pool.run(serve_one, world=2) == [0, 0]
 
 
@@ -103,7 +103,7 @@ def gloo_threads() -> int:
 
 
 def train_in_a_group(num_workers: int) -> None:
-    """Train in a group of its own, and destroy that."""
+    """Train in a new process group, and destroy it."""
     group = dist.new_group()
     model = torch.nn.Linear(2, 2)
 
@@ -120,12 +120,12 @@ def train_in_a_group(num_workers: int) -> None:
 
 
 def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int, int]:
-    """How many threads of gloo are left, before and after a garbage collection."""
-    gc.collect()  # what other tests have left
+    """Return the number of gloo threads before and after a garbage collection."""
+    gc.collect()  # objects of other tests
     gc.disable()
     try:
         train_in_a_group(num_workers)
-        time.sleep(0.2)  # until the system has forgotten those that have ended
+        time.sleep(0.2)  # until ended threads are no longer listed
         before = gloo_threads()
     finally:
         gc.enable()
@@ -134,6 +134,6 @@ def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_group_that_is_destroyed_has_no_threads_any_more(pool: Pool, num_workers: int) -> None:
+def test_a_destroyed_group_has_no_threads(pool: Pool, num_workers: int) -> None:
     for before, after in pool.run(threads_after_training, num_workers, world=4):
         assert before == after > 0

@@ -18,13 +18,13 @@ from tests.small_model import flat
 
 
 class PortEnvironment(PoolEnvironment):
-    """Ranks that find each other by themselves, without a default group.
+    """An environment of ranks that connect by a port, without a default group.
 
     Args:
-        rank: This one.
-        world: All of them.
-        port: A free one.
-        num_nodes: Pretend that the ranks are spread over this many machines.
+        rank: This rank.
+        world: Number of ranks.
+        port: A free port.
+        num_nodes: Number of nodes to report.
     """
 
     def __init__(self, rank: int, world: int, port: int, num_nodes: int = 1) -> None:
@@ -57,9 +57,9 @@ class PortEnvironment(PoolEnvironment):
 
 
 def take_group_away() -> None:
-    """Destroy the pool's process group once all ranks have it.
+    """Destroy the pool's process group once all ranks are connected.
 
-    By the store: who closes the group while others still use it, or connect, ends them.
+    The ranks wait in the store: destroying the group while others connect would end them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
@@ -70,7 +70,7 @@ def take_group_away() -> None:
 
 @contextmanager
 def all_ranks(num_nodes: int = 1) -> Iterator[PortEnvironment]:
-    """Take the pool's process group away, and all that was made instead of it at the end."""
+    """Replace the pool's process group by an environment; destroy the groups made there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -87,7 +87,7 @@ def all_ranks(num_nodes: int = 1) -> Iterator[PortEnvironment]:
 def remote_trainer(
     environment: PortEnvironment, strategy: RemoteOptimizerStrategy, **settings: Any
 ) -> Trainer:
-    """A quiet trainer on all ranks of the pool's call."""
+    """Return a quiet trainer on all ranks of the pool's call."""
     settings = {"devices": environment.world_size(), "plugins": [environment], **settings}
     return make_trainer(strategy, **settings)
 
@@ -99,7 +99,7 @@ def fit_with(
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Fit, one epoch if nothing else is said, with a remote optimizer or what it is compared to."""
+    """Fit one epoch (by default) with a remote optimizer, or another strategy to compare with."""
     settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
     if not isinstance(strategy, RemoteOptimizerStrategy):
         trainer = make_trainer(strategy, **settings)
@@ -114,7 +114,7 @@ def fit_with(
 def fit_part(
     strategy: Strategy, module: LightningModule, part: str, folder: str, loader: Any
 ) -> None:
-    """Train 2 epochs in one go, to a step in the first one, or from there on."""
+    """Train 2 epochs: the whole run, its first part up to a checkpoint, or the second part."""
 
     class Save(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -127,7 +127,7 @@ def fit_part(
 
 
 class Seen(Callback):
-    """Notes the parameters that are validated and those in a checkpoint."""
+    """Records the parameters that are validated, and saves a checkpoint after the epoch."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class Seen(Callback):
 
 
 def remote_or_ddp(num_workers: int | None) -> Strategy:
-    """A remote optimizer with so many workers, or DDP for None."""
+    """Return a remote optimizer with so many workers, or DDP for None."""
     if num_workers is None:
         return DDPStrategy()
     return RemoteOptimizerStrategy(num_workers, timeout_s=20)

@@ -1,4 +1,4 @@
-"""A remote optimizer under the Trainer: the numbers of DDP, whatever the tiers."""
+"""A remote optimizer under the Trainer: all tiers give the results of DDP."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def fit_ddp(rank: int, world: int, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "num_tiers"), cover(SETTINGS, [2, 3], strength=1))
-def test_fit_is_that_of_ddp(pool: Pool, kind: str, num_tiers: int) -> None:
+def test_fit_gives_the_results_of_ddp(pool: Pool, kind: str, num_tiers: int) -> None:
     *workers, server = pool.run(fit, 2, SETTINGS[kind], world=1 + num_tiers)
     expected, metric, steps = pool.run(fit_ddp, SETTINGS[kind], world=2)[0]
     for weights, own_metric, own_steps in workers[:2]:
@@ -78,7 +78,7 @@ def test_fit_is_that_of_ddp(pool: Pool, kind: str, num_tiers: int) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
-def test_by_name_all_ranks_but_one_train(start_method: str) -> None:
+def test_by_name_all_ranks_except_one_train(start_method: str) -> None:
     name = "remote_optimizer" + ("" if start_method == "popen" else f"_{start_method}")
     trainer = quiet_trainer(strategy=name, devices=4, num_nodes=2)
     strategy = trainer.strategy
@@ -88,7 +88,7 @@ def test_by_name_all_ranks_but_one_train(start_method: str) -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 7, "rank": 0}
 
 
-def test_it_can_be_sent_to_other_processes() -> None:
+def test_the_strategy_can_be_pickled() -> None:
     strategy = RemoteOptimizerStrategy(4, num_servers=2, compression="bf16", min_workers=3)
     copy = pickle.loads(pickle.dumps(strategy))
     assert copy.counts == strategy.counts == (4, 2, 1)
@@ -96,7 +96,7 @@ def test_it_can_be_sent_to_other_processes() -> None:
     assert (copy.min_workers, copy.overlap, copy.timeout_s) == (3, True, 600)
 
 
-def test_arguments_and_defaults_stay() -> None:
+def test_arguments_and_defaults_are_unchanged() -> None:
     parameters = inspect.signature(RemoteOptimizerStrategy).parameters
     expected = {"num_servers": 1, "compression": None, "min_workers": None, "timeout_s": 600}
     assert {name: parameters[name].default for name in expected} == expected

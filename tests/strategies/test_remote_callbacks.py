@@ -1,4 +1,4 @@
-"""Callbacks that look at the optimizer or write final weights, compared with DDP."""
+"""Callbacks that read the optimizer or write final weights, compared with DDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 6
 
 
 class Scheduled(ValidatedModule):
-    """With momentum, weight decay, two groups and perhaps a schedule."""
+    """Has momentum, weight decay, two groups and optionally a schedule."""
 
     def __init__(self, schedule: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def run(
 @pytest.mark.parametrize(
     "kind", ["pruning", "swa", pytest.param("average", marks=needs_weight_averaging)]
 )
-def test_final_weights_of_callbacks_are_those_of_ddp(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_callbacks_write_the_final_weights_of_ddp(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second, _ = pool.run(run, kind, 2, str(tmp_path), world=3)
     expected, saved = pool.run(run, kind, None, str(tmp_path), world=2)[0]
     assert torch.equal(first[0], expected)
@@ -108,9 +108,7 @@ def monitor(
 
 @pytest.mark.filterwarnings("ignore:.*no learning rate schedulers:RuntimeWarning")
 @pytest.mark.parametrize("schedule", [True, False])
-def test_a_monitor_shows_the_users_own_optimizer(
-    pool: Pool, tmp_path: Path, schedule: bool
-) -> None:
+def test_a_monitor_shows_the_local_optimizer(pool: Pool, tmp_path: Path, schedule: bool) -> None:
     found = pool.run(monitor, schedule, 2, str(tmp_path), world=3)[0]
     expected = pool.run(monitor, schedule, None, str(tmp_path), world=2)[0]
     assert found == expected
@@ -130,7 +128,7 @@ def profile(rank: int, world: int, name: str, folder: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
-def test_profilers_do_no_harm(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_profilers_work(pool: Pool, tmp_path: Path, name: str) -> None:
     first, second, server = pool.run(profile, name, str(tmp_path), world=3)
     assert torch.equal(first, server)
     assert torch.equal(second, server)

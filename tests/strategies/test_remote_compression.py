@@ -1,4 +1,4 @@
-"""A remote optimizer whose messages are a quarter, under the Trainer."""
+"""A remote optimizer with compression, under the Trainer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ CODEC = Int8(block=4)
 STEPS = 8
 
 
-def read_of(module: TinyModule, full: Tensor) -> Tensor:
-    """What workers have of the parameters, which are one message in the order of the backward."""
+def decoded(module: TinyModule, full: Tensor) -> Tensor:
+    """Return what workers decode; the parameters are one bucket, the last one first."""
     params = list(module.parameters())
     parts = list(reversed(full.split([param.numel() for param in params])))
     values = torch.cat(parts)
-    read = CODEC.decode(CODEC.encode(values), torch.empty_like(values))
-    return torch.cat(list(reversed(read.split([len(part) for part in parts]))))
+    values = CODEC.decode(CODEC.encode(values), torch.empty_like(values))
+    return torch.cat(list(reversed(values.split([len(part) for part in parts]))))
 
 
 class Wide(ValidatedModule):
-    """Single precision, and so many parameters that notes do not count."""
+    """Has float32 parameters, and so many that the size of messages is negligible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def train_wide(rank: int, world: int, compression: str | None) -> Any:
 
 
 @pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_it_trains_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> None:
+def test_training_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> None:
     found = pool.run(train_wide, "int8", world=1 + num_tiers)
     exact = pool.run(train_wide, None, world=1 + num_tiers)
     (loss, losses, counted), (exact_loss, _, exact_counted) = found[0], exact[0]
@@ -90,7 +90,7 @@ def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tens
 @pytest.mark.parametrize(
     ("num_tiers", "compression"), cover([2, 3], [CODEC, "bf16"], strength=1), ids=str
 )
-def test_a_cut_run_goes_on_exactly(
+def test_an_interrupted_run_resumes_exactly(
     pool: Pool, tmp_path: Path, num_tiers: int, compression: Any
 ) -> None:
     world = 1 + num_tiers
@@ -98,7 +98,7 @@ def test_a_cut_run_goes_on_exactly(
     first = pool.run(cut, str(tmp_path), "first", compression, world=world)
     saved = torch.load(tmp_path / "cut.ckpt", weights_only=True)["state_dict"]
     full = torch.cat([value.reshape(-1) for value in saved.values()])
-    assert torch.equal(full, first[-1])  # as the optimizer has it
+    assert torch.equal(full, first[-1])  # in full precision
     assert not torch.equal(full, first[0])
     rest = pool.run(cut, str(tmp_path), "second", compression, world=world)
     for rank in (0, 1, -1):  # an aggregator has no parameters
@@ -115,21 +115,21 @@ def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-def test_a_worker_that_misses_steps_reads_what_the_others_have_read(
+def test_a_worker_that_misses_steps_decodes_the_same_parameters(
     pool: Pool, tmp_path: Path, num_tiers: int
 ) -> None:
     first, second, *_, server = pool.run(run_uneven, str(tmp_path), world=1 + num_tiers)
     assert len(first[1]) == 2
     assert all(map(torch.equal, first[1], second[1]))
     assert torch.equal(first[0], second[0])
-    assert torch.equal(first[0], read_of(TinyModule(), server[0]))
+    assert torch.equal(first[0], decoded(TinyModule(), server[0]))
     assert not torch.equal(first[0], server[0])
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), server[0])
 
 
-class Loads(TinyModule):
-    """All workers may overwrite a number by hand, before a last step of length zero."""
+class Overwrites(TinyModule):
+    """All workers may overwrite one element, before a last step with learning rate zero."""
 
     def __init__(self, loads: bool) -> None:
         super().__init__()
@@ -146,20 +146,20 @@ class Loads(TinyModule):
 
 
 def run_loaded(rank: int, world: int, loads: bool) -> Tensor:
-    module = Loads(loads)
+    module = Overwrites(loads)
     strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
     fit_with(strategy, module, make_loader(rank, STEPS))
     return flat(module)
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-def test_a_change_by_hand_rounds_nothing_else(pool: Pool, num_tiers: int) -> None:
+def test_a_manual_change_does_not_round_other_elements(pool: Pool, num_tiers: int) -> None:
     *workers, server = pool.run(run_loaded, True, world=1 + num_tiers)
     without = pool.run(run_loaded, False, world=1 + num_tiers)[-1]
     assert server[0] == 0.25
     assert torch.equal(server[1:], without[1:])
     for weights in workers[:2]:
-        assert torch.equal(weights, read_of(TinyModule(), server))
+        assert torch.equal(weights, decoded(TinyModule(), server))
 
 
 def run_replicas(rank: int, world: int) -> Tensor:
@@ -169,7 +169,7 @@ def run_replicas(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
-def test_both_ranks_of_a_worker_read_the_same(pool: Pool) -> None:
+def test_both_ranks_of_a_worker_decode_the_same(pool: Pool) -> None:
     first, second, server = pool.run(run_replicas, world=3)
     assert torch.equal(first, second)
-    assert torch.equal(first, read_of(TinyModule(), server))
+    assert torch.equal(first, decoded(TinyModule(), server))

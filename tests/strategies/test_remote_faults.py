@@ -1,4 +1,4 @@
-"""What cannot work with a remote optimizer is refused on all ranks, and no fault hangs."""
+"""Unsupported uses of a remote optimizer are refused on all ranks, and no failure hangs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Closure(TinyModule):
 
 
 class HiddenClosure(TinyModule):
-    """Its step takes no closure for an answer, which its signature does not say."""
+    """Its step needs a closure, although its signature has a default."""
 
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -75,7 +75,7 @@ class HiddenClosure(TinyModule):
 
 
 class OwnMethods(TinyModule):
-    """Calls a method that only its own optimizer has."""
+    """Calls a method that only its optimizer has."""
 
     class Switched(torch.optim.SGD):
         def train(self) -> None:
@@ -89,7 +89,7 @@ class OwnMethods(TinyModule):
 
 
 class OwnStep(TinyModule):
-    """Steps the optimizer that it has made, not the one that Lightning gives."""
+    """Steps the optimizer that it has made, not the one of Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class OwnStep(TinyModule):
 
 
 class Broken(TinyModule):
-    """An error of the user's own, on one rank."""
+    """Raises an error in a hook on one rank."""
 
     def configure_optimizers(self) -> Any:
         if self.trainer.global_rank == 1:
@@ -121,7 +121,7 @@ class Sparse(TinyModule):
 
 
 class OtherModel(TinyModule):
-    """Another model on the rank that serves."""
+    """Has another model on service ranks."""
 
     def setup(self, stage: str) -> None:
         if self.trainer.strategy.serves:  # type: ignore[attr-defined]
@@ -135,7 +135,9 @@ def fit(rank: int, world: int, kind: type[TinyModule], num_workers: int) -> None
         trainer.fit(kind(), make_loader(rank, 4))
 
 
-def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_unsupported_modules_are_refused_on_all_ranks(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
     for kind, text in (
         (TwoOptimizers, "needs exactly one optimizer"),
         (Closure, "LBFGS needs a closure"),
@@ -154,7 +156,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool, subtests: pytest.S
                 assert text in failure.message or "Another model" in failure.message
 
 
-def test_a_wrong_number_of_ranks_is_refused_with_those_that_fit(pool: Pool) -> None:
+def test_a_wrong_number_of_ranks_is_refused_with_a_suggestion(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(fit, TinyModule, 3, world=3)
     assert len(caught.value.failures) == 3
@@ -184,7 +186,7 @@ def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
 
 
 class Listing(torch.optim.SGD):
-    """Remembers something that is no tensor."""
+    """Keeps a list in its state."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -199,7 +201,7 @@ class Lists(TinyModule):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoints after fit have no optimizer state")
-def test_a_state_that_cannot_travel_does_no_harm_without_checkpoints(pool: Pool) -> None:
+def test_a_state_that_cannot_be_sent_works_without_checkpoints(pool: Pool) -> None:
     pool.run(fit, Lists, 2, world=4)
 
 
@@ -249,7 +251,7 @@ def running(
     ckpt_path: str | None = None,
     **options: Any,
 ) -> AbstractContextManager[list[Program]]:
-    """One program per rank."""
+    """Start one program per rank."""
     words = {"num_workers": 2, "timeout_s": 15, **options}
     text = SCRIPT.format(
         options=", ".join(f"{name}={value!r}" for name, value in words.items()),
@@ -263,7 +265,7 @@ def running(
 
 
 def finish(programs: list[Program], limit_s: float = LIMIT_S) -> tuple[list[int], list[str]]:
-    """Exit codes and outputs."""
+    """Wait for all programs; return exit codes and outputs."""
     deadline = time.monotonic() + limit_s
     ends = [program.finish(max(deadline - time.monotonic(), 1)) for program in programs]
     return [code for code, _ in ends], [text for _, text in ends]
@@ -276,7 +278,7 @@ LONGEST_S = TIMEOUT_S + 6
 @pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
+def test_all_ranks_end_without_worker_0_which_hosts_the_store(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
     options = {"num_workers": 3, "min_workers": 2, "timeout_s": TIMEOUT_S}
@@ -294,7 +296,7 @@ def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_enough_workers_go_on(tmp_path: Path) -> None:
+def test_remaining_workers_continue(tmp_path: Path) -> None:
     with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as programs:
         programs[0].wait_for("five steps done")
         programs[2].signal(signal.SIGKILL)
@@ -310,7 +312,7 @@ def test_enough_workers_go_on(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.parametrize(("world", "delay_s"), cover([4, 5], [0.0, 0.011, 0.027], strength=1))
-def test_enough_workers_go_on_without_a_frozen_one(
+def test_remaining_workers_continue_without_a_frozen_one(
     tmp_path: Path, delay_s: float, world: int
 ) -> None:
     options = {"num_workers": 3, "min_workers": 2, "timeout_s": 10}
@@ -344,7 +346,7 @@ def train_whole(rank: int, world: int, steps: int) -> list[float]:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_sigterm_stops_at_a_common_step_and_resumes(pool: Pool, tmp_path: Path) -> None:
+def test_sigterm_stops_all_workers_after_the_same_step(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(train_whole, 100, world=3)
     with running(tmp_path, 3, 100) as programs:
         programs[0].wait_for("five steps done")

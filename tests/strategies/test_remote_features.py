@@ -1,4 +1,4 @@
-"""A remote optimizer with the rest of Lightning: metrics, callbacks, checkpoints, precision."""
+"""A remote optimizer with features of Lightning: metrics, callbacks, checkpoints, precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 8
 
 
 class Rates(Callback):
-    """Notes the learning rate that a monitor would show."""
+    """Records the learning rate that a monitor would show."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -42,7 +42,7 @@ class Rates(Callback):
 def train(
     rank: int, world: int, module: TinyModule, num_workers: int | None, options: Any, settings: Any
 ) -> tuple[Tensor, list[float], list[float]]:
-    """Weights, learning rates and losses of a rank; DDP if ``num_workers`` is None."""
+    """Return weights, learning rates and losses of a rank; DDP if ``num_workers`` is None."""
     rates = Rates()
     training = None if isinstance(module, Estimated) else make_loader(rank, STEPS)
     validation = make_loader(9, 2) if isinstance(module, ValidatedModule) else None
@@ -59,7 +59,7 @@ def train(
 
 
 class Plateau(ValidatedModule):
-    """A schedule that needs the validation's metric."""
+    """Has a schedule that needs the validation's metric."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -73,7 +73,7 @@ class Plateau(ValidatedModule):
 
 
 class Groups(TinyModule):
-    """Two parameter groups, a frozen parameter, one without gradient on every other step."""
+    """Has two groups, a frozen parameter, and one without a gradient in every other step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Groups(TinyModule):
 
 
 class Estimated(TinyModule):
-    """A schedule as long as the run, which asks for the data to know it."""
+    """Has a schedule as long as the run, which Lightning computes from the data."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return make_loader(self.trainer.global_rank % 2, STEPS)
@@ -111,7 +111,7 @@ class Estimated(TinyModule):
 
 
 class Manual(TinyModule):
-    """Steps by hand, with clipping."""
+    """Uses manual optimization, with clipping."""
 
     automatic_optimization = False
 
@@ -130,7 +130,7 @@ class Manual(TinyModule):
 @pytest.mark.parametrize(
     ("kind", "num_tiers"), cover([Plateau, Groups, Estimated, Manual], [2, 3], strength=1)
 )
-def test_modules_of_many_kinds_train_as_under_ddp(
+def test_modules_give_the_results_of_ddp(
     pool: Pool, kind: type[TinyModule], num_tiers: int
 ) -> None:
     found = pool.run(train, kind(), 2, {}, {}, world=1 + num_tiers)
@@ -155,7 +155,7 @@ def test_a_worker_of_two_ranks(pool: Pool, num_servers: int) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_two_servers_share_the_parameters(pool: Pool, clip: float | None) -> None:
+def test_two_servers_have_a_shard_each(pool: Pool, clip: float | None) -> None:
     settings = {"gradient_clip_val": clip}
     module = TinyModule(optimizer="Adam")
     found = pool.run(train, module, 2, {"num_servers": 2}, settings, world=4)
@@ -163,13 +163,13 @@ def test_two_servers_share_the_parameters(pool: Pool, clip: float | None) -> Non
     assert torch.equal(found[0][0], expected)
     assert torch.equal(found[1][0], expected)
     start = flat(module)
-    for weights, _, _ in found[2:]:  # each has moved its share only
-        moved = weights != start
-        assert 0 < moved.sum() < len(start)
-        assert torch.equal(weights[moved], expected[moved])
+    for weights, _, _ in found[2:]:  # each has changed its shard only
+        changed = weights != start
+        assert 0 < changed.sum() < len(start)
+        assert torch.equal(weights[changed], expected[changed])
 
 
-def test_bfloat16_on_the_wire(pool: Pool, tmp_path: Path) -> None:
+def test_bfloat16_compression(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(save_rounded, str(tmp_path / "one.ckpt"), world=3)
     expected, _, _ = pool.run(train, Single().float(), None, {}, {"max_epochs": 1}, world=2)[0]
     rounded, full = found[0]
@@ -181,8 +181,8 @@ def test_bfloat16_on_the_wire(pool: Pool, tmp_path: Path) -> None:
     assert torch.equal(torch.cat([v.reshape(-1) for v in saved.values()]), full)
 
 
-def note_order(rank: int, world: int, path: str) -> list[str]:
-    """What happens on a rank while a checkpoint is saved: sync points and changes of files."""
+def record_order(rank: int, world: int, path: str) -> list[str]:
+    """Return the sync points and changes of files while a checkpoint is saved."""
     done: list[str] = []
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=30)
@@ -205,9 +205,9 @@ def note_order(rank: int, world: int, path: str) -> list[str]:
 
 
 @pytest.mark.recovery
-def test_a_checkpoint_takes_its_place_after_another_meeting(pool: Pool, tmp_path: Path) -> None:
-    """So a worker 0 that wakes when the others are gone replaces nothing."""
-    first, second, _ = pool.run(note_order, str(tmp_path / "one.ckpt"), world=3)
+def test_a_checkpoint_is_renamed_after_another_sync_point(pool: Pool, tmp_path: Path) -> None:
+    """So a worker 0 that was suspended until the others have ended replaces nothing."""
+    first, second, _ = pool.run(record_order, str(tmp_path / "one.ckpt"), world=3)
     written = first.index("before a file is in its place")
     assert "before the main file is in its place" in first[written + 1 :]
     placed = first.index("before the main file is in its place")
@@ -217,7 +217,7 @@ def test_a_checkpoint_takes_its_place_after_another_meeting(pool: Pool, tmp_path
 
 
 class Single(TinyModule):
-    """In single precision."""
+    """Has float32 parameters."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([part.float() for part in batch], batch_idx)  # type: ignore[arg-type]
@@ -238,13 +238,13 @@ def save_rounded(rank: int, world: int, path: str) -> tuple[Tensor, Tensor]:
         trainer.fit(module, make_loader(rank, STEPS))
     if rank != 0:
         return flat(module), flat(module)
-    order = {id(param): place for place, param in enumerate(module.parameters())}
+    order = {id(param): index for index, param in enumerate(module.parameters())}
     full = sorted(save.full, key=lambda pair: order[id(pair[0])])
     return flat(module), torch.cat([value.reshape(-1) for _, value in full])
 
 
 class Metric(ValidatedModule):
-    """As users write it: a metric, synchronised logs, data that Lightning shares out."""
+    """Has a metric, synchronized logs, and a sampler of Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,14 +296,14 @@ def use_everything(rank: int, world: int, folder: str) -> dict[str, Any]:
             "best": save.best_model_path,
             "tested": tested,
             "steps": trainer.global_step,
-            "moved": not torch.equal(first, flat(module)),
+            "changed": not torch.equal(first, flat(module)),
             "weights": flat(module),
         }
 
 
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler`:UserWarning")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_metrics_callbacks_and_several_calls(pool: Pool, tmp_path: Path) -> None:
+def test_metrics_callbacks_and_several_fits(pool: Pool, tmp_path: Path) -> None:
     *workers, server = pool.run(use_everything, str(tmp_path), world=3)
     for worker in workers:
         assert worker["before"][0]["val_error"] == pytest.approx(
@@ -312,7 +312,7 @@ def test_metrics_callbacks_and_several_calls(pool: Pool, tmp_path: Path) -> None
         assert worker["epochs"] == 2  # stopped early
         assert worker["steps"] == 3 * 16  # half of the data each, a third epoch in the second fit
         assert worker["tested"][0]["test_loss"] > 0
-        assert worker["moved"]
+        assert worker["changed"]
         assert torch.equal(worker["weights"], server["weights"])
     assert server["before"] == server["tested"] == []
     assert server["best"] == workers[0]["best"]
@@ -332,8 +332,8 @@ def cut(
     return flat(module)
 
 
-def cut_and_told(rank: int, world: int, *args: Any) -> tuple[Tensor, list[str]]:
-    """What a run comes to, and what its user is warned of."""
+def cut_with_warnings(rank: int, world: int, *args: Any) -> tuple[Tensor, list[str]]:
+    """Return the weights, and the warnings about the checkpoint."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         weights = cut(rank, world, *args)
@@ -341,9 +341,9 @@ def cut_and_told(rank: int, world: int, *args: Any) -> tuple[Tensor, list[str]]:
     return weights, [text for text in texts if "go on from it" in text]
 
 
-def test_a_cut_run_goes_on_with_another_number_of_workers(pool: Pool, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_more_workers(pool: Pool, tmp_path: Path) -> None:
     pool.run(cut, str(tmp_path), "first", 2, world=3)
-    *workers, server = pool.run(cut_and_told, str(tmp_path), "second", 2, 3, world=4)
+    *workers, server = pool.run(cut_with_warnings, str(tmp_path), "second", 2, 3, world=4)
     assert all(torch.equal(weights, server[0]) for weights, _ in workers)
     assert not torch.equal(server[0], flat(Noisy()))
     assert workers[0][1] == [
@@ -373,14 +373,16 @@ class Noisy(TinyModule):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("num_tiers", [2, 3, None])
-def test_a_cut_run_goes_on_exactly(pool: Pool, tmp_path: Path, num_tiers: int | None) -> None:
+def test_an_interrupted_run_resumes_exactly(
+    pool: Pool, tmp_path: Path, num_tiers: int | None
+) -> None:
     whole = pool.run(cut, str(tmp_path), "whole", 2, world=3)
     pool.run(cut, str(tmp_path), "first", 2, world=3)
     content = torch.load(tmp_path / "cut.ckpt", weights_only=True)
     assert set(content["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     world = 2 if num_tiers is None else 1 + num_tiers
     rest = pool.run(cut, str(tmp_path), "second", num_tiers, world=world)
-    if num_tiers is None:  # plain DDP knows nothing of random states
+    if num_tiers is None:  # plain DDP does not restore random states
         torch.testing.assert_close(rest[0], whole[0], rtol=0.1, atol=0.05)
         assert not torch.equal(rest[0], flat(Noisy()))
     else:
@@ -388,7 +390,7 @@ def test_a_cut_run_goes_on_exactly(pool: Pool, tmp_path: Path, num_tiers: int | 
 
 
 def fit_again(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Two trainers with strategies of their own, one after the other."""
+    """Fit with two trainers and strategies, one after the other."""
     weights = []
     with all_ranks() as environment:
         for _ in range(2):
@@ -426,7 +428,7 @@ def test_workers_with_fewer_batches_wait(pool: Pool, num_tiers: int) -> None:
 
 
 def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, int]:
-    """16-mixed, with an infinity on one worker in one step."""
+    """Train in 16-mixed, with an infinite loss on one worker in one step."""
 
     class Infinite(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -451,7 +453,7 @@ def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, in
         return flat(module), scaler.get_scale(), trainer.global_step
 
 
-def test_an_infinity_skips_the_step_on_all_workers(pool: Pool) -> None:
+def test_an_infinite_loss_skips_the_step_on_all_workers(pool: Pool) -> None:
     found = pool.run(train_scaled, True, world=3)
     expected, scale, steps = pool.run(train_scaled, False, world=2)[0]
     for weights, own_scale, own_steps in found[:2]:
@@ -463,7 +465,7 @@ def test_an_infinity_skips_the_step_on_all_workers(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("entry", ["loops", "position"])
-def test_a_position_that_is_missing_is_named(pool: Pool, tmp_path: Path, entry: str) -> None:
+def test_a_missing_position_raises(pool: Pool, tmp_path: Path, entry: str) -> None:
     pool.run(cut, str(tmp_path), "first", 2, world=3)
     path = tmp_path / "cut.ckpt"
     content = torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""Workers that run out of data or stop, change parameters by hand, or meet NaN."""
+"""Workers that run out of data or stop, change parameters manually, or have a NaN loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str,
 
 
 @pytest.mark.parametrize(("num_tiers", "validates"), cover([2, 3], [True, False], strength=1))
-def test_a_worker_without_data_catches_up(
+def test_a_worker_without_data_gets_the_current_parameters(
     pool: Pool, tmp_path: Any, num_tiers: int, validates: bool
 ) -> None:
     first, second, *_, server = pool.run(run_uneven, str(tmp_path), validates, world=1 + num_tiers)
@@ -59,7 +59,7 @@ def test_a_worker_without_data_waits_at_all_servers_at_once(pool: Pool) -> None:
 
 
 class Slow(Callback):
-    """Takes a while for a batch."""
+    """Delays each batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         time.sleep(0.4)
@@ -87,7 +87,7 @@ def test_a_worker_without_data_waits_longer_than_the_timeout(pool: Pool, num_tie
 
 
 class StopsAlone(Callback):
-    """``should_stop`` on one rank only."""
+    """Sets ``should_stop`` on one rank only."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_rank == 0 and trainer.global_step == 3:
@@ -100,7 +100,7 @@ def run_stopped(rank: int, world: int) -> tuple[Tensor, int]:
     return flat(module), trainer.global_step
 
 
-def test_a_worker_that_stops_alone_ends_with_the_model_of_all(pool: Pool) -> None:
+def test_a_worker_that_stops_alone_gets_the_final_parameters(pool: Pool) -> None:
     first, second, server = pool.run(run_stopped, world=3)
     assert (first[1], second[1]) == (3, STEPS)
     assert torch.equal(first[0], server[0])
@@ -108,7 +108,7 @@ def test_a_worker_that_stops_alone_ends_with_the_model_of_all(pool: Pool) -> Non
 
 
 class Clipped(TinyModule):
-    """The weights are clipped by hand, as in WGAN."""
+    """Clips its weights, as in WGAN."""
 
     limit = 0.2
 
@@ -158,7 +158,7 @@ def run_clipped(
     ("how", "num_tiers"),
     cover(["data", "tracked", "before_forward", "manual"], [2, 3], strength=1),
 )
-def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
+def test_clipped_weights_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
     found = pool.run(run_clipped, how, True, {}, STEPS, world=1 + num_tiers)
     expected = pool.run(run_clipped, how, False, {}, STEPS, world=2)[0]
     untouched = pool.run(run_clipped, "not", False, {}, STEPS, world=2)[0]
@@ -168,7 +168,7 @@ def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tier
 
 
 @pytest.mark.parametrize("options", [{"num_servers": 2}, {"overlap": False}, {"bucket_bytes": 40}])
-def test_clipping_by_hand_with_other_options(pool: Pool, options: dict[str, Any]) -> None:
+def test_clipped_weights_with_other_options(pool: Pool, options: dict[str, Any]) -> None:
     world = 2 + options.get("num_servers", 1)
     found = pool.run(run_clipped, "data", True, options, STEPS, world=world)
     expected = pool.run(run_clipped, "data", False, {}, STEPS, world=2)[0]
@@ -176,7 +176,7 @@ def test_clipping_by_hand_with_other_options(pool: Pool, options: dict[str, Any]
     assert torch.equal(found[1], expected)
 
 
-def test_clipping_by_hand_rounds_nothing_else(pool: Pool) -> None:
+def test_clipping_weights_does_not_round_other_elements(pool: Pool) -> None:
     options = {"compression": "bf16"}
     found = pool.run(run_clipped, "before_forward", True, options, STEPS, world=3)
     expected = pool.run(run_clipped, "before_forward", False, options, STEPS, world=2)[0]
@@ -186,7 +186,7 @@ def test_clipping_by_hand_rounds_nothing_else(pool: Pool) -> None:
 
 
 class ClippedOnOne(TinyModule):
-    """One worker's weights are changed by hand, or each one's differently."""
+    """Changes the weights of one worker, or those of each worker differently."""
 
     def __init__(self, which: tuple[int, ...]) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def run_module(rank: int, world: int, module: TinyModule, settings: dict[str, An
         pytest.param((0, 1), "but not to the same values", marks=pytest.mark.soak),
     ],
 )
-def test_changes_by_hand_that_differ_are_refused(
+def test_manual_changes_that_differ_are_refused(
     pool: Pool, which: tuple[int, ...], text: str
 ) -> None:
     with pytest.raises(PoolError) as caught:
@@ -222,7 +222,7 @@ def test_changes_by_hand_that_differ_are_refused(
 
 
 class NaNOnce(TinyModule):
-    """One worker's loss is no number."""
+    """Has a NaN loss on one worker in one step."""
 
     def __init__(self, broken: int) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class NaNOnce(TinyModule):
     cover([{}, {"overlap": False}, {"num_servers": 2}], [1, 0], strength=1),
     ids=str,
 )
-def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
+def test_a_nan_loss_ends_the_run_with_the_name_of_the_worker(
     pool: Pool, settings: dict[str, Any], broken: int
 ) -> None:
     world = 2 + settings.get("num_servers", 1)

@@ -19,8 +19,8 @@ FITS = 4
 
 
 def count() -> tuple[int, int]:
-    """How many threads of gloo there are, and how many open files and connections."""
-    time.sleep(0.2)  # until the system has forgotten those that have ended, here and there
+    """Return the number of gloo threads, and of open files and connections."""
+    time.sleep(0.2)  # until ended threads and closed files are no longer listed
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     return threads.count("pt_gloo_runloop\n"), len(os.listdir("/proc/self/fd"))
 
@@ -28,7 +28,7 @@ def count() -> tuple[int, int]:
 def fit_again_and_again(
     rank: int, world: int, num_workers: int, options: dict[str, Any]
 ) -> list[tuple[int, int]]:
-    """What is left after each fit, without a garbage collection."""
+    """Return what is left after each fit, without a garbage collection."""
     gc.collect()
     gc.disable()
     found = []
@@ -51,7 +51,7 @@ def fit_again_and_again(
     [(4, 2, {}), (3, 1, {"replica_size": 2}), (4, 2, {"num_servers": 2})],
     ids=str,
 )
-def test_fits_leave_no_threads_and_connections_behind(
+def test_fits_leave_no_threads_and_connections(
     pool: Pool, world: int, num_workers: int, options: dict[str, Any]
 ) -> None:
     for found in pool.run(fit_again_and_again, num_workers, options, world=world):

@@ -17,8 +17,8 @@ from tests.strategies.remote_runs import all_ranks, remote_trainer
 STEPS = 3
 
 
-class LateIO(TorchCheckpointIO):
-    """Takes a moment for a file, or has no space for it."""
+class SlowIO(TorchCheckpointIO):
+    """Is slow, and may raise."""
 
     def __init__(self, error: OSError | None) -> None:
         self.error = error
@@ -31,27 +31,27 @@ class LateIO(TorchCheckpointIO):
 
 
 def save_after_fit(rank: int, world: int, folder: str, error: OSError | None) -> list[bool]:
-    """Fit and save, twice; whether the files are there then."""
+    """Fit and save, twice; return whether the files exist."""
     settings: Any = {"max_epochs": 1, "use_distributed_sampler": False}
-    are_there = []
+    exist = []
     with all_ranks() as environment:
         for number in range(2):
             strategy = RemoteOptimizerStrategy(
-                2, timeout_s=20, checkpoint_io=LateIO(error if number else None)
+                2, timeout_s=20, checkpoint_io=SlowIO(error if number else None)
             )
             trainer = remote_trainer(environment, strategy, **settings)
             trainer.fit(TinyModule(), make_loader(rank, STEPS))
             path = Path(folder, f"{number}.ckpt")
             trainer.save_checkpoint(path)
-            are_there.append(path.exists())
-    return are_there
+            exist.append(path.exists())
+    return exist
 
 
-def test_who_serves_waits_until_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
+def test_service_ranks_wait_until_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(save_after_fit, str(tmp_path), None, world=3) == [[True, True]] * 3
 
 
-def test_who_serves_is_told_why_a_checkpoint_is_not_written(pool: Pool, tmp_path: Path) -> None:
+def test_service_ranks_raise_the_error_of_a_failed_save(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(save_after_fit, str(tmp_path), OSError("no space left"), world=3)
     messages = [caught.value.failures[rank].message for rank in (0, 2)]

@@ -1,4 +1,4 @@
-"""What happens between the set-up and the first step of a remote optimizer."""
+"""A remote optimizer between the set-up and the first step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOOKS = (
 
 
 class Loads(Callback):
-    """Puts other weights into the model in one hook, once."""
+    """Loads other weights in one hook, once."""
 
     def __init__(self, hook: str) -> None:
         self.done = False
@@ -61,7 +61,9 @@ def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | N
 
 
 @pytest.mark.parametrize(("hook", "num_tiers"), cover(HOOKS, [2, 3], strength=1))
-def test_weights_loaded_before_the_first_step_count(pool: Pool, hook: str, num_tiers: int) -> None:
+def test_weights_loaded_before_the_first_step_are_used(
+    pool: Pool, hook: str, num_tiers: int
+) -> None:
     for weights in pool.run(run_loaded, hook, 0.0, 2, world=1 + num_tiers)[:2]:
         assert (weights == 5.0).all()
     found = pool.run(run_loaded, hook, 0.01, 2, world=1 + num_tiers)
@@ -70,7 +72,7 @@ def test_weights_loaded_before_the_first_step_count(pool: Pool, hook: str, num_t
         assert torch.equal(weights, expected)
 
 
-def run_search(rank: int, world: int, tunes: bool) -> None:
+def run_lr_finder(rank: int, world: int, tunes: bool) -> None:
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=20)
         callbacks = [] if tunes else [LearningRateFinder(num_training_steps=3)]
@@ -88,9 +90,9 @@ def run_search(rank: int, world: int, tunes: bool) -> None:
 
 
 @pytest.mark.parametrize("tunes", [True, False])
-def test_a_search_for_the_learning_rate_is_refused_by_name(pool: Pool, tunes: bool) -> None:
+def test_the_learning_rate_finder_is_refused(pool: Pool, tunes: bool) -> None:
     with pytest.raises(PoolError) as caught:
-        pool.run(run_search, tunes, world=3)
+        pool.run(run_lr_finder, tunes, world=3)
     assert set(caught.value.failures) == {0, 1, 2}
     for failure in caught.value.failures.values():
         assert "LearningRateFinder and Tuner.lr_find do not work with" in failure.message
@@ -103,7 +105,7 @@ class Complex(TinyModule):
 
 
 class FrozenComplex(Complex):
-    """It stays where it is, so it need not be sent."""
+    """Its complex parameter is frozen, so it is not sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class NoOptimizer(TinyModule):
 
 
 class Collective(TinyModule):
-    """A collective of the user's own before training."""
+    """Calls a collective before training."""
 
     def setup(self, stage: str) -> None:
         dist.barrier()
@@ -129,12 +131,14 @@ def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
         trainer.fit(kind(), make_loader(rank, STEPS))
 
 
-def test_frozen_complex_parameters_need_not_be_sent(pool: Pool) -> None:
+def test_frozen_complex_parameters_are_allowed(pool: Pool) -> None:
     pool.run(fit, FrozenComplex, world=3)
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")
-def test_what_cannot_work_is_refused_before_training(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_unsupported_modules_are_refused_before_training(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
     for kind, text in (
         (Complex, "Parameter 'phase' is complex"),
         (NoOptimizer, "NoOptimizer gives none"),
@@ -151,33 +155,33 @@ def test_what_cannot_work_is_refused_before_training(pool: Pool, subtests: pytes
                         assert "trainer.strategy.serves" in failure.message
 
 
-class TakesLong(TinyModule):
-    """Needs more than the timeout in a hook before training, on those that train or serve."""
+class SlowHook(TinyModule):
+    """Takes longer than the timeout in a hook before training, on workers or service ranks."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
         self.hook = hook
 
     def prepare_data(self) -> None:
-        self.take_long("prepare_data")
+        self.delay("prepare_data")
 
     def setup(self, stage: str) -> None:
-        self.take_long("setup")
+        self.delay("setup")
 
-    def take_long(self, hook: str) -> None:
+    def delay(self, hook: str) -> None:
         serves = self.trainer.strategy.serves  # type: ignore[attr-defined]
         if self.hook == (f"{hook} where it serves" if serves else hook):
             time.sleep(1.5 * TIMEOUT_S)
 
 
 def fit_late(rank: int, world: int, hook: str, between_s: float) -> int:
-    with all_ranks(num_nodes=world // 2) as environment:  # the second one serves, if there is one
+    with all_ranks(num_nodes=world // 2) as environment:  # the second node serves, if there is one
         for _ in range(2 if between_s else 1):
             strategy = RemoteOptimizerStrategy(2, timeout_s=TIMEOUT_S)
             nodes = {"num_nodes": environment.num_nodes, "devices": world // environment.num_nodes}
             settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, **nodes}
             trainer = remote_trainer(environment, strategy, **settings)
-            trainer.fit(TakesLong(hook), make_loader(rank, STEPS))
+            trainer.fit(SlowHook(hook), make_loader(rank, STEPS))
             if rank < 2:
                 time.sleep(between_s)
         return trainer.global_step
@@ -194,14 +198,14 @@ def fit_late(rank: int, world: int, hook: str, between_s: float) -> int:
         ("between two fits", 1.5 * TIMEOUT_S, 3),
     ],
 )
-def test_training_may_begin_later_than_the_timeout(
+def test_training_may_start_later_than_the_timeout(
     pool: Pool, hook: str, between_s: float, world: int
 ) -> None:
     assert pool.run(fit_late, hook, between_s, world=world)[:2] == [STEPS, STEPS]
 
 
 class FailsBefore(TinyModule):
-    """An error of the user's own in a hook before training, on one rank."""
+    """Raises an error in a hook before training, on one rank."""
 
     def __init__(self, hook: str, victim: int) -> None:
         super().__init__()
