@@ -71,20 +71,28 @@ class EarlierRun:
 
 
 def with_present_names(state: dict[str, Any]) -> dict[str, Any]:
-    """An engine's state in which entries of versions before 0.2 have the names of today."""
+    """Return an engine's state whose entries have the names of today.
+
+    Checkpoints from before November 2026 have other names for fragments and pending rounds.
+    """
     if "lanes" not in state:
         return state
     state = dict(state)
-    state["fragments"] = [_renamed_fragment(dict(lane)) for lane in state.pop("lanes")]
+    state["fragments"] = [_renamed_fragment(dict(fragment)) for fragment in state.pop("lanes")]
     return state
 
 
-def _renamed_fragment(lane: dict[str, Any]) -> dict[str, Any]:
-    pending = lane.pop("flight")
+def _renamed_fragment(state: dict[str, Any]) -> dict[str, Any]:
+    pending = state.pop("flight")
     if pending is not None:
         pending = dict(pending)
         pending["scalars"] = pending.pop("told")
-    return {**lane, "pending": pending, "sent_params": lane.pop("departure")}
+    return {**state, "pending": pending, "sent_params": state.pop("departure")}
+
+
+def settings_with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with the names of today, as :func:`with_present_names`."""
+    return {"merge_policy" if k == "landing" else k: value for k, value in settings.items()}
 
 
 def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:

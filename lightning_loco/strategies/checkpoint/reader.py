@@ -14,7 +14,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.earlier_run import EarlierRun
+from lightning_loco.earlier_run import (
+    EarlierRun,
+    settings_with_present_names,
+    with_present_names,
+)
 from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, Position
@@ -309,7 +313,9 @@ class SavedRun:
         weights_only: bool | None = None,
         readers: dict[int, int] | None = None,
     ) -> None:
-        self._manifest = Manifest.from_state_dict(entry, path)
+        manifest = Manifest.from_state_dict(entry, path)
+        settings = settings_with_present_names(manifest.settings)
+        self._manifest = manifest._replace(settings=settings)
         self._files = files
         self._weights_only = weights_only
         self._readers = readers
@@ -332,6 +338,7 @@ class SavedRun:
                     if key not in own or (name and name not in own[key]):
                         raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
             own["engine"].update(shared)
+            own["engine"] = with_present_names(own["engine"])
         return own
 
     def position(self) -> Position:
