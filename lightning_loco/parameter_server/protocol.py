@@ -82,6 +82,26 @@ class Message(NamedTuple):
     kind: MessageKind
     content: dict[str, Any]
 
+    def to_frames(self) -> list[bytes]:
+        """Return the message as a frame of fixed length, and a second one if it is longer."""
+        text = json.dumps([self.kind, self.content]).encode()
+        size = len(text).to_bytes(8, "little")
+        frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
+        return [frame for frame in frames if frame]
+
+    @classmethod
+    def from_text(cls, text: bytes, sender: str) -> Message:
+        """Read the text of a message.
+
+        Raises:
+            RuntimeError: If it is invalid; the error names the sender.
+        """
+        match read(text, sender):
+            case [int(kind), dict(content)] if type(kind) is int and kind in list(MessageKind):
+                return cls(MessageKind(kind), content)
+            case other:
+                raise RuntimeError(f"{sender} has sent an invalid message: {str(other)[:100]}")
+
 
 class GradientClipping(NamedTuple):
     """How to clip the mean gradient before the step.
@@ -399,7 +419,7 @@ class RankConnection:
     def _send_message(self, message: Message, tag: MessageTag) -> list[PendingSend]:
         """Start to send a message; no other thread's frames come between its frames."""
         with self._send_lock:
-            sends = [self._send_frame(frame, tag) for frame in _frames(message)]
+            sends = [self._send_frame(frame, tag) for frame in message.to_frames()]
         self._pending_sends += sends
         return sends
 
@@ -415,7 +435,7 @@ class RankConnection:
             raise RuntimeError(f"{self.name} has announced a message of {size} bytes.")
         if size > len(text):
             text += self._receive_frame(size - len(text), tag, wait)
-        return _parse_message(text[:size], self.name)
+        return Message.from_text(text[:size], self.name)
 
     def _receive_frame(
         self, size: int, tag: MessageTag, wait: Callable[[dist.Work], object]
@@ -483,19 +503,3 @@ def _unreachable_text(name: str, label: str) -> str:
         f"{name}: {label} could not be exchanged. It has ended, or is later than the timeout. "
         "Check its output first."
     )
-
-
-def _parse_message(text: bytes, sender: str) -> Message:
-    match read(text, sender):
-        case [int(kind), dict(content)] if type(kind) is int and kind in list(MessageKind):
-            return Message(MessageKind(kind), content)
-        case other:
-            raise RuntimeError(f"{sender} has sent an invalid message: {str(other)[:100]}")
-
-
-def _frames(message: Message) -> list[bytes]:
-    """Return a message as one frame of fixed length, and a second one if it is longer."""
-    text = json.dumps([message.kind, message.content]).encode()
-    size = len(text).to_bytes(8, "little")
-    frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
-    return [frame for frame in frames if frame]

@@ -27,7 +27,7 @@ from lightning_loco.parameters.schema import broadcast_model, check_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
-from lightning_loco.strategies.service_ranks import ServiceRankStrategy, farewell_of, serve_fit
+from lightning_loco.strategies.service_ranks import ServiceRankStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, summarize
 from lightning_loco.values import check_bytes, check_common_arguments
 
@@ -159,7 +159,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         service.raise_together(error)
         self.check_same_models(service)
         if self.serves:
-            lightning_compat.replace_loops(trainer, self._serve)
+            lightning_compat.replace_loops(trainer, self._serve_fit)
         else:
             self._connect(trainer)
 
@@ -201,11 +201,9 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         numel = sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
         rank_zero_info(f"{self.tiers.describe()}; {numel:,} trainable parameters.")
 
-    # ----------------------------------------------------------------- service
-
-    def _serve(self) -> None:
+    def _serve_fit(self) -> None:
         serving = Serving(min_workers=self.min_workers, stop_reason=lambda: self._stop_reason)
-        serve_fit(self._trainer, self.tiers, self.global_rank, self._transport(), serving)
+        self._serve_workers(self._transport(), serving)
 
     # ---------------------------------------------------------------- training
 
@@ -288,7 +286,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self._leave(self.remote)
 
     def _leave(self, remote: RemoteOptimizer) -> None:
-        remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+        remote.leave(self._farewell() if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save a checkpoint after an agreed stop; report a failure to the other ranks."""

@@ -188,6 +188,45 @@ class ServiceRankStrategy(WorkerStrategy):
             lightning_compat.average_gradients_in(self, self._gradients_group)
             super().configure_ddp()
 
+    # ----------------------------------------------------------- service ranks
+
+    def _serve_workers(self, transport: Transport, serving: Serving) -> None:
+        """Serve until all workers have left ``fit``, then take over worker 0's metrics and paths.
+
+        With these, ``callback_metrics`` and ``ckpt_path="best"`` work on service ranks as well.
+        """
+        (optimizer,) = self.optimizers
+        farewell = serve(
+            optimizer.param_groups,
+            lambda _: optimizer,
+            self.tiers,
+            self.global_rank,
+            transport=transport,
+            serving=serving,
+        )
+        metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
+        lightning_compat.set_callback_metrics(self._trainer, metrics)
+        paths_of_callbacks = farewell.get("checkpoints", [])
+        for callback, paths in zip(self._model_checkpoints, paths_of_callbacks, strict=False):
+            for name, path in paths.items():
+                setattr(callback, name, path)
+
+    def _farewell(self) -> dict[str, Any]:
+        """Return what service ranks take over after ``fit``: metrics and paths of checkpoints."""
+        metrics = self._trainer.callback_metrics
+        return {
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "checkpoints": [
+                {name: str(getattr(callback, name) or "") for name in _PATHS}
+                for callback in self._model_checkpoints
+            ],
+        }
+
+    @property
+    def _model_checkpoints(self) -> list[ModelCheckpoint]:
+        callbacks = self._trainer.checkpoint_callbacks
+        return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+
     # ---------------------------------------------------------------- training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -341,36 +380,3 @@ class ServiceRankStrategy(WorkerStrategy):
         if self._all_ranks is not None:
             self._all_ranks.close()
             self._all_ranks = None
-
-
-def serve_fit(
-    trainer: pl.Trainer, tiers: Tiers, rank: int, transport: Transport, serving: Serving
-) -> None:
-    """Serve until all workers have left ``fit``, then take over worker 0's metrics and paths."""
-    (optimizer,) = trainer.optimizers
-    groups = optimizer.param_groups
-    farewell = serve(groups, lambda _: optimizer, tiers, rank, transport=transport, serving=serving)
-    metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
-    lightning_compat.set_callback_metrics(trainer, metrics)
-    callbacks = _model_checkpoints(trainer)
-    for callback, paths in zip(callbacks, farewell.get("checkpoints", []), strict=False):
-        for name, path in paths.items():
-            setattr(callback, name, path)
-
-
-def farewell_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what service ranks take over after ``fit``: metrics and paths of checkpoints.
-
-    With these, ``callback_metrics`` and ``ckpt_path="best"`` work on service ranks as well.
-    """
-    return {
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "checkpoints": [
-            {name: str(getattr(callback, name) or "") for name in _PATHS}
-            for callback in _model_checkpoints(trainer)
-        ],
-    }
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
