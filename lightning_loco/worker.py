@@ -16,7 +16,7 @@ from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import WorkerStatus, send_status, sync_point_id
+from lightning_loco.distributed.worker_status import GatheredStatuses, WorkerStatus, sync_point_id
 from lightning_loco.fault_points import reach
 from lightning_loco.links import Links
 from lightning_loco.parameters.consensus import AveragedCopies, average
@@ -197,7 +197,7 @@ class Worker:
         sync_point = sync_point_id(purpose)
         while True:
             status = self.status(sync_point)
-            statuses = send_status(self.group, self.statistics, status, purpose).wait()
+            statuses = GatheredStatuses(self.group, self.statistics, status, purpose).wait()
             if self.are_together(statuses, sync_point, purpose):
                 return statuses
 
@@ -260,7 +260,7 @@ class Worker:
         valid = are_finite(replica.layout.chunks())
         status = self.status(sync_point_id(purpose))
         status = status._replace(finite=float(valid), scalars=self.averaged_copies.prepare())
-        statuses = send_status(group, statistics, status, purpose).wait()
+        statuses = GatheredStatuses(group, statistics, status, purpose).wait()
         num_valid = round(sum(status.finite for status in statuses))
         if num_valid == 0:
             raise RuntimeError(_NO_CONSENSUS)

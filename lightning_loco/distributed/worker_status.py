@@ -8,10 +8,11 @@ forever when data are uneven, and all see the same statuses.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,61 +61,84 @@ class WorkerStatus(NamedTuple):
         return len(cls._fields) - 1 + num_scalars
 
 
-class PendingStatuses:
+class PendingStatuses(Protocol):
     """The statuses of all workers, which are being received.
 
-    Args:
-        receive: Waits and returns the table ``(N, width)``.
+    Attributes:
         label: What they are for, e.g. ``"round 12"``.
-        has_arrived: Whether ``receive`` would return at once.
-        resend: Exchanges the statuses once more. It is called if a worker at a sync point has to
-            take part in a round: its first status had no weight, because it had not looked at its
-            parameters. None if the weights are not needed.
     """
 
-    def __init__(
-        self,
-        receive: Callable[[], Tensor],
-        label: str,
-        has_arrived: Callable[[], bool] = lambda: True,
-        resend: Callable[[], PendingStatuses] | None = None,
-    ) -> None:
-        self._receive = receive
-        self._label = label
-        self._has_arrived = has_arrived
-        self._resend = resend
-        self._statuses: list[WorkerStatus] | None = None
+    label: str
+
+    @property
+    def has_been_read(self) -> bool:
+        """Whether :meth:`wait` has returned before."""
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once; never waits."""
 
     def wait(self) -> list[WorkerStatus]:
-        """Return the statuses of all workers.
+        """Return the statuses of all workers, in order.
 
         Raises:
             RuntimeError: If a worker is missing, has failed or is in another round; the message
                 names it.
         """
-        if self._statuses is None:
-            width = WorkerStatus.width(0)
-            table = self._receive().tolist()
-            statuses = [WorkerStatus(*v[:width])._replace(scalars=tuple(v[width:])) for v in table]
-            for worker, status in enumerate(statuses):
-                if status.round_index != statuses[0].round_index:
-                    raise RuntimeError(
-                        f"Worker {worker} is in round {status.round_index:.0f} and worker 0 in "
-                        f"round {statuses[0].round_index:.0f}. Resume all workers from the same "
-                        "checkpoint."
-                    )
-            is_incomplete = any(math.isnan(status.weight) for status in statuses)
-            if self._resend is not None and is_incomplete and is_round(statuses):
-                statuses = self._resend().wait()
-            self._statuses = statuses
-        return self._statuses
 
-    @classmethod
-    def known(cls, statuses: Sequence[WorkerStatus] = (), label: str = "") -> PendingStatuses:
-        """Statuses that have been received already."""
-        pending = cls(lambda: torch.zeros(0, WorkerStatus.width(0)), label)
-        pending._statuses = list(statuses)
-        return pending
+
+@dataclasses.dataclass
+class KnownStatuses:
+    """Statuses that have been received already."""
+
+    statuses: Sequence[WorkerStatus] = ()
+    label: str = ""
+    has_been_read: bool = True
+
+    def has_arrived(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> list[WorkerStatus]:
+        """Return the statuses."""
+        return list(self.statuses)
+
+
+class GatheredStatuses:
+    """Statuses in an all-gather of their own.
+
+    Args:
+        group: The workers.
+        statistics: Where seconds are counted.
+        status: Of this worker; it is sent at once.
+        label: What it is for: ``"round 12"``, ``"validation"``.
+        needs_weights: Whether statuses without weight are exchanged again in a round: those of
+            workers that were at a sync point and had not looked at their parameters.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        statistics: Statistics,
+        status: WorkerStatus,
+        label: str,
+        needs_weights: bool = False,
+    ) -> None:
+        self.label = label
+        self._group = group
+        self._statistics = statistics
+        self._status = status
+        self._needs_weights = needs_weights
+        self._statuses: list[WorkerStatus] | None = None
+        self._work: dist.Work | None = None
+        own = torch.tensor(status.numbers, dtype=torch.float64)
+        self._table = own.new_empty(group.num_workers, len(own))
+        if group.control is None:
+            self._table[0] = own
+            return
+        group.announce_wait(label)
+        with ExplainErrors(group, label):
+            rows = list(self._table)
+            self._work = dist.all_gather(rows, own, group=group.control, async_op=True)
 
     @property
     def has_been_read(self) -> bool:
@@ -123,17 +147,55 @@ class PendingStatuses:
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._statuses is not None or self._has_arrived()
+        return self._work is None or self._work.is_completed()
 
-    def total_weight(self) -> float:
-        """Sum of the workers' weights; waits for them. RuntimeError if it is zero."""
-        total = sum(status.weight for status in self.wait())
-        if total == 0:
+    def wait(self) -> list[WorkerStatus]:
+        """Return the statuses; RuntimeError as in :meth:`PendingStatuses.wait`."""
+        if self._statuses is None:
+            if self._work is not None:
+                timer = WaitTimer(self._statistics, self._group.clock)
+                with timer, ExplainErrors(self._group, self.label):
+                    self._work.wait()
+            statuses = statuses_in(self._table)
+            is_incomplete = any(math.isnan(status.weight) for status in statuses)
+            if self._needs_weights and is_incomplete and is_round(statuses):
+                again = self._group, self._statistics, self._status, self.label
+                statuses = GatheredStatuses(*again).wait()
+            self._statuses = statuses
+        return self._statuses
+
+
+def statuses_in(table: Tensor) -> list[WorkerStatus]:
+    """Read the statuses out of a table ``(N, width)``.
+
+    Raises:
+        RuntimeError: If the workers are in different rounds.
+    """
+    width = WorkerStatus.width(0)
+    rows = table.tolist()
+    statuses = [WorkerStatus(*v[:width])._replace(scalars=tuple(v[width:])) for v in rows]
+    for worker, status in enumerate(statuses):
+        if status.round_index != statuses[0].round_index:
             raise RuntimeError(
-                f"No worker has made finite progress in {self._label}: the parameters hold NaN or "
-                "infinity everywhere. Lower the learning rate, clip gradients, or look at the data."
+                f"Worker {worker} is in round {status.round_index:.0f} and worker 0 in round "
+                f"{statuses[0].round_index:.0f}. Resume all workers from the same checkpoint."
             )
-        return total
+    return statuses
+
+
+def total_weight(statuses: list[WorkerStatus], label: str) -> float:
+    """Return the sum of the workers' weights.
+
+    Raises:
+        RuntimeError: If it is zero.
+    """
+    total = sum(status.weight for status in statuses)
+    if total == 0:
+        raise RuntimeError(
+            f"No worker has made finite progress in {label}: the parameters hold NaN or infinity "
+            "everywhere. Lower the learning rate, clip gradients, or look at the data."
+        )
+    return total
 
 
 def is_round(statuses: list[WorkerStatus]) -> bool:
@@ -150,38 +212,3 @@ def write_status(table: Tensor, worker: int, status: WorkerStatus) -> None:
     """Write one worker's status into a table ``(N, width)`` of zeros that will be summed."""
     table.zero_()
     table[worker] = torch.tensor(status.numbers, dtype=table.dtype)
-
-
-def send_status(
-    group: WorkerGroup,
-    statistics: Statistics,
-    status: WorkerStatus,
-    label: str,
-    needs_weights: bool = False,
-) -> PendingStatuses:
-    """Send this worker's status to all workers, in a small all-gather of its own.
-
-    Args:
-        group: The workers.
-        statistics: Where seconds are counted.
-        status: Of this worker.
-        label: What it is for: ``"round 12"``, ``"validation"``.
-        needs_weights: Whether statuses without weight are to be exchanged again in a round.
-    """
-    own = torch.tensor(status.numbers, dtype=torch.float64)
-    if group.control is None:
-        return PendingStatuses(lambda: own[None], label)
-    table = own.new_empty(group.num_workers, len(own))
-    group.announce_wait(label)
-    with ExplainErrors(group, label):
-        work = dist.all_gather(list(table), own, group=group.control, async_op=True)
-
-    def receive() -> Tensor:
-        with WaitTimer(statistics, group.clock), ExplainErrors(group, label):
-            work.wait()
-        return table
-
-    def resend() -> PendingStatuses:
-        return send_status(group, statistics, status, label)
-
-    return PendingStatuses(receive, label, work.is_completed, resend if needs_weights else None)

@@ -14,7 +14,12 @@ from torch import Tensor
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
+from lightning_loco.distributed.worker_status import (
+    IN_ROUND,
+    PendingStatuses,
+    WorkerStatus,
+    statuses_in,
+)
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
 from lightning_loco.elastic.exchanges import GossipExchange, MemberExchange, SumExchange
 from lightning_loco.elastic.group import MemberGroup
@@ -238,16 +243,7 @@ class ElasticConnection:
 
     def _statuses_of(self, request: RoundRequest, label: str) -> PendingStatuses:
         """Return the pending statuses of all members in a round."""
-
-        def receive() -> Tensor:
-            if not request.message_ready.is_set():
-                raise RuntimeError("Statuses of members are known when the round is complete.")
-            with WaitTimer(self.engine.statistics):
-                request.wait()
-            assert request.statuses is not None
-            return request.statuses
-
-        return PendingStatuses(receive, label, request.is_done)
+        return MemberStatuses(request, self.engine.statistics, label)
 
     # ------------------------------------------------------------------------ recovery
 
@@ -321,6 +317,42 @@ class ElasticConnection:
             else:
                 message.copy_(request.received)
         return sync
+
+
+class MemberStatuses:
+    """Statuses of all members, which are known when a round is complete.
+
+    Args:
+        request: The round.
+        statistics: Where seconds are counted.
+        label: What the round is called in messages.
+    """
+
+    def __init__(self, request: RoundRequest, statistics: Statistics, label: str) -> None:
+        self.label = label
+        self._request = request
+        self._statistics = statistics
+        self._statuses: list[WorkerStatus] | None = None
+
+    @property
+    def has_been_read(self) -> bool:
+        """Whether :meth:`wait` has returned before."""
+        return self._statuses is not None
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        return self._request.is_done()
+
+    def wait(self) -> list[WorkerStatus]:
+        """Wait for the round and return the statuses; RuntimeError before its message is sent."""
+        if self._statuses is None:
+            if not self._request.message_ready.is_set():
+                raise RuntimeError("Statuses of members are known when the round is complete.")
+            with WaitTimer(self._statistics):
+                self._request.wait()
+            assert self._request.statuses is not None
+            self._statuses = statuses_in(self._request.statuses)
+        return self._statuses
 
 
 class RoundHandle:

@@ -16,10 +16,11 @@ from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import (
     IN_ROUND,
+    GatheredStatuses,
+    KnownStatuses,
     PendingStatuses,
     WorkerStatus,
     is_round,
-    send_status,
     sync_point_id,
 )
 from lightning_loco.earlier_run import with_present_names
@@ -323,8 +324,8 @@ class Engine:
         """Take part in the round of others, which the statuses at a sync point have shown."""
         status, group = self._prepare(sync_point), self.worker.group
         if self._exchange.is_weighted:  # the others need this worker's weight
-            statuses = send_status(group, self.statistics, status, label).wait()
-        self._begin(sync_point, label, PendingStatuses.known(statuses, label))
+            statuses = GatheredStatuses(group, self.statistics, status, label).wait()
+        self._begin(sync_point, label, KnownStatuses(statuses, label))
 
     @torch.no_grad()
     def show_consensus(self, purpose: str = "the consensus") -> None:

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Restart, State
 from lightning_loco.distributed.work import labelled
-from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
+from lightning_loco.distributed.worker_status import (
+    KnownStatuses,
+    PendingStatuses,
+    WorkerStatus,
+    total_weight,
+)
 from lightning_loco.engine.buckets import Bucket, BucketChunk
 from lightning_loco.engine.exchanges.base import Arrived, Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
@@ -53,7 +58,7 @@ class PendingRound:
     index: int
     valid: bool
     began_at: int
-    statuses: PendingStatuses = dataclasses.field(default_factory=PendingStatuses.known)
+    statuses: PendingStatuses = dataclasses.field(default_factory=KnownStatuses)
     handles: list[Handle] = dataclasses.field(default_factory=list)
     received: list[Tensor] | None = None
     is_overlapped: bool = False
@@ -357,7 +362,9 @@ class FragmentSync:
         if self._algorithm.num_scalars and pending.scalars is None:
             pending.scalars = [status.scalars for status in pending.statuses.wait()]
         is_sum = self._exchange.is_weighted and not pending.is_divided
-        return pending.statuses.total_weight() if is_sum else 1.0
+        if not is_sum:
+            return 1.0
+        return total_weight(pending.statuses.wait(), pending.statuses.label)
 
     def _commit(self, pending: PendingRound, chunks: list[BucketChunk]) -> None:
         """From here on the round counts: these chunks wait for no other worker any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class AveragedCopies:
         model: The model; its pruning masks are those of ``torch.nn.utils.prune``.
 
     Attributes:
-        find_copies: Returns the averaged copies that exist now, the same on all workers.
+        modules: The averaged copies that exist now, the same on all workers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +89,7 @@ class AveragedCopies:
         self._copies: list[FlatLayout] = []
         self._masks = FlatLayout([])
         self._is_finite = True
-        self.find_copies: Callable[[], Iterable[nn.Module]] = tuple
+        self.modules: Sequence[nn.Module] = ()
 
     def prepare(self) -> tuple[float, float]:
         """Look up the copies and masks.
@@ -98,7 +98,7 @@ class AveragedCopies:
             A checksum of their schema, equal on workers that hold the same copies and masks, and
             whether the copies of this worker are finite (1 or 0).
         """
-        self._copies = [_layout(_averaged_tensors(copy)) for copy in self.find_copies()]
+        self._copies = [_layout(_averaged_tensors(copy)) for copy in self.modules]
         self._masks = _layout(pruning_masks(self._model))
         self._is_finite = all(are_finite(layout.chunks()) for layout in self._copies)
         schema = [layout.schema() for layout in (*self._copies, self._masks)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
+from lightning_loco.distributed.worker_status import IN_ROUND, KnownStatuses, WorkerStatus
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
@@ -184,11 +184,11 @@ class Simulation:
                 fragment.apply()
         self.round_index += 1
 
-    def _statuses(self, fragments: list[FragmentSync]) -> PendingStatuses:
+    def _statuses(self, fragments: list[FragmentSync]) -> KnownStatuses:
         status = WorkerStatus(IN_ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
         found = [self.algorithm.scalars(fragment.state) for fragment in fragments]
         statuses = [status._replace(scalars=tuple(map(float, numbers))) for numbers in found]
-        return PendingStatuses.known(statuses, f"round {self.round_index}")
+        return KnownStatuses(statuses, f"round {self.round_index}")
 
     @torch.no_grad()
     def drain(self) -> None:

@@ -422,7 +422,6 @@ class EngineStrategy(WorkerStrategy):
         if self.schedule is not None:
             self._max_steps = MaxSteps(trainer, self.schedule, self.worker, self.num_workers)
         self._external_updates.start_fit()
-        self.engine.worker.averaged_copies.find_copies = lambda: averaged_models(trainer)
         self._added = add_hooks(
             trainer,
             batches_end=self._external_updates.on_batches_end,
@@ -498,6 +497,12 @@ class EngineStrategy(WorkerStrategy):
         self._external_updates.before_sync_point()
         super().sync_point(purpose)
         self._external_updates.after_sync_point()
+        self._look_up_averaged_copies()
+
+    def _look_up_averaged_copies(self) -> None:
+        """Find the averaged copies that belong to the consensus: callbacks make and drop them."""
+        if self.engine is not None:
+            self.engine.worker.averaged_copies.modules = list(averaged_models(self._trainer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the round that is due before the next step; raise if another worker has failed.
@@ -599,6 +604,7 @@ class EngineStrategy(WorkerStrategy):
         if self.summary and worker.group.num_workers > 1:
             self.sync_point("the end of training")
             distance = worker.measure_consensus(MAX_SAMPLED)
+        self._look_up_averaged_copies()
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:

@@ -12,10 +12,12 @@ from torch import Tensor
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.worker_status import (
     IN_ROUND,
-    PendingStatuses,
+    GatheredStatuses,
+    KnownStatuses,
     WorkerStatus,
-    send_status,
+    statuses_in,
     sync_point_id,
+    total_weight,
     write_status,
 )
 from tests.pool import Pool, PoolError
@@ -32,8 +34,8 @@ def table_of(*statuses: WorkerStatus) -> Tensor:
     return total
 
 
-def pending(*statuses: WorkerStatus) -> PendingStatuses:
-    return PendingStatuses(lambda: table_of(*statuses), "round 4")
+def exchanged(*statuses: WorkerStatus) -> list[WorkerStatus]:
+    return statuses_in(table_of(*statuses))
 
 
 def test_statuses_come_back_as_they_were_written() -> None:
@@ -59,11 +61,11 @@ def test_statuses_come_back_as_they_were_written() -> None:
             scalars=(7.0, 8.0),
         ),
     ]
-    assert pending(*statuses).wait() == statuses
+    assert exchanged(*statuses) == statuses
 
 
 def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
-    (status,) = pending(WorkerStatus(7.0, 4, 10)).wait()
+    (status,) = exchanged(WorkerStatus(7.0, 4, 10))
     assert (status.sync_point, status.round_index, status.steps) == (7, 4, 10)
     assert all(
         map(math.isnan, (status.weight, status.finite, status.loss, status.squared_distance))
@@ -71,57 +73,60 @@ def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
 
 
 def test_one_workers_nan_leaves_the_rows_of_others_alone() -> None:
-    first, second = pending(
-        WorkerStatus(IN_ROUND, 4, 1, 1.0, 1.0), WorkerStatus(IN_ROUND, 4, 1)
-    ).wait()
+    first, second = exchanged(WorkerStatus(IN_ROUND, 4, 1, 1.0, 1.0), WorkerStatus(IN_ROUND, 4, 1))
     assert (first.weight, first.finite) == (1, 1)
     assert math.isnan(second.weight)
 
 
-def test_statuses_are_received_once() -> None:
-    calls = []
-
-    def receive() -> Tensor:
-        calls.append(1)
-        return table_of(WorkerStatus(IN_ROUND, 4, 1, 1.0))
-
-    statuses = PendingStatuses(receive, "round 4", lambda: False)
-    assert (statuses.has_been_read, statuses.has_arrived()) == (False, False)
-    assert statuses.wait() is statuses.wait()
-    assert (statuses.has_been_read, statuses.has_arrived(), len(calls)) == (True, True, 1)
+def test_statuses_that_are_known_need_no_wait() -> None:
+    statuses = KnownStatuses([WorkerStatus(IN_ROUND, 4, 1, 1.0)], "round 4")
+    assert (statuses.has_been_read, statuses.has_arrived()) == (True, True)
+    assert statuses.wait() == [WorkerStatus(IN_ROUND, 4, 1, 1.0)]
 
 
 def test_workers_in_different_rounds_are_told_to_resume_from_one_checkpoint() -> None:
     with pytest.raises(RuntimeError, match="Worker 1 is in round 5 and worker 0 in round 4"):
-        pending(WorkerStatus(IN_ROUND, 4, 1, 1.0), WorkerStatus(IN_ROUND, 5, 1, 1.0)).wait()
+        exchanged(WorkerStatus(IN_ROUND, 4, 1, 1.0), WorkerStatus(IN_ROUND, 5, 1, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("sync_points", "again"),
-    [((IN_ROUND, 9.0), True), ((9.0, 9.0), False), ((IN_ROUND, IN_ROUND), False)],
-    ids=str,
-)
-def test_statuses_without_weight_are_exchanged_again_in_a_round(
-    sync_points: tuple[float, float], again: bool
-) -> None:
-    known = [WorkerStatus(sync_point, 4, 1, weight=1.0) for sync_point in sync_points]
-    sent = [s if s.sync_point == IN_ROUND else s._replace(weight=math.nan) for s in known]
-    resent: list[bool] = []
+SYNC_POINTS = {
+    "one in a round": ((IN_ROUND, 9.0), True),
+    "all at a sync point": ((9.0, 9.0), False),
+    "all in a round": ((IN_ROUND, IN_ROUND), False),
+}
 
-    def resend() -> PendingStatuses:
-        resent.append(True)
-        return PendingStatuses.known(known)
 
-    statuses = PendingStatuses(lambda: table_of(*sent), "round 4", resend=resend)
-    assert (statuses.wait() == known) is again
-    assert bool(resent) is again
+def exchange_weights(rank: int, world: int) -> dict[str, tuple[list[float], bool]]:
+    """A worker at a sync point has no weight at first, and sends one if there is a round."""
+    group, statistics, found = WorkerGroup.create(timeout_s=20), Statistics(), {}
+    for name, (sync_points, again) in SYNC_POINTS.items():
+        weight = 1.0 if sync_points[rank] == IN_ROUND else math.nan
+        status = WorkerStatus(sync_points[rank], 4, 1, weight)
+        pending = GatheredStatuses(group, statistics, status, "round 4", needs_weights=rank == 0)
+        statuses = pending.wait()
+        if rank == 1 and again:
+            statuses = GatheredStatuses(
+                group, statistics, status._replace(weight=0.5), "round 4"
+            ).wait()
+        found[name] = ([s.weight for s in statuses], pending.wait() is pending.wait())
+    group.close()
+    return found
+
+
+def test_statuses_without_weight_are_exchanged_again_in_a_round(pool: Pool) -> None:
+    for found in pool.run(exchange_weights, world=2):
+        weights = {name: values for name, (values, _) in found.items()}
+        assert weights["one in a round"] == [1.0, 0.5]
+        assert all(map(math.isnan, weights["all at a sync point"]))
+        assert weights["all in a round"] == [1.0, 1.0]
+        assert all(is_kept for _, is_kept in found.values())
 
 
 def test_weights_add_up_and_none_at_all_is_an_error() -> None:
     statuses = [WorkerStatus(IN_ROUND, 4, 1, weight=weight) for weight in (1.0, 0.0, 1.0)]
-    assert pending(*statuses).total_weight() == 2.0
+    assert total_weight(statuses, "round 4") == 2.0
     with pytest.raises(RuntimeError, match="No worker has made finite progress in round 4"):
-        pending(statuses[1]).total_weight()
+        total_weight(statuses[1:2], "round 4")
 
 
 def test_a_purpose_has_a_number_that_float32_holds_and_a_round_has_not() -> None:
@@ -135,10 +140,10 @@ def test_a_purpose_has_a_number_that_float32_holds_and_a_round_has_not() -> None
 def exchange(rank: int, world: int) -> dict[str, Any]:
     group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
     at_sync_point = WorkerStatus(3.0, 0, rank)
-    others = send_status(group, statistics, at_sync_point, "a sync point").wait()
+    others = GatheredStatuses(group, statistics, at_sync_point, "a sync point").wait()
     assert [other.steps for other in others] == list(range(world))
     status = WorkerStatus(IN_ROUND, 0, rank, weight=1.0, scalars=(10.0 * rank,))
-    statuses = send_status(group, statistics, status, "round 0").wait()
+    statuses = GatheredStatuses(group, statistics, status, "round 0").wait()
     label = group.watchdog.label
     group.close()
     return {"statuses": statuses, "label": label, "waited": statistics.wait_s > 0}
@@ -153,13 +158,13 @@ def test_statuses_reach_all_workers(pool: Pool) -> None:
 
 def test_a_worker_alone_receives_its_own_status() -> None:
     status = WorkerStatus(IN_ROUND, 3, 1, weight=1.0, finite=1.0, loss=2.0, squared_distance=0.0)
-    assert send_status(WorkerGroup(0, 1), Statistics(), status, "round 3").wait() == [status]
+    assert GatheredStatuses(WorkerGroup(0, 1), Statistics(), status, "round 3").wait() == [status]
 
 
 def part(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=20)
     try:
-        send_status(group, Statistics(), WorkerStatus(IN_ROUND, rank, 1), "a test").wait()
+        GatheredStatuses(group, Statistics(), WorkerStatus(IN_ROUND, rank, 1), "a test").wait()
     finally:
         group.close()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
+from lightning_loco.distributed.worker_status import KnownStatuses, WorkerStatus
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.fragment_memory import FragmentMemory
@@ -175,8 +175,8 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 
 
 def pending(index: int, weight: float = 1.0, valid: bool = True) -> PendingRound:
-    table = torch.tensor([[*WorkerStatus(0.0, index, 1.0, weight, 1.0)[:-1]]], dtype=torch.float64)
-    return PendingRound(index, valid, 0, PendingStatuses(lambda: table, f"round {index}"))
+    statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, weight, 1.0)], f"round {index}")
+    return PendingRound(index, valid, 0, statuses)
 
 
 def fragment_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_loco.distributed.worker_status import PendingStatuses
 from lightning_loco.engine.exchanges.base import Arrived
 from lightning_loco.engine.fragment_sync import PendingRound
 from tests.engine.toys import saved_and_loaded
@@ -27,15 +26,11 @@ class ByTest:
         pass
 
 
-def statuses_of(arrived: ByTest) -> PendingStatuses:
-    return PendingStatuses(arrived.wait, "round 3", arrived.has_arrived)
-
-
 def test_it_has_arrived_when_all_buckets_and_the_statuses_have(subtests: pytest.Subtests) -> None:
     for late in (None, 0, 1, 2):
         with subtests.test(late=late):
             parts = [ByTest(arrived=index != late) for index in range(3)]
-            pending = PendingRound(3, True, 30, statuses_of(parts[0]), [*parts[1:]])
+            pending = PendingRound(3, True, 30, parts[0], [*parts[1:]])
             assert pending.has_arrived() is (late is None)
             for part in parts:
                 part.arrived = True

@@ -38,7 +38,7 @@ def average_copies(rank: int, world: int, broken: int) -> tuple[Tensor, Tensor, 
     for tensor in [*copy.parameters(), copy.module[1].running_mean]:
         tensor.data.fill_(math.nan if rank == broken else 1.0 + rank)
     averaged_copies = AveragedCopies(model)
-    averaged_copies.find_copies = lambda: [copy]
+    averaged_copies.modules = [copy]
     before = flat(model)
     synchronize(averaged_copies)
     assert torch.equal(flat(model), before)
@@ -66,7 +66,7 @@ def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]
     )
     copy.module.bias.data.copy_(torch.tensor([LARGEST, 1.0 + rank], dtype=torch.float64))
     averaged_copies = AveragedCopies(model)
-    averaged_copies.find_copies = lambda: [copy]
+    averaged_copies.modules = [copy]
     synchronize(averaged_copies)
     return copy.module.weight.detach(), copy.module.mask, copy.module.bias.detach()
 
@@ -103,7 +103,7 @@ def make_different_copies(rank: int, world: int) -> None:
     model = norm_model()
     averaged_copies = AveragedCopies(model)
     if rank == 1:
-        averaged_copies.find_copies = lambda: [AveragedModel(model)]
+        averaged_copies.modules = [AveragedModel(model)]
     synchronize(averaged_copies)
 
 

@@ -21,6 +21,7 @@ from lightning_loco.distributed.worker_status import (
     IN_ROUND,
     PendingStatuses,
     WorkerStatus,
+    statuses_in,
     write_status,
 )
 from lightning_loco.engine.buckets import Bucket
@@ -80,42 +81,17 @@ class AllReduce(SeparateStatuses):
                 group.store_barrier.exchange += 1
         write_status(self._table(bucket), group.worker, status)
         if self._calls_at_once and status.sync_point == IN_ROUND:
-            self._call_to_round(label)
+            call_to_round(self._group, label)
 
     def read_statuses(
         self, bucket: Bucket, handle: Any, status: WorkerStatus, label: str
     ) -> PendingStatuses:
         """The statuses behind the message; workers at a sync point are called if they are late."""
         is_called = self._calls_at_once or status.sync_point != IN_ROUND
-        started = time.monotonic()
-
-        def call() -> None:
-            nonlocal is_called
-            if not is_called:
-                is_called = True
-                self._call_to_round(label)
-
-        def receive() -> Tensor:
-            if not handle.arrives_within(PATIENCE_S):
-                call()
-            handle.wait()
-            return self._table(bucket)
-
-        def has_arrived() -> bool:
-            if not handle.has_arrived() and time.monotonic() > started + PATIENCE_S:
-                call()
-            return bool(handle.has_arrived())
-
-        return PendingStatuses(receive, label, has_arrived)
+        return StatusesBehindMessage(self._group, handle, self._table(bucket), label, is_called)
 
     def _table(self, bucket: Bucket) -> Tensor:
         return bucket.wire[len(bucket) :].view(self._group.num_workers, -1)
-
-    def _call_to_round(self, label: str) -> None:
-        group = self._group
-        if group.store_barrier is not None:
-            with ExplainErrors(group, label):
-                group.store_barrier.call_to_round(group.timeout_s)
 
     def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
         """Wait at the store barrier for the statuses of all, or for a call to a round."""
@@ -128,5 +104,59 @@ class AllReduce(SeparateStatuses):
             found = barrier.wait(status.numbers, watchdog, label, group.timeout_s)
         if found is None:
             return None
-        table = torch.tensor(found, dtype=torch.float64)
-        return PendingStatuses(lambda: table, label).wait()
+        return statuses_in(torch.tensor(found, dtype=torch.float64))
+
+
+class StatusesBehindMessage:
+    """Statuses that arrive with the first bucket of a round.
+
+    Args:
+        group: The workers.
+        handle: Of the bucket.
+        table: Memory of the statuses behind the message, ``(N, width)``.
+        label: What the round is called in messages.
+        is_called: Whether workers at a sync point know of the round already.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, handle: Any, table: Tensor, label: str, is_called: bool
+    ) -> None:
+        self.label = label
+        self._group = group
+        self._handle = handle
+        self._table = table
+        self._is_called = is_called
+        self._started = time.monotonic()
+        self._statuses: list[WorkerStatus] | None = None
+
+    @property
+    def has_been_read(self) -> bool:
+        """Whether :meth:`wait` has returned before."""
+        return self._statuses is not None
+
+    def has_arrived(self) -> bool:
+        """Whether the bucket has arrived; calls workers at a sync point if it is late."""
+        if not self._handle.has_arrived() and time.monotonic() > self._started + PATIENCE_S:
+            self._call()
+        return bool(self._handle.has_arrived())
+
+    def wait(self) -> list[WorkerStatus]:
+        """Wait for the bucket and return the statuses, as :meth:`PendingStatuses.wait` does."""
+        if self._statuses is None:
+            if not self._handle.arrives_within(PATIENCE_S):
+                self._call()
+            self._handle.wait()
+            self._statuses = statuses_in(self._table)
+        return self._statuses
+
+    def _call(self) -> None:
+        if not self._is_called:
+            self._is_called = True
+            call_to_round(self._group, self.label)
+
+
+def call_to_round(group: WorkerGroup, label: str) -> None:
+    """Call workers that wait at the store barrier to a round."""
+    if group.store_barrier is not None:
+        with ExplainErrors(group, label):
+            group.store_barrier.call_to_round(group.timeout_s)

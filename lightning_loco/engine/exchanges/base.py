@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus, send_status
+from lightning_loco.distributed.worker_status import GatheredStatuses, PendingStatuses, WorkerStatus
 from lightning_loco.engine.buckets import Bucket
 
 
@@ -122,8 +122,8 @@ class SeparateStatuses:
 
     def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
         """Send this worker's status."""
-        return send_status(self._group, self._statistics, status, label, self.is_weighted)
+        return GatheredStatuses(self._group, self._statistics, status, label, self.is_weighted)
 
     def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
         """Send this worker's status and wait for all."""
-        return send_status(self._group, self._statistics, status, label).wait()
+        return GatheredStatuses(self._group, self._statistics, status, label).wait()
