@@ -127,7 +127,7 @@ class ElasticConnection:
             raise
 
     def _start_rounds(self, engine: Engine) -> RoundThread:
-        """Start the thread; the lighthouse is needed for the first round only."""
+        """Start the round thread, which connects to the lighthouse in its first round."""
         elastic, algorithm = self._elastic, engine.settings.algorithm
         name = f"{elastic.name or socket.gethostname()}-{secrets.token_hex(4)}"
         lighthouse = Lighthouse(elastic.lighthouse, name)

@@ -402,9 +402,9 @@ class RoundThread(BackgroundThread):
         self._finish(request, plan, self._settle(request, received), commit.statuses)
 
     def _settle(self, request: RoundRequest, received: Tensor) -> Tensor:
-        """Copy the result into the message's memory, which saves the training thread a copy.
+        """Copy the result into the message, where the training thread would write it anyway.
 
-        Only during local steps: in a blocking round that would take as long here.
+        Only with overlap, since it saves time only if it is done during local steps.
         """
         if (
             not self._exchange.result_fits_message
