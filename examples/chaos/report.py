@@ -1,4 +1,4 @@
-"""What has become of a run that was disturbed, from what its workers have written."""
+"""Summary of a disturbed run, from the logs of its workers."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Record:
-    """What has happened.
+    """Events of a run. Times are in seconds since the epoch.
 
     Attributes:
-        lines: What every worker has written.
-        absent: When a worker slept.
-        killed_at: When one was killed.
-        lighthouse_back: When a lighthouse that was killed had been started again.
+        lines: Lines that each worker logged.
+        absent: Start and end of each suspension of a worker.
+        killed_at: Times at which workers were killed.
+        lighthouse_back: Times at which the lighthouse had been restarted.
     """
 
     lines: dict[int, list[dict]] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Record:
 
 
 def rounds_of(record: Record) -> dict[int, dict[int, dict]]:
-    """What every worker has written of every round."""
+    """Return the line of each worker, by round."""
     by_round: dict[int, dict[int, dict]] = defaultdict(dict)
     for number, lines in record.lines.items():
         for line in lines:
@@ -31,8 +31,8 @@ def rounds_of(record: Record) -> dict[int, dict[int, dict]]:
     return by_round
 
 
-def different(record: Record) -> list[str]:
-    """Each round that did not end with the same state on all who made it."""
+def differing_rounds(record: Record) -> list[str]:
+    """Describe each round that did not end with the same state on all its members."""
     found = []
     for number, made in sorted(rounds_of(record).items()):
         ended: dict[int, list[str]] = defaultdict(list)
@@ -44,13 +44,13 @@ def different(record: Record) -> list[str]:
 
 
 def wait_after(kill: float, ends: list[float], lighthouse_back: list[float]) -> float:
-    """From a kill, or from the return of a lighthouse that was away then, to the next round."""
+    """Return the time from a kill, or from a later restart of the lighthouse, to the next round."""
     end = min((end for end in ends if end > kill), default=kill)
     return end - max([kill, *(back for back in lighthouse_back if kill < back < end)])
 
 
-def judge(record: Record) -> dict[str, float]:
-    """What has become of the invariants."""
+def summarize(record: Record) -> dict[str, float]:
+    """Return the figures of the table."""
     by_round = rounds_of(record)
     spans = {}
     for number, written in record.lines.items():
@@ -71,7 +71,7 @@ def judge(record: Record) -> dict[str, float]:
     return {
         "rounds": len(by_round),
         "lost": max(by_round) - min(by_round) + 1 - len(by_round),
-        "different": len(different(record)),
+        "different": len(differing_rounds(record)),
         "part": took_part / max(1, live),
         "longest wait": max(waits, default=0.0),
         "weight": sum(next(iter(made.values()))["weight"] for made in by_round.values()),

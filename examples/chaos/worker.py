@@ -1,7 +1,4 @@
-"""One worker of the chaos: a plain PyTorch loop that writes down every round it has made.
-
-chaos.py starts it, and kills it.
-"""
+"""One worker of chaos.py: a plain PyTorch loop that logs every round."""
 
 import argparse
 import json
@@ -21,16 +18,16 @@ from lightning_loco.elastic.data_stream import MembersSampler
 
 FEATURES, SAMPLES, BATCH = 16, 20_000, 8
 LEARNING_RATE = 5e-3
-"""At the beginning; it falls to 0, so that the loss at the end hardly depends on who is there."""
+"""Initial value; it decays to 0, so that the final loss hardly depends on the last members."""
 
 
 def make_model() -> nn.Module:
-    """A small network."""
+    """Create a small network."""
     return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def make_data(seed: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What another network of that kind says of random inputs, with noise."""
+    """Create random inputs, and the noisy outputs of another such network."""
     torch.manual_seed(1)
     teacher = make_model()
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +38,7 @@ def make_data(seed: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def checksum(engine: loco.StepEngine) -> int:
-    """Of outer parameters and momentum."""
+    """Return a checksum of outer parameters and momentum."""
     value = 0
     for _, tensor in sorted(engine.fragments[0].memory.state.items()):
         value = zlib.crc32(tensor.numpy().tobytes(), value)
@@ -49,19 +46,19 @@ def checksum(engine: loco.StepEngine) -> int:
 
 
 def cut_connections(*_: Any) -> None:
-    """Cut every TCP connection of this process, as a network that fails does."""
+    """Shut down every TCP connection of this process, as a failing network does."""
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # another kind of file, or a socket that only listens
+        except OSError:  # not a socket, or one that only listens
             continue
 
 
 def main() -> None:
-    """Join, and train until the run has made so many rounds."""
+    """Join the run, and train until it has made the given number of rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--log", type=Path, required=True)
@@ -70,37 +67,37 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--min-workers", type=int, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
 
     signal.signal(signal.SIGUSR1, cut_connections)
     torch.manual_seed(0)
     model = make_model()
     membership = loco.Elastic(
-        asked.lighthouse,
-        min_workers=asked.min_workers,
-        name=asked.log.stem,
+        args.lighthouse,
+        min_workers=args.min_workers,
+        name=args.log.stem,
         host="127.0.0.1",
         timeout_s=60,
     )
     engine = loco.StepEngine(
         model,
-        loco.DiLoCo(outer_momentum=0.0 if asked.overlap else 0.5),
-        sync_every=asked.sync_every,
-        overlap=asked.overlap,
+        loco.DiLoCo(outer_momentum=0.0 if args.overlap else 0.5),
+        sync_every=args.sync_every,
+        overlap=args.overlap,
         membership=membership,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     inputs, targets = make_data(2, SAMPLES)
-    seen, expected = make_data(3, 2000)
+    test_inputs, test_targets = make_data(3, 2000)
     engine.join()
     connection = engine.connection
     assert connection is not None
     samples = MembersSampler(range(SAMPLES), connection.data_shard, seed=4)
     indices = iter(samples)
-    asked.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(asked.log, "w", buffering=1) as log:
-        while engine.worker.round_index < asked.rounds:
-            left = 1 - engine.worker.round_index / asked.rounds
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.log, "w", buffering=1) as log:
+        while engine.worker.round_index < args.rounds:
+            left = 1 - engine.worker.round_index / args.rounds
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * left
             batch = []
             while len(batch) < BATCH:
@@ -113,7 +110,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(asked.step_s)
+            time.sleep(args.step_s)
             if engine.step():
                 last = connection.last_round  # type: ignore[attr-defined]
                 line = {
@@ -125,7 +122,7 @@ def main() -> None:
                 log.write(json.dumps(line) + "\n")
         engine.finish()
         with torch.no_grad():
-            loss = (model(seen) - expected).square().mean()
+            loss = (model(test_inputs) - test_targets).square().mean()
         log.write(json.dumps({"loss": loss.item()}) + "\n")
     engine.close()
 

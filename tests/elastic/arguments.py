@@ -1,4 +1,4 @@
-"""What every program of an elastic worker is told."""
+"""Command line arguments of every program that is an elastic worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_loco.elastic import Elastic
 
 
 def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
-    """A parser of what :func:`elastic_of` needs, and of where to write."""
+    """A parser of the arguments for :func:`elastic_of`, and of the log file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--index", type=int, required=True)
@@ -23,13 +23,13 @@ def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
     return parser
 
 
-def elastic_of(asked: argparse.Namespace) -> Elastic:
+def elastic_of(args: argparse.Namespace) -> Elastic:
     """The membership of a worker."""
     return Elastic(
-        asked.lighthouse,
-        min_workers=asked.min_workers,
-        name=f"w{asked.index}",
-        host=asked.host,
-        timeout_s=asked.timeout_s,
-        check_every=asked.check_every,
+        args.lighthouse,
+        min_workers=args.min_workers,
+        name=f"w{args.index}",
+        host=args.host,
+        timeout_s=args.timeout_s,
+        check_every=args.check_every,
     )

@@ -1,4 +1,4 @@
-"""A real lighthouse and elastic workers, each in a process of its own."""
+"""A lighthouse of torchft and elastic workers, each in its own process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.programs import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
 HEARTBEAT_TIMEOUT_S = 1.0
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 
 Line = dict[str, Any]
 
 
 class Lighthouse:
-    """A lighthouse of torchft, in a process of its own."""
+    """A lighthouse of torchft in its own process."""
 
     def __init__(self, min_workers: int) -> None:
         (self.port,) = free_ports()
@@ -38,9 +38,11 @@ class Lighthouse:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
+        """Start the process, and wait until it listens."""
         _processes.set_forkserver_preload(PRELOADED)
-        self.process = _processes.Process(target=shine, args=(self.address, self._min_workers))
+        self.process = _processes.Process(
+            target=run_lighthouse, args=(self.address, self._min_workers)
+        )
         self.process.start()
         until(self._listens, "the lighthouse")
 
@@ -49,13 +51,13 @@ class Lighthouse:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
 
 
-def shine(address: str, min_workers: int) -> None:
-    """Be a lighthouse, until this process is killed."""
+def run_lighthouse(address: str, min_workers: int) -> None:
+    """Run a lighthouse until this process is killed."""
     lighthouse = LighthouseServer(
         bind=address,
         min_replicas=min_workers,
@@ -67,16 +69,16 @@ def shine(address: str, min_workers: int) -> None:
     lighthouse.shutdown()
 
 
-def until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait for something."""
-    deadline = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"no {what} within {patience_s:g} s"
+def until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
         time.sleep(0.02)
 
 
 def lines_of(folder: Path, index: int) -> list[Line]:
-    """What a worker has written so far."""
+    """The lines that a worker has logged so far."""
     path = folder / f"{index}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -86,10 +88,10 @@ class Cluster:
     """Workers that share a lighthouse.
 
     Args:
-        lighthouse: Theirs.
-        folder: Where they write.
+        lighthouse: The lighthouse.
+        folder: Folder of the workers' logs.
         settings: Arguments of every worker.
-        program: What every worker runs.
+        program: Main function of every worker.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Cluster:
         self._program = program
 
     def start(self, index: int, *settings: str) -> None:
-        """Start a worker; its log goes on if there was one of this index."""
+        """Start a worker; it appends to the log of an earlier one with this index."""
         arguments = [
             f"--lighthouse={self.lighthouse.address}",
             f"--index={index}",
@@ -117,61 +119,61 @@ class Cluster:
         errors = str(self._folder / f"{index}.err")
         _processes.set_forkserver_preload(PRELOADED)
         self.processes[index] = _processes.Process(
-            target=work, args=(self._program, arguments, errors)
+            target=run_worker, args=(self._program, arguments, errors)
         )
         self.processes[index].start()
 
     def start_all(self, count: int, rounds: int = 3) -> None:
-        """Start so many workers, and wait for some rounds of theirs."""
+        """Start ``count`` workers, and wait until the last one has made some rounds."""
         for index in range(count):
             self.start(index)
         self.wait_for_round(count - 1, rounds)
 
     def join(self, index: int, rounds: int) -> None:
-        """Start one more, and wait until it has made more than so many rounds."""
+        """Start another worker, and wait until it has made more than ``rounds`` rounds."""
         self.start(index)
-        until(lambda: len(self.lines(index)) > rounds, "rounds of the newcomer")
+        until(lambda: len(self.lines(index)) > rounds, "rounds of the joining worker")
 
     def suspend_for_a_round(self, index: int, seen_by: int) -> None:
-        """Stop one of three workers until the other two have made a round without it."""
+        """Suspend one of three workers until the other two have made a round without it."""
         self.kill(index, signal.SIGSTOP)
         self.wait_for_members(seen_by, 2)
         time.sleep(1)
         self.kill(index, signal.SIGCONT)
 
     def wait_for_members(self, index: int, members: int) -> None:
-        """Wait until the last round of a worker was one of so many members."""
+        """Wait until the last round of a worker had so many members."""
         until(
             lambda: [len(line["members"]) for line in self.lines(index)[-1:]] == [members],
             f"round of {members} with worker {index}",
         )
 
     def lines(self, index: int) -> list[Line]:
-        """What a worker has written so far."""
+        """The lines that a worker has logged so far."""
         return lines_of(self._folder, index)
 
     def output(self, index: int) -> str:
-        """What it has said."""
+        """What a worker has written to its standard streams."""
         path = self._folder / f"{index}.err"
         return path.read_text() if path.exists() else ""
 
     def wait_for_round(self, index: int, round_index: int) -> None:
-        """Wait until a worker has made so many rounds."""
+        """Wait until a worker has reached a round."""
 
-        def is_there() -> bool:
+        def has_reached() -> bool:
             assert not self.processes[index].exitcode, self.output(index)
             lines = self.lines(index)
             return bool(lines) and lines[-1]["round"] >= round_index
 
-        until(is_there, f"round {round_index} of worker {index}")
+        until(has_reached, f"round {round_index} of worker {index}")
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal; the time."""
+        """Send a signal, and return the time."""
         os.kill(self._process_id(index), number)
         return time.time()
 
     def is_frozen(self, index: int) -> bool:
-        """Whether a worker has been stopped by a signal and not been woken."""
+        """Whether a worker is suspended by a signal."""
         return is_frozen(self._process_id(index))
 
     def _process_id(self, index: int) -> int:
@@ -180,30 +182,30 @@ class Cluster:
         return process_id
 
     def run_to_completion(self, count: int) -> None:
-        """Start so many workers, the first one first, and wait until they have ended well."""
+        """Start ``count`` workers, the first one earlier, and wait until they have succeeded."""
         for index in range(count):
             self.start(index)
             time.sleep(0.5 if index == 0 else 0)
         self.wait_for_success(*range(count))
 
     def wait_for_success(self, *indices: int) -> None:
-        """Wait until workers have ended well."""
+        """Wait until workers have ended with status 0."""
         for index in indices:
             assert self.exit_status(index) == 0, self.output(index)
 
     def exit_status(self, index: int) -> int | None:
-        """Wait for the end of a worker."""
-        self.processes[index].join(PATIENCE_S)
+        """Wait until a worker has ended, and return its exit status."""
+        self.processes[index].join(TIMEOUT_S)
         return self.processes[index].exitcode
 
     def check_rounds(self) -> int:
-        """Check that states are the same and that no round is lost; how many rounds."""
+        """Check that states are equal and no round is missing; return the number of rounds."""
         rounds = self.check_states()
         assert sorted(rounds) == list(range(min(rounds), max(rounds) + 1))
         return len(rounds)
 
     def check_states(self) -> set[int]:
-        """Check that all who have begun or ended a round had the same state then; those rounds."""
+        """Check that states were equal at the start and end of each round; return the rounds."""
         states: dict[tuple[int, int], dict[int, int]] = {}
         for index in self.processes:
             for line in self.lines(index):
@@ -214,14 +216,14 @@ class Cluster:
         return {round_index for round_index, _ in states}
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in self.processes.values():
             process.kill()
             process.join()
 
 
-def work(program: Callable[[list[str]], None], arguments: list[str], errors: str) -> None:
-    """Be a worker, in a process of its own whose words go into a file."""
+def run_worker(program: Callable[[list[str]], None], arguments: list[str], errors: str) -> None:
+    """Run a worker in this process, with its standard streams in a file."""
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -234,11 +236,11 @@ def cluster(
     folder: Path,
     *settings: str,
     min_workers: int = 2,
-    least: int | None = None,
+    lighthouse_min: int | None = None,
     program: Callable[[list[str]], None] = worker.main,
 ) -> Iterator[Cluster]:
-    """A lighthouse, and workers to start; ``least`` is what the lighthouse wants, by itself."""
-    lighthouse = Lighthouse(least or min_workers)
+    """A lighthouse and workers to start; ``lighthouse_min`` is the lighthouse's own minimum."""
+    lighthouse = Lighthouse(lighthouse_min or min_workers)
     workers = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
     try:
         yield workers

@@ -1,4 +1,4 @@
-"""One elastic worker in a process of its own that saves often, and may go on from what it saved."""
+"""One elastic worker in its own process that saves often, and may resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.elastic.trainer_worker import Model, Notes, Numbered
+from tests.elastic.trainer_worker import Model, Numbered, RoundLog
 from tests.elastic.worker import checksum
 from tests.faults.failing import die, failing_at
 from tests.small_model import quiet_trainer
@@ -24,15 +24,15 @@ SYNC_EVERY = 4
 
 
 class SaveOften(Callback):
-    """Overwrites one checkpoint every few steps, within rounds too; writes down where it began."""
+    """Overwrites a checkpoint every few steps, also within rounds, and logs where it started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._has_begun = False
+        self._has_started = False
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_started:
+            self._has_started = True
             engine = trainer.strategy.engine
             start = {
                 "checksum": checksum(engine),
@@ -54,32 +54,32 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--resume")
     parser.add_argument("--fail-at", help="a fault point")
     parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     logging.captureWarnings(False)
     warnings.simplefilter("always")
-    torch.manual_seed(asked.index)
-    folder = asked.log.parent / str(asked.index)
+    torch.manual_seed(args.index)
+    folder = args.log.parent / str(args.index)
     folder.mkdir(parents=True, exist_ok=True)
-    if asked.overlap:
+    if args.overlap:
         strategy = AsyncDiLoCoStrategy(
             sync_every=SYNC_EVERY,
             outer_momentum=0.3,
             fragments=None,
-            membership=elastic_of(asked),
+            membership=elastic_of(args),
         )
     else:
-        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(asked))
+        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(args))
     trainer: Trainer = quiet_trainer(
         strategy=strategy,
-        max_steps=asked.max_steps,
-        callbacks=[Notes(asked.log, 0.03), SaveOften(folder)],
+        max_steps=args.max_steps,
+        callbacks=[RoundLog(args.log, 0.03), SaveOften(folder)],
         default_root_dir=folder,
     )
 
     def is_time() -> bool:
-        return strategy.engine.worker.round_index >= asked.fail_in
+        return strategy.engine.worker.round_index >= args.fail_in
 
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
-    with failing_at(asked.fail_at, is_time, die) if asked.fail_at else nullcontext():
-        trainer.fit(Model(), loader, ckpt_path=asked.resume)
+    with failing_at(args.fail_at, is_time, die) if args.fail_at else nullcontext():
+        trainer.fit(Model(), loader, ckpt_path=args.resume)

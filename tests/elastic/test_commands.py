@@ -1,4 +1,4 @@
-"""The page on workers that come and go, done as it says."""
+"""The commands of docs/elastic.md do what the page says."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def commands() -> list[str]:
 
 @contextmanager
 def running(folder: Path, name: str, command: str, *more: str, **environ: str) -> Iterator[Path]:
-    """Run a line of the page; its output grows in a file. Its process id is in another one."""
+    """Run a command of the page; its output and its process id are in files."""
     program, *arguments = shlex.split(command)
     paths = {"lightning-loco": ROOT / "command.py", "python": ROOT / "train.py"}
     own = arguments if program == "lightning-loco" else arguments[1:]
     line = [sys.executable, str(paths[program]), *own, *more]
-    place = folder / name
-    place.mkdir()
-    output = place / "output.txt"
+    cwd = folder / name
+    cwd.mkdir()
+    output = cwd / "output.txt"
     with open(output, "wb") as stream:
         process = subprocess.Popen(
             line,
-            cwd=place,
+            cwd=cwd,
             env=environment(**environ),
             stdout=stream,
             stderr=stream,
             start_new_session=True,
         )
-    (place / "pid").write_text(str(process.pid))
+    (cwd / "pid").write_text(str(process.pid))
     try:
         yield output
     finally:
@@ -95,7 +95,7 @@ def test_signals_end_the_lighthouse(number: signal.Signals) -> None:
 
 
 def rounds_in(output: Path) -> int:
-    """Lines of the table of metrics."""
+    """Number of lines in the table of metrics."""
     tables = list(output.parent.glob("outputs/*/*/csv/**/metrics.csv"))
     return len(tables[0].read_text().splitlines()) if tables else 0
 

@@ -1,4 +1,4 @@
-"""Whether an exchange counts that has failed for some, for everything that can have happened."""
+"""Whether an exchange counts that failed for some members, for all possible histories."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ def info(
     return MemberInfo(round_index, "", "host:1", 0, "ours", 1, last_group, list(received), [])
 
 
-NOTHING, RECEIVED, LANDED = (
+NOTHING, RECEIVED, APPLIED = (
     info(IN_ROUND),
     info(IN_ROUND, received=(GROUP, *MEMBERS)),
     info(IN_ROUND + 1, last_group=GROUP),
 )
 
 
-def possible(fates: tuple[MemberInfo, ...]) -> bool:
-    """Nobody lands before all have received."""
-    return LANDED not in fates or NOTHING not in fates
+def is_possible(outcomes: tuple[MemberInfo, ...]) -> bool:
+    """No member applies a result before all have received it."""
+    return APPLIED not in outcomes or NOTHING not in outcomes
 
 
 def test_the_remaining_members_act_as_the_lost_ones_did() -> None:
-    histories = filter(possible, itertools.product((NOTHING, RECEIVED, LANDED), repeat=4))
-    for fates, count in itertools.product(histories, range(1, 5)):
-        for there in itertools.combinations(range(4), count):
-            present = {MEMBERS[place]: fates[place] for place in there}
-            waiting = {name for name, one in present.items() if one == RECEIVED}
-            nobody_gives_it_up = NOTHING not in present.values()
-            assert committed_members(present) == (waiting if nobody_gives_it_up else set())
-            assert nobody_gives_it_up or LANDED not in fates
+    histories = filter(is_possible, itertools.product((NOTHING, RECEIVED, APPLIED), repeat=4))
+    for outcomes, count in itertools.product(histories, range(1, 5)):
+        for ranks in itertools.combinations(range(4), count):
+            present = {MEMBERS[rank]: outcomes[rank] for rank in ranks}
+            waiting = {name for name, info in present.items() if info == RECEIVED}
+            all_received = NOTHING not in present.values()
+            assert committed_members(present) == (waiting if all_received else set())
+            assert all_received or APPLIED not in outcomes
 
 
 def test_an_exchange_does_not_count_once_it_was_repeated(subtests: pytest.Subtests) -> None:
     for name, other in {
         "has repeated it": info(IN_ROUND + 1, last_group="another/2"),
-        "is further": info(IN_ROUND + 2, last_group=GROUP),
+        "is ahead": info(IN_ROUND + 2, last_group=GROUP),
         "has received it in another group": info(IN_ROUND, received=("another/2", *MEMBERS)),
     }.items():
         with subtests.test(name):
@@ -56,10 +56,10 @@ def test_workers_outside_the_exchange_do_not_matter(subtests: pytest.Subtests) -
     for name, other in {
         "new": info(NO_STATE),
         "behind": info(IN_ROUND - 1),
-        "was elsewhere": info(IN_ROUND),
+        "was in another group": info(IN_ROUND),
     }.items():
         with subtests.test(name):
-            assert committed_members({"a": RECEIVED, "b": RECEIVED, "stranger": other}) == {
+            assert committed_members({"a": RECEIVED, "b": RECEIVED, "other": other}) == {
                 "a",
                 "b",
             }

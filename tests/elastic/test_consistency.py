@@ -1,4 +1,4 @@
-"""A member whose outer parameters are no longer those of the others is found, and goes on right."""
+"""A member whose outer parameters differ from the others' is detected and repaired."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.elastic.cluster import Cluster, cluster
 STATE = {"outer": torch.arange(6.0), "momentum": torch.ones(6, dtype=torch.bfloat16), "count": 3}
 
 
-def plan(round_index: int = 10, newcomers: tuple[int, ...] = (), rank: int = 0) -> Plan:
+def plan(round_index: int = 10, joining: tuple[int, ...] = (), rank: int = 0) -> Plan:
     names = ("a", "b", "c", "d", "e")
-    return Plan("1.0/5", names, rank, names, False, 0, newcomers, round_index, 0)
+    return Plan("1.0/5", names, rank, names, False, 0, joining, round_index, 0)
 
 
 def test_equal_states_have_equal_fingerprints() -> None:
@@ -42,7 +42,7 @@ def test_an_additional_value_changes_the_fingerprint() -> None:
 
 
 def test_when_it_is_due(subtests: pytest.Subtests) -> None:
-    for every, round_index, newcomers, is_due in [
+    for every, round_index, joining, is_due in [
         (10, 10, (), True),
         (10, 20, (), True),
         (10, 15, (), False),
@@ -52,40 +52,40 @@ def test_when_it_is_due(subtests: pytest.Subtests) -> None:
         (10, 10, (0, 1, 2), True),
         (10, 10, (0, 1, 2, 3), False),
     ]:
-        with subtests.test(every=every, round_index=round_index, newcomers=newcomers):
-            assert ConsistencyCheck(every, lambda: 0).is_due(plan(round_index, newcomers)) == is_due
+        with subtests.test(every=every, round_index=round_index, joining=joining):
+            assert ConsistencyCheck(every, lambda: 0).is_due(plan(round_index, joining)) == is_due
 
 
-def compared(own: int, told: tuple[int, ...], newcomers: tuple[int, ...]) -> Plan:
-    """What a member makes of what all have told."""
+def compared(own: int, prints: tuple[int, ...], joining: tuple[int, ...]) -> Plan:
+    """The plan of a member after a comparison of these fingerprints."""
     sent: list[int] = []
 
-    def gather(row: Tensor) -> Tensor:
+    def all_gather(row: Tensor) -> Tensor:
         sent.append(int(row))
-        return torch.tensor(told)[:, None]
+        return torch.tensor(prints)[:, None]
 
-    found = ConsistencyCheck(1, lambda: told[own]).compare(
-        plan(newcomers=newcomers, rank=own), gather
+    found = ConsistencyCheck(1, lambda: prints[own]).compare(
+        plan(joining=joining, rank=own), all_gather
     )
-    assert sent == [told[own]]
+    assert sent == [prints[own]]
     return found
 
 
 def test_drifted_members_are_detected(subtests: pytest.Subtests) -> None:
-    for name, newcomers, told, drifted, donor in [
+    for name, joining, prints, drifted, donor in [
         ("none", (), (7, 7, 7, 7, 7), (), 0),
         ("one", (), (7, 7, -8, 7, 7), (2,), 0),
         ("the donor", (), (-8, 7, 7, 7, 7), (0,), 1),
         ("as many", (), (-8, 7, 9, 7, -8), (1, 2, 3), 0),
-        ("with newcomers", (0, 4), (0, 7, 7, -8, 0), (3,), 1),
-        ("two that know", (2, 3, 4), (-8, 7, 0, 0, 0), (1,), 0),
+        ("with joining members", (0, 4), (0, 7, 7, -8, 0), (3,), 1),
+        ("two with state", (2, 3, 4), (-8, 7, 0, 0, 0), (1,), 0),
     ]:
         with subtests.test(name):
-            for own in range(len(told)):
-                found = compared(own, told, newcomers)
+            for own in range(len(prints)):
+                found = compared(own, prints, joining)
                 assert found.drifted == drifted
                 assert found.donor == donor
-                assert found.joining == tuple(sorted((*newcomers, *drifted)))
+                assert found.joining == tuple(sorted((*joining, *drifted)))
 
 
 def states(workers: Cluster, round_index: int) -> list[int]:
@@ -104,7 +104,7 @@ def column(workers: Cluster, index: int, name: str) -> dict[int, Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("schedule", "landed"),
+    ("schedule", "applied"),
     [
         pytest.param((), 6, id="blocking", marks=pytest.mark.soak),
         pytest.param(("--overlap",), 7, id="overlap"),
@@ -112,12 +112,12 @@ def column(workers: Cluster, index: int, name: str) -> dict[int, Any]:
     ],
 )
 def test_a_worker_that_drifts_is_named_and_repaired(
-    tmp_path: Path, schedule: tuple[str, ...], landed: int
+    tmp_path: Path, schedule: tuple[str, ...], applied: int
 ) -> None:
-    """Compared is in round 5; ``landed`` counts the rounds begun when it has landed.
+    """The comparison is in round 5; ``applied`` is the round index when its result was applied.
 
-    With overlap the local steps made meanwhile began at wrong parameters, so the next message does
-    not count either; but for a checkpoint in between, which makes them begin again.
+    With overlap the local steps of that round started at wrong parameters, so the next message does
+    not count either, unless a checkpoint in between made them start again.
     """
     settings = ("--rounds=14", "--check-every=5", "--step-s=0.02", *schedule)
     with cluster(tmp_path, *settings, min_workers=3) as workers:
@@ -125,18 +125,18 @@ def test_a_worker_that_drifts_is_named_and_repaired(
             workers.start(index, *(("--flip-at=4",) if index == 1 else ()))
         workers.wait_for_success(0, 1, 2)
         for round_index in range(15):
-            differ = 1 if round_index <= 4 or round_index >= landed else 2
+            differ = 1 if round_index <= 4 or round_index >= applied else 2
             assert len(set(states(workers, round_index))) == differ, round_index
         for index in range(3):
             assert column(workers, index, "repaired")[14] == 1
-            said = workers.output(index)
-            assert "Round 5: the outer parameters or the outer state of w1-" in said
-            assert said.count("of the other members") == 1
+            output = workers.output(index)
+            assert "Round 5: the outer parameters or the outer state of w1-" in output
+            assert output.count("of the other members") == 1
         steps = [column(workers, index, "steps") for index in range(3)]
         assert steps[0] == steps[1] == steps[2]
         lines = [line for line in workers.lines(1) if line["weights"]]
         without = {line["round"] for line in lines if sum(line["weights"]) < 3}
-        assert without == ({landed, landed + 1} if schedule == ("--overlap",) else {landed})
+        assert without == ({applied, applied + 1} if schedule == ("--overlap",) else {applied})
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""Real workers that come, die, sleep and come again, under a real lighthouse."""
+"""Workers that join, die, are suspended and rejoin, with a lighthouse of torchft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="o
 
 
 def first_members(workers: Cluster, index: int, count: int) -> dict[str, object]:
-    """The first line of a worker with so many members."""
+    """The first line of a worker's log with so many members."""
     return next(line for line in workers.lines(index) if len(line["members"]) == count)
 
 
@@ -40,10 +40,10 @@ def test_one_joins_one_is_killed_and_the_others_continue(
         killed_at = workers.kill(0)
         workers.wait_for_success(1, 2)
         assert workers.check_rounds() == first_members(workers, 1, 3)["round"] + 41
-        came = first_members(workers, 2, 3)
-        assert weight_of(came) == 0
-        assert came["round"] == workers.lines(2)[1]["round"] or came == workers.lines(2)[0]
-        assert came["steps"] == first_members(workers, 1, 3)["steps"]
+        joined = first_members(workers, 2, 3)
+        assert weight_of(joined) == 0
+        assert joined["round"] == workers.lines(2)[1]["round"] or joined == workers.lines(2)[0]
+        assert joined["steps"] == first_members(workers, 1, 3)["steps"]
         others = [len(line["members"]) for line in workers.lines(1)]
         assert set(others) >= {2, 3}
         after = min(line["time"] for line in workers.lines(1) if line["time"] > killed_at + 0.05)
@@ -55,7 +55,7 @@ def test_one_joins_one_is_killed_and_the_others_continue(
 def test_a_joining_worker_has_the_outer_learning_rate_of_the_round(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
-    """Its count of rounds comes with the state; another rate would part it from the others."""
+    """It receives the round index with the state; another rate would let it drift."""
     settings = ("--rounds=20", "--from-members=3", "--step-s=0.04", "--algorithm=diloco_schedule")
     with cluster(tmp_path, *settings, *schedule) as workers:
         workers.start_all(2)
@@ -91,7 +91,7 @@ def test_a_suspended_worker_that_is_alone_afterwards_warns(tmp_path: Path) -> No
         workers.kill(1, signal.SIGCONT)
         workers.wait_for_success(1)
         assert "goes on without w0-" in workers.output(1)
-        assert "This worker is alone now and goes on from its own state." in workers.output(1)
+        assert "This worker is alone now and continues from its own state." in workers.output(1)
         assert workers.lines(0)[-1]["checksum"] != workers.lines(1)[-1]["checksum"]
 
 
@@ -113,7 +113,7 @@ def test_below_the_minimum_rounds_wait_until_a_worker_joins(tmp_path: Path) -> N
 
 @pytest.mark.soak
 def test_below_the_minimum_for_too_long_is_an_error(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--timeout-s=6", min_workers=2, least=1) as workers:
+    with cluster(tmp_path, "--timeout-s=6", min_workers=2, lighthouse_min=1) as workers:
         workers.start(0)
         assert workers.exit_status(0) == 1
         assert "Fewer than 2 workers were there" in workers.output(0)
@@ -168,7 +168,7 @@ def test_early_workers_do_not_begin_a_second_run_after_a_restart(tmp_path: Path)
         workers.lighthouse.stop()
         for index in (2, 3):
             workers.start(index)
-        time.sleep(8)  # until they look for it
+        time.sleep(8)  # longer than their connection attempts
         for index in (0, 1):
             workers.kill(index, signal.SIGSTOP)
         workers.lighthouse.start()

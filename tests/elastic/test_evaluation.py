@@ -1,4 +1,4 @@
-"""What is said of validations at the start of a job."""
+"""Warnings about validation at the start of a job."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.strategies.messages import RANK_ZERO, messages_of
 pytestmark = pytest.mark.recovery
 
 
-def told(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]]:
-    said = []
+def warnings_of(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]]:
+    found = []
     for kind in (DiLoCoStrategy, LocalSGDStrategy):
         membership = Elastic(lighthouse, min_workers=1, host="127.0.0.1")
         with messages_of(RANK_ZERO) as texts:
@@ -29,15 +29,15 @@ def told(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]
                 enable_checkpointing=True,
             )
             trainer.fit(ValidatedModule(), make_loader(rank, 8), make_loader(rank, 1))
-        said.append([text for text in texts if "only rounds change" in text])
-    return said
+        found.append([text for text in texts if "only rounds change" in text])
+    return found
 
 
 def test_monitoring_what_only_rounds_change_causes_a_warning(pool: Pool, tmp_path: Path) -> None:
-    """Outer parameters change with rounds only; a member of Local SGD shows its own model."""
+    """Outer parameters change with rounds only; a member of Local SGD validates its own model."""
     lighthouse = cluster.Lighthouse(1)
     try:
-        ((outer, own),) = pool.run(told, lighthouse.address, tmp_path, world=1)
+        ((outer, own),) = pool.run(warnings_of, lighthouse.address, tmp_path, world=1)
     finally:
         lighthouse.stop()
     assert own == []

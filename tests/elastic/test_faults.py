@@ -1,4 +1,4 @@
-"""A worker dies at every point of a round: the others go on, and no round is lost."""
+"""A worker dies at each point of a round: the others continue, and no round is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_A_ROUND = (
     "after confirming",
     "after receiving",
 )
-"""Those that tests/faults/table.py does not have."""
+"""Points that tests/faults/table.py does not have."""
 AT_A_JOIN = ("making the group", "before the state is sent", "sending the state")
 OF_A_CHECKPOINT = (
     "writing a checkpoint",
@@ -178,13 +178,13 @@ def test_workers_leave_one_by_one_down_to_one(tmp_path: Path) -> None:
 
 
 def longest_wait(workers: Cluster) -> float:
-    """Of worker 1, from one round to the next, in seconds."""
+    """Longest time from one round of worker 1 to the next, in seconds."""
     times = [line["time"] for line in workers.lines(1)]
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 def goes_on_without(workers: Cluster, name: str) -> bool:
-    """Whether the last round of worker 1 was one with others, but without this one."""
+    """Whether the last round of worker 1 had other members, but not this one."""
     members = workers.lines(1)[-1]["members"]
     return len(members) > 1 and not any(member.startswith(name) for member in members)
 

@@ -1,4 +1,4 @@
-"""Jobs under Lightning that come and go: data, learning rates, weights."""
+"""Jobs under Lightning that join and leave: data, learning rates, weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 
 def check_samples(workers: Cluster, *indices: int) -> None:
-    """No sample is given to two members of a round."""
+    """Check that no two members of a round used the same sample."""
     rounds: dict[int, list[int]] = {}
     for index in indices:
         for line in workers.lines(index):
@@ -30,7 +30,7 @@ def by_round(workers: Cluster, index: int) -> dict[int, dict[str, Any]]:
 
 
 def end_of(folder: Path, index: int) -> dict[str, Any]:
-    """The model after fit, and how many rounds a job has made."""
+    """The model of a job after fit, and its number of rounds."""
     found: dict[str, Any] = json.loads((folder / f"{index}.end").read_text())
     return found
 
@@ -39,7 +39,7 @@ def end_of(folder: Path, index: int) -> dict[str, Any]:
     ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.soak), (41, 20 + 2)]
 )
 def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
-    """But for one that has begun after the last step."""
+    """Except for a fragment whose round started after the last step."""
     settings = (f"--max-steps={steps}", "--step-s=0", "--stream")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
         workers.start(0)
@@ -71,15 +71,15 @@ def test_a_third_job_joins_and_the_first_is_killed(
         workers.wait_for_success(1, 2)
         workers.check_rounds()
         check_samples(workers, 0, 1, 2)
-        own, newcomer = by_round(workers, 1), by_round(workers, 2)
-        for round_index, line in newcomer.items():
+        own, joined = by_round(workers, 1), by_round(workers, 2)
+        for round_index, line in joined.items():
             assert line["lr"] == own[round_index]["lr"]
             assert line["logged_step"] == own[round_index]["logged_step"]
             assert line["betas"] == own[round_index]["betas"]
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
         assert 240 - own[max(own)]["steps"] < 4
-        for line in (*own.values(), *newcomer.values()):
+        for line in (*own.values(), *joined.values()):
             if line["members"]:
                 assert line["logged"]["loco/members"] == len(line["members"])
                 assert line["logged"]["loco/repaired"] == 0
@@ -90,7 +90,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
 
 
 def test_a_worker_that_joins_in_the_last_round_makes_no_step(tmp_path: Path) -> None:
-    """Others come at the same time: with other data, and with another number of steps."""
+    """Others join at the same time: with other data, and with another number of steps."""
     with cluster(tmp_path, "--max-steps=4", "--step-s=3", program=trainer_worker.main) as workers:
         workers.start(0)
         workers.start(1)

@@ -1,4 +1,4 @@
-"""Fragments and delays among members that come and go: one round under way at a time."""
+"""Fragments and delays with elastic members: one pending round at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 64
 def run_of_ranks(
     rank: int, world: int, schedule: tuple[int, int, int], compression: str | None
 ) -> list[int]:
-    """What tests/elastic/worker.py does, on ranks of one job: the outer state at every turn."""
+    """The outer states of tests/elastic/worker.py, on ranks of one job."""
     fragments, delay, every = schedule
     asked = argparse.Namespace(
         fragments=fragments,
@@ -48,7 +48,9 @@ def run_of_ranks(
                 p.lerp_(torch.full_like(p, rank + 1), PULL)
         if engine.step():
             found.append(checksum(engine))
-    engine.finish()
+    for _ in engine.fragments:  # the last rounds that only elastic members make
+        engine.make_round()
+    engine.drain()
     found.append(checksum(engine))
     engine.close()
     return found
@@ -90,16 +92,16 @@ def test_it_equals_a_run_of_ranks(
             assert checksums(workers, index) == expected[index]
 
 
-def at_turns(workers: Cluster, index: int) -> dict[tuple[int, int], Line]:
-    """The lines of a worker by round and by whether one is under way."""
+def by_round(workers: Cluster, index: int) -> dict[tuple[int, int], Line]:
+    """The lines of a worker by round and by the number of pending rounds."""
     return {(line["round"], line["under_way"]): line for line in workers.lines(index)}
 
 
 def check_steps(workers: Cluster, *indices: int) -> None:
-    """All are at the same local step whenever they begin or end a round."""
+    """Check that all workers start and end each round at the same local step."""
     steps: dict[tuple[int, int], int] = {}
     for index in indices:
-        for at, line in at_turns(workers, index).items():
+        for at, line in by_round(workers, index).items():
             assert steps.setdefault(at, line["steps"]) == line["steps"], (index, at)
 
 
@@ -126,8 +128,8 @@ def test_one_joins_one_is_killed_and_the_others_continue(
         workers.wait_for_success(1, 2)
         workers.check_states()
         check_steps(workers, 1, 2)
-        came = first_members(workers, 2, 3)
-        assert weight_of(came) == 0
+        joined = first_members(workers, 2, 3)
+        assert weight_of(joined) == 0
         assert workers.lines(2)[-1]["checksum"] == workers.lines(1)[-1]["checksum"]
         assert workers.lines(2)[-1]["under_way"] == 0
         assert {len(line["members"]) for line in workers.lines(1)} >= {2, 3}
@@ -159,7 +161,9 @@ def test_a_suspended_worker_rejoins_as_a_new_one(tmp_path: Path, settings: tuple
             workers.start(index)
         for index in range(3):
             workers.wait_for_round(index, 4)
-        time.sleep(0.1)  # two rounds begin 0.2 s apart; within an exchange it would last timeout_s
+        time.sleep(
+            0.1
+        )  # rounds start every 0.2 s; a suspension during an exchange would last timeout_s
         workers.suspend_for_a_round(2, seen_by=0)
         workers.wait_for_success(0, 1, 2)
         workers.check_states()
@@ -177,11 +181,11 @@ def test_a_worker_that_drifts_is_repaired(tmp_path: Path) -> None:
         for index in range(3):
             workers.start(index, *(("--flip-at=4",) if index == 1 else ()))
         workers.wait_for_success(0, 1, 2)
-        turns = [at_turns(workers, index) for index in range(3)]
-        for at, line in turns[0].items():
-            differs = line["checksum"] != turns[1][at]["checksum"]
+        lines_by_round = [by_round(workers, index) for index in range(3)]
+        for at, line in lines_by_round[0].items():
+            differs = line["checksum"] != lines_by_round[1][at]["checksum"]
             assert differs == (at in [(4, 0), (5, 1), (5, 0), (6, 1)]), at
-            assert line["checksum"] == turns[2][at]["checksum"]
+            assert line["checksum"] == lines_by_round[2][at]["checksum"]
         for index in range(3):
             assert workers.lines(index)[-1]["repaired"] == 1
             assert "Round 5: the outer parameters or" in workers.output(index)
@@ -200,17 +204,17 @@ def test_resuming_with_a_pending_round_equals_an_uninterrupted_run(
         workers.start(0)
         workers.start(1)
         workers.wait_for_success(0, 1)
-        whole = [at_turns(workers, index) for index in range(2)]
+        whole = [by_round(workers, index) for index in range(2)]
     with cluster(second, "--steps=64", *asked) as workers:
         for index in range(2):
             workers.start(index, f"--resume={first / f'{index}.pt'}")
         workers.wait_for_success(0, 1)
         for index in range(2):
-            again = at_turns(workers, index)
+            again = by_round(workers, index)
             assert min(again) == (4, 0)
-            begun, *_ = workers.lines(index)
-            assert begun["under_way"] == 1
-            assert begun["steps"] == whole[index][4, 1]["steps"] + 1
+            started, *_ = workers.lines(index)
+            assert started["under_way"] == 1
+            assert started["steps"] == whole[index][4, 1]["steps"] + 1
             for at, line in again.items():
                 assert line["checksum"] == whole[index][at]["checksum"], at
                 assert at == (4, 1) or line["steps"] == whole[index][at]["steps"], at
@@ -225,7 +229,7 @@ def test_a_joining_worker_receives_a_round_that_was_saved_pending(tmp_path: Path
         workers.start(0)
         workers.start(1)
         workers.wait_for_success(0, 1)
-        landed = at_turns(workers, 0)[4, 0]
+        applied = by_round(workers, 0)[4, 0]
     with cluster(second, "--steps=100", "--step-s=0.01", *STREAM, min_workers=3) as workers:
         for index in range(2):
             workers.start(index, f"--resume={first / f'{index}.pt'}")
@@ -234,4 +238,4 @@ def test_a_joining_worker_receives_a_round_that_was_saved_pending(tmp_path: Path
         workers.check_states()
         check_steps(workers, 0, 1, 2)
         for index in range(3):
-            assert at_turns(workers, index)[4, 0]["checksum"] == landed["checksum"]
+            assert by_round(workers, index)[4, 0]["checksum"] == applied["checksum"]

@@ -1,6 +1,6 @@
-"""Gossip of real workers that come and die: every round is that of a plain loop over the members.
+"""Gossip of workers that join and die: every round equals that of a plain loop over the members.
 
-Who takes part in a round without weight has come in it, and is at the mean of the others.
+A worker without weight in a round has joined in it, and is at the mean of the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def by_round(workers: Cluster) -> dict[int, dict[int, Line]]:
 
 
 def full_members(line: Line) -> list[str]:
-    """Those who had weight in the round that a line tells of."""
+    """The members with weight in the round of a line."""
     pairs = zip(line["members"], line["weights"], strict=True)
     return [name for name, weight in pairs if weight]
 
@@ -53,7 +53,7 @@ def index_of(name: str) -> int:
 def plain_round(
     algorithm: str, indices: list[int], states: list[dict[str, Tensor]], round_index: int
 ) -> list[dict[str, Tensor]]:
-    """A blocking round of these workers as a plain loop, with the whole mixing matrix."""
+    """A blocking round of these workers in a plain loop, with the full mixing matrix."""
     method, topology = algorithm_of(algorithm, False), get_topology(TOPOLOGIES[algorithm])
     method = method.prepare(len(indices), topology)
     messages = []
@@ -69,7 +69,7 @@ def plain_round(
 
 
 def check_rounds(workers: Cluster, algorithm: str) -> set[int]:
-    """Compare all rounds with the plain loop; how many members they had."""
+    """Compare all rounds with the plain loop; return their numbers of members."""
     rounds = by_round(workers)
     sizes = set()
     for round_index in sorted(rounds)[:-1]:
@@ -150,11 +150,11 @@ def test_with_overlap_the_mean_does_not_change_when_one_joins(
         workers.start(3)
         workers.wait_for_success(0, 1, 2, 3)
         rounds, first = by_round(workers), workers.lines(3)[0]["round"]
-        for round_index in (first, first + 1):  # under way, and landed
-            newcomer, *others = (state_of(rounds[round_index][i]) for i in (3, 0, 1, 2))
+        for round_index in (first, first + 1):  # pending, and applied
+            joined, *others = (state_of(rounds[round_index][i]) for i in (3, 0, 1, 2))
             close = {"rtol": tolerance, "atol": tolerance}
-            torch.testing.assert_close(newcomer, mean_of(others), **close)
-            torch.testing.assert_close(mean_of([newcomer, *others]), mean_of(others), **close)
+            torch.testing.assert_close(joined, mean_of(others), **close)
+            torch.testing.assert_close(mean_of([joined, *others]), mean_of(others), **close)
         assert workers.lines(3)[0]["mark"] == 1.0  # a buffer, which holds their indices
         assert not torch.equal(others[0]["start"], others[1]["start"])
         later = [state_of(rounds[first + 4][i])["start"] for i in range(4)]

@@ -1,4 +1,4 @@
-"""Workers that leave: asked to, or because they have finished before the others."""
+"""Workers that leave: after a signal, or because they have finished before the others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.process
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", [("--overlap",), ()], ids=["overlap", "blocking"])
 def test_sigterm_leaves_after_the_pending_round(tmp_path: Path, schedule: tuple[str, ...]) -> None:
-    """The first worker is fast: it has begun a round that the others come to a phase later."""
+    """The first worker is fast: it starts a round that the others reach later."""
     settings = ("--max-steps=100", "--step-s=0.1", *schedule)
-    with cluster(tmp_path, *settings, least=1, program=trainer_worker.main) as workers:
+    with cluster(tmp_path, *settings, lighthouse_min=1, program=trainer_worker.main) as workers:
         workers.start(0, "--step-s=0.01")
         workers.start(1)
         workers.start(2)
@@ -41,7 +41,7 @@ def test_sigterm_leaves_after_the_pending_round(tmp_path: Path, schedule: tuple[
         assert workers.lines(0)[-1]["round"] == workers.lines(1)[-1]["round"]
         rates = {line["round"]: line["lr"] for line in workers.lines(1)}
         shared = [line for line in workers.lines(0) if line["round"] in rates]
-        assert len(shared) > 2  # on a busy machine the others come after its first rounds
+        assert len(shared) > 2  # on a busy machine the others join after its first rounds
         assert all(line["steps"] == 4 * line["round"] for line in workers.lines(0))
         assert all(line["lr"] == rates[line["round"]] for line in shared)
 
@@ -49,7 +49,7 @@ def test_sigterm_leaves_after_the_pending_round(tmp_path: Path, schedule: tuple[
 @pytest.mark.soak
 def test_sigterm_leaves_after_the_pending_round_also_without_a_checkpoint(tmp_path: Path) -> None:
     settings = ("--max-steps=20", "--step-s=0.7", "--overlap", "--dev-run")
-    with cluster(tmp_path, *settings, least=1, program=trainer_worker.main) as workers:
+    with cluster(tmp_path, *settings, lighthouse_min=1, program=trainer_worker.main) as workers:
         workers.start(0, "--step-s=0.01")
         workers.start(1)
         workers.start(2)
@@ -57,7 +57,7 @@ def test_sigterm_leaves_after_the_pending_round_also_without_a_checkpoint(tmp_pa
         workers.kill(0, signal.SIGTERM)
         workers.wait_for_success(0, 1, 2)
         workers.check_rounds()
-        assert "This worker leaves when its round under way is over" in workers.output(0)
+        assert "This worker leaves when its pending round is complete" in workers.output(0)
         last = workers.lines(0)[-1]["round"]
         for index in (1, 2):
             assert "a member was lost" not in workers.output(index)
@@ -71,14 +71,14 @@ def test_sigterm_leaves_after_the_pending_round_also_without_a_checkpoint(tmp_pa
 )
 def test_a_finished_worker_is_not_waited_for(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     """The second worker needs half as many rounds as the first one."""
-    with cluster(tmp_path, "--steps=34", "--step-s=0.02", *schedule, least=1) as workers:
+    with cluster(tmp_path, "--steps=34", "--step-s=0.02", *schedule, lighthouse_min=1) as workers:
         workers.start(0, "--sync-every=4")
         workers.start(1, "--sync-every=8")
         workers.wait_for_success(0, 1)
         assert workers.lines(0)[-1]["round"] == 9
         assert workers.lines(1)[-1]["round"] == 5
-        landed = {line["round"]: line["checksum"] for line in workers.lines(0)}
-        assert workers.lines(1)[-1]["checksum"] == landed[5 + bool(schedule)]
+        checksums = {line["round"]: line["checksum"] for line in workers.lines(0)}
+        assert workers.lines(1)[-1]["checksum"] == checksums[5 + bool(schedule)]
         alone = [line["round"] for line in workers.lines(0) if len(line["members"]) == 1]
         assert alone == [*range(6 + bool(schedule), 10)]
         assert "Fewer than" not in workers.output(0)
@@ -86,7 +86,9 @@ def test_a_finished_worker_is_not_waited_for(tmp_path: Path, schedule: tuple[str
 
 @pytest.mark.soak
 def test_the_last_round_waits_for_no_missing_member(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--steps=60", "--sync-every=40", "--step-s=0.05", least=1) as workers:
+    with cluster(
+        tmp_path, "--steps=60", "--sync-every=40", "--step-s=0.05", lighthouse_min=1
+    ) as workers:
         workers.start(0)
         workers.start(1)
         workers.wait_for_round(0, 1)

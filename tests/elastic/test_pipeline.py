@@ -1,4 +1,4 @@
-"""A newcomer in the two-stage pipeline, against a plain loop that knows only who has come when."""
+"""A joining worker in the two-stage pipeline equals a plain loop over the members of each round."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ OUTER_LR, RATE, STEPS = 0.7, 0.05, 4
 
 
 def trained(start: float, index: int) -> float:
-    """Where a worker is after its local steps."""
+    """The parameter of a worker after its local steps."""
     for _ in range(STEPS):
         start += RATE * (index + 1 - start)
     return start
 
 
 def pipeline(first: float, members: list[list[int]]) -> list[float]:
-    """Outer parameters after every call that begins a round; those are the members with weight.
+    """Outer parameters after the start of each round, for given members with weight.
 
-    In each, the gradient of the round before is applied, and the next one leaves: it was made from
-    outer parameters that lack the one before.
+    Each start applies the gradient of the previous round and sends the next one, which was computed
+    from outer parameters without the previous one.
     """
     outer, gradient, found = first, 0.0, []
     for own in members:
@@ -49,13 +49,12 @@ def test_a_worker_joins_as_in_the_plain_loop(tmp_path: Path) -> None:
         workers.join(2, rounds=5)
         workers.wait_for_success(0, 1, 2)
         first, *lines = workers.lines(0)
-        landed = [
-            members_of(line) for line in lines[1:]
-        ]  # each line knows the pending round before
-        expected = pipeline(first["outer"], landed)
+        # each line has the members of the previous round
+        members = [members_of(line) for line in lines[1:]]
+        expected = pipeline(first["outer"], members)
         assert [line["outer"] for line in lines[:-1]] == pytest.approx(expected, abs=1e-5)
         own = {line["round"]: line["outer"] for line in workers.lines(2)[1:]}
         theirs = {line["round"]: line["outer"] for line in lines}
         assert len(own) > 5
         assert own == {round_index: theirs[round_index] for round_index in own}
-        assert {len(members) for members in landed} == {2, 3}
+        assert {len(each) for each in members} == {2, 3}

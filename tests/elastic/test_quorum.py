@@ -1,4 +1,4 @@
-"""What a quorum means, step by step."""
+"""The plans that members make of a quorum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def info(
 
 
 def plans(**members: dict[str, Any]) -> dict[str, Plan]:
-    quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
+    quorum = Quorum("7.5", [Member(name, data) for name, data in members.items()])
     return {name: make_plan(quorum, name) for name in members}
 
 
@@ -131,7 +131,7 @@ def test_a_round_waits_for_members_that_all_others_wait_for() -> None:
 
 def test_a_worker_with_other_settings_is_refused_and_the_others_continue() -> None:
     members = {"a": info(5), "b": info(5), "c": info(NO_STATE, run="another")}
-    quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
+    quorum = Quorum("7.5", [Member(name, data) for name, data in members.items()])
     assert make_plan(quorum, "a").names == ("a", "b")
     with pytest.raises(OtherRun) as refused:
         make_plan(quorum, "c")
@@ -145,7 +145,7 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
-    for words in (
+    for data in (
         {},
         {"round": 1},
         {**info(1), "data": "x"},
@@ -161,13 +161,13 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
         {**info(1), "round_index": 10**400},
         {**info(1), "data": 2**64},
     ):
-        with subtests.test(words=words):
-            quorum = Quorum("7.5", [Member("a", info(1, "1.0/1")), Member("stranger", words)])
+        with subtests.test(data=data):
+            quorum = Quorum("7.5", [Member("a", info(1, "1.0/1")), Member("other", data)])
             assert make_plan(quorum, "a").names == ("a",)
-            assert make_plan(quorum, "a").malformed == ("stranger",)
+            assert make_plan(quorum, "a").malformed == ("other",)
             assert not make_plan(quorum, "a").is_new
-            with pytest.raises(RuntimeError, match="lacks what this worker, stranger, has sent"):
-                make_plan(quorum, "stranger")
+            with pytest.raises(RuntimeError, match="lacks what this worker, other, has sent"):
+                make_plan(quorum, "other")
 
 
 def test_addresses_of_all_kinds_are_accepted(subtests: pytest.Subtests) -> None:
@@ -177,8 +177,12 @@ def test_addresses_of_all_kinds_are_accepted(subtests: pytest.Subtests) -> None:
 
 
 def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:
-    words = {"a": info(NO_STATE), "b": info(resumed_round(3)), "c": info(resumed_round(5), data=40)}
-    for plan in plans(**words, d=info(resumed_round(5))).values():
+    members = {
+        "a": info(NO_STATE),
+        "b": info(resumed_round(3)),
+        "c": info(resumed_round(5), data=40),
+    }
+    for plan in plans(**members, d=info(resumed_round(5))).values():
         assert plan.donor == 2
         assert plan.joining == (0, 1)
         assert plan.round_index == NO_STATE

@@ -22,12 +22,12 @@ WAIT_S = 2.0
 
 
 @pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WARN_EVERY_S", "WARN_UNREACHABLE_S", "STOP_WAIT_S"):
         monkeypatch.setattr(module, name, 0.3)
 
 
-def ask(
+def request_quorum(
     address: str, is_stopping: Callable[[], bool] = lambda: False, round_index: int = 3
 ) -> tuple[object, QuorumRequester, RoundRequest]:
     request = RoundRequest(round_index, WorkerStatus(IN_ROUND, round_index, 0))
@@ -45,7 +45,7 @@ def test_a_warning_names_a_lighthouse_that_does_not_answer(
 ) -> None:
     (port,) = free_ports()
     with pytest.raises(RuntimeError, match=f"The lighthouse at 127.0.0.1:{port} does not answer"):
-        ask(f"127.0.0.1:{port}")
+        request_quorum(f"127.0.0.1:{port}")
     lines = [text for text in caplog.messages if "Cannot reach" in text]
     assert len(lines) > 1
     assert f"the lighthouse at 127.0.0.1:{port} ([Errno 111] Connection refused); start" in lines[0]
@@ -54,7 +54,7 @@ def test_a_warning_names_a_lighthouse_that_does_not_answer(
 def test_a_warning_reports_what_the_lighthouse_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     lighthouse = cluster.Lighthouse(2)
     try:
-        found, requester, request = ask(lighthouse.address, round_index=NO_STATE)
+        found, requester, request = request_quorum(lighthouse.address, round_index=NO_STATE)
     finally:
         lighthouse.stop()
     assert found is None
@@ -71,7 +71,7 @@ def test_a_warning_names_the_present_members_if_they_are_too_few(
 ) -> None:
     lighthouse = cluster.Lighthouse(1)
     try:
-        found, requester, request = ask(lighthouse.address)
+        found, requester, request = request_quorum(lighthouse.address)
     finally:
         lighthouse.stop()
     plan = make_plan(found, "w0")
@@ -92,7 +92,7 @@ def test_a_worker_that_is_asked_to_stop_completes_its_round_alone(
     if not is_there:
         lighthouse.stop()
     try:
-        found, requester, request = ask(lighthouse.address, is_stopping=lambda: True)
+        found, requester, request = request_quorum(lighthouse.address, is_stopping=lambda: True)
         assert "no longer waits for the others" in caplog.text
         again = requester.quorum(request, INFO, True, WAIT_S)
     finally:

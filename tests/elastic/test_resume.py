@@ -1,4 +1,4 @@
-"""Fleets that go on from what their jobs have saved, with other numbers of jobs."""
+"""Runs that resume from the checkpoints of their jobs, with other numbers of jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def saved_round(path: Path) -> int:
 
 
 def newest(folder: Path, index: int) -> Path:
-    """What a job has saved last: regularly, or when it was told to stop."""
+    """The last checkpoint of a job, regular or interrupted."""
     return max((folder / str(index)).glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
 
 
@@ -45,13 +45,13 @@ def checksum_of(state: dict[str, Any]) -> int:
 
 
 def samples_of(workers: Cluster, indices: range, first: int = 0, last: int = 10**9) -> set[int]:
-    """What jobs have trained on, as far as it is in rounds of these numbers."""
+    """The samples that jobs used in a range of rounds."""
     lines = [line for index in indices for line in workers.lines(index)]
     return {s for line in lines if first <= line["round"] <= last for s in line["samples"]}
 
 
 def learning_rates(steps: int) -> list[float]:
-    """After each number of steps."""
+    """Learning rates after each number of steps."""
     (optimizer,), (config,) = Model().configure_optimizers()
     rates = []
     for _ in range(steps + 1):
@@ -72,7 +72,7 @@ def check_positions(workers: Cluster, indices: range) -> None:
 
 
 def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Path], Cluster]:
-    """Jobs that end one after the other, the last ones some rounds later; what three have saved."""
+    """Jobs that end one after the other; the last checkpoints of three of them."""
     folder.mkdir()
     with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as workers:
         for index in range(4):
@@ -109,7 +109,8 @@ def test_four_jobs_resume_as_three_then_as_five(tmp_path: Path, schedule: tuple[
         workers.start(3)
         workers.start(4)
         until(
-            lambda: len(workers.lines(3)) > 3 and len(workers.lines(4)) > 3, "rounds of newcomers"
+            lambda: len(workers.lines(3)) > 3 and len(workers.lines(4)) > 3,
+            "rounds of joining workers",
         )
         workers.wait_for_success(*range(5))
         workers.check_rounds()
@@ -146,7 +147,7 @@ def test_others_resume_from_the_state_of_a_job_with_a_later_checkpoint(tmp_path:
             found = {line["round"]: line["checksum"] for line in workers.lines(index)}
             common = found.keys() & own.keys()
             assert len(common) >= 15
-            assert max(rounds) not in found  # they have left it out
+            assert max(rounds) not in found  # they skipped it
             assert all(found[round_index] == own[round_index] for round_index in common)
 
 
@@ -176,8 +177,8 @@ def fit_static(
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trainer.fit(Model(), DataLoader(Numbered(), batch_size=2, shuffle=True), ckpt_path=resume)
-        told = [str(one.message) for one in found if "go on from it" in str(one.message)]
-    return samples, told, sums[0]
+        warned = [str(one.message) for one in found if "go on from it" in str(one.message)]
+    return samples, warned, sums[0]
 
 
 def fit_and_save(rank: int, world: int, path: str) -> set[int]:
@@ -227,6 +228,6 @@ def test_a_static_run_continues_as_jobs_and_back(pool: Pool, tmp_path: Path) -> 
     (fragment,) = torch.load(stamp / "shared.pt")["shared"]
     results = pool.run(fit_static, str(path), 50, str(back), world=2)
     assert [first for _, _, first in results] == [checksum_of(fragment["state"])] * 2
-    assert [len(told) for _, told, _ in results] == [1, 0]
+    assert [len(warned) for _, warned, _ in results] == [1, 0]
     assert "was written by 1 worker with DiLoCo, and 2 workers with DiLoCo" in results[0][1][0]
     assert "new are worker 1, with the optimizers" in results[0][1][0]

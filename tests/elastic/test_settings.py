@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts."""
+"""Unsupported settings are refused before training."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def test_default_random_topologies_do_not_depend_on_the_global_seed() -> None:
 
 
 def test_random_pairs_cause_one_warning() -> None:
-    with pytest.warns(UserWarning, match="makes gossip of 8 workers diverge") as said:
+    with pytest.warns(UserWarning, match="makes gossip of 8 workers diverge") as caught:
         engine = StepEngine(nn.Linear(1, 1), NoLoCo(0.9), membership=Elastic(HERE))
     engine.close()
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def engine_of_two(rank: int, world: int) -> str:
@@ -136,7 +136,7 @@ def test_jobs_of_several_ranks_are_refused(pool: Pool) -> None:
 
 
 def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> RoundSettings:
-    """Of streaming rounds with so many local steps, fragments, and steps of delay."""
+    """Settings of streaming rounds: sync_every, fragments, delay."""
     merge_policy = Mix(0.5) if algorithm.replicated else None
     return RoundSettings(
         algorithm,

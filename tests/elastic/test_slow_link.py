@@ -1,4 +1,4 @@
-"""Members at a link of 10 Mbit/s that an exchange keeps busy for seconds."""
+"""Members on a link of 10 Mbit/s, on which an exchange takes seconds."""
 
 from __future__ import annotations
 

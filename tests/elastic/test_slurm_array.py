@@ -1,4 +1,4 @@
-"""Jobs of a SLURM array as elastic workers: one is preempted, and comes again."""
+"""Jobs of a SLURM array as elastic workers: one is preempted and returns."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_one_is_preempted_and_returns(tmp_path: Path, cluster: dict[str, str]) -
         "CHANGES": f"{TINY} trainer.max_steps=1200 trainer.log_every_n_steps=10",
     }
     first, second = ({**job, **environ, "SLURM_JOB_ID": number} for number in ("101", "102"))
-    stays = Program(batch, tmp_path, **second)
+    remaining = Program(batch, tmp_path, **second)
     try:
-        with stays:
+        with remaining:
             when = "outputs/slurm-101-0/checkpoints/last.ckpt"
             run(batch, tmp_path, **first, SIGNAL_WHEN_THERE_IS=when)
             assert (tmp_path / "scontrol.log").read_text() == "requeue 101\n"
             saved = tmp_path / "outputs/slurm-101-0/hpc_ckpt_1.ckpt"
             output = run(batch, tmp_path, **first)
             assert f"Restored all states from the checkpoint at {saved}" in output
-            code, theirs = stays.finish()
+            code, theirs = remaining.finish()
             assert code == 0, theirs
     finally:
         lighthouse.stop()

@@ -1,4 +1,4 @@
-"""torchft says nothing but warnings, unless the user wants it to."""
+"""torchft logs warnings only, unless the user sets another level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that vanishes from the network without a word, as one without power does."""
+"""A machine that vanishes from the network, as after a power failure."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def until_written(programs: list[Program], folder: Path, count: int) -> None:
 
 def test_the_others_continue(tmp_path: Path) -> None:
     with wired_together(3, tmp_path) as network:
-        network.slow_down("100mbit")  # so that an exchange is under way most of the time
+        network.slow_down("100mbit")  # so that exchanges take most of the time
         start_lighthouse(network)
         programs = [start_worker(network, rank, tmp_path, *SETTINGS) for rank in range(2)]
-        until_written(programs, tmp_path, 1)  # the two that stay begin together
+        until_written(programs, tmp_path, 1)  # the two that remain start together
         programs.append(start_worker(network, 2, tmp_path, *SETTINGS))
         until_written(programs, tmp_path, 5)
         network.drop(2, "to", "10.77.0.0/24")
@@ -45,7 +45,7 @@ def test_the_others_continue(tmp_path: Path) -> None:
     assert by_round[0].keys() ^ by_round[1].keys() <= {
         0,
         1,
-    }  # one came a moment later than the other
+    }  # one joined a moment later than the other
     for index in by_round[0].keys() & by_round[1].keys():
         assert by_round[0][index]["checksum"] == by_round[1][index]["checksum"]
     assert len(by_round[0][40]["members"]) == 2

@@ -1,4 +1,4 @@
-"""Jobs that wait for a lighthouse, or for other members, and are asked to stop meanwhile."""
+"""Jobs that are asked to stop while they wait for a lighthouse or for other members."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_jobs_started_before_the_lighthouse_wait_and_can_be_stopped(tmp_path: Pa
             until(
                 lambda index=index: UNREACHABLE in workers.output(index), "line of the one waiting"
             )
-        place = workers.lighthouse.address
-        assert f"{UNREACHABLE} {place} (" in workers.output(0)
+        address = workers.lighthouse.address
+        assert f"{UNREACHABLE} {address} (" in workers.output(0)
         assert "start one there with `lightning-loco lighthouse`" in workers.output(0)
         workers.kill(0, signal.SIGTERM)
         workers.kill(1, signal.SIGINT)
@@ -42,16 +42,18 @@ def test_jobs_started_before_the_lighthouse_wait_and_can_be_stopped(tmp_path: Pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("least", "line"),
+    ("lighthouse_min", "line"),
     [
         (1, "waits for more workers. 1 of at least 2 are there (w0"),
         (2, "New quorum not ready, only have 1 participants"),
     ],
     ids=["too few members", "too few for the lighthouse"],
 )
-def test_sigterm_ends_the_wait_for_members(tmp_path: Path, least: int, line: str) -> None:
+def test_sigterm_ends_the_wait_for_members(tmp_path: Path, lighthouse_min: int, line: str) -> None:
     settings = ("--max-steps=4000", "--timeout-s=300")
-    with cluster(tmp_path, *settings, least=least, program=trainer_worker.main) as workers:
+    with cluster(
+        tmp_path, *settings, lighthouse_min=lighthouse_min, program=trainer_worker.main
+    ) as workers:
         workers.start_all(2)
         workers.kill(1)
         until(lambda: line in workers.output(0), "line of the one that is left")

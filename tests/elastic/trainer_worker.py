@@ -1,4 +1,4 @@
-"""One elastic worker in a process of its own: a fit with a schedule of learning rates."""
+"""One elastic worker in its own process: a fit with a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.small_model import TinyModule, flat, quiet_trainer
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
-    """Samples that know their number."""
+    """Samples with their index."""
 
     def __init__(self, count: int = 4000) -> None:
         self._count = count
@@ -55,8 +55,8 @@ class Model(TinyModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class Notes(Callback):
-    """Writes down every round, and which samples were used in it."""
+class RoundLog(Callback):
+    """Logs every round, and the samples that were used in it."""
 
     def __init__(self, path: Path, step_s: float) -> None:
         self._path = path
@@ -66,7 +66,7 @@ class Notes(Callback):
         self._line: dict[str, Any] = {}
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self._look(trainer)
+        self._record(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
         time.sleep(self._step_s)
@@ -74,14 +74,14 @@ class Notes(Callback):
         self._samples += batch[0].tolist()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._look(trainer)
+        self._record(trainer)
         self._write(trainer)
 
-    def _look(self, trainer: Any) -> None:
-        """Right after a round."""
+    def _record(self, trainer: Any) -> None:
+        """Record the line of a round that has just been made."""
         engine = trainer.strategy.engine
         before, self._round = self._round, engine.worker.round_index
-        if before is None or self._round != before + 1:  # at the end there may be two at once
+        if before is None or self._round != before + 1:  # the last step may make two rounds
             return
         last = engine.connection.last_round
         self._line = {
@@ -107,8 +107,8 @@ class Notes(Callback):
                 log.write(json.dumps(line) + "\n")
 
 
-class Writer(Callback):
-    """Writes weights at the begin of an epoch."""
+class OverwriteWeights(Callback):
+    """Overwrites the weights at the start of an epoch."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
@@ -133,32 +133,36 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
-    torch.manual_seed(asked.index)
+    torch.manual_seed(args.index)
     kind: Callable[..., LocoStrategy]
     kind = DiLoCoStrategy
-    if asked.overlap:
+    if args.overlap:
         kind = functools.partial(AsyncDiLoCoStrategy, fragments=None)
-    if asked.gossip:
+    if args.gossip:
         kind = GASLoCStrategy
-    if asked.stream:
+    if args.stream:
         kind = functools.partial(StreamingDiLoCoStrategy, fragments=2, delay=1)
-    strategy = kind(sync_every=4, membership=elastic_of(asked))
+    strategy = kind(sync_every=4, membership=elastic_of(args))
     trainer: Trainer = quiet_trainer(
         strategy=strategy,
-        max_steps=asked.max_steps,
-        limit_train_batches=asked.epoch_steps,
-        callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, asked.step_s)],
+        max_steps=args.max_steps,
+        limit_train_batches=args.epoch_steps,
+        callbacks=[
+            CommunicationMonitor(),
+            OverwriteWeights(args.writes_at),
+            RoundLog(args.log, args.step_s),
+        ],
         log_every_n_steps=1,
-        fast_dev_run=asked.max_steps if asked.dev_run else False,
-        default_root_dir=asked.log.with_suffix(""),
+        fast_dev_run=args.max_steps if args.dev_run else False,
+        default_root_dir=args.log.with_suffix(""),
     )
     loader = DataLoader(
-        Numbered(asked.samples), batch_size=2, shuffle=True, num_workers=asked.num_loaders
+        Numbered(args.samples), batch_size=2, shuffle=True, num_workers=args.num_loaders
     )
     model = Model()
-    trainer.fit(model, loader, ckpt_path=asked.resume)
+    trainer.fit(model, loader, ckpt_path=args.resume)
     end = {"model": flat(model).tolist(), "rounds": strategy.statistics.rounds}
-    asked.log.with_suffix(".end").write_text(json.dumps(end))
+    args.log.with_suffix(".end").write_text(json.dumps(end))
