@@ -7,7 +7,7 @@ exchange with neighbours. Every call belongs to a plan whose group is open.
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,46 +44,15 @@ class Exchanged(NamedTuple):
     residual: Tensor | None = None
 
 
-class MemberExchange(Protocol):
-    """An exchange of messages among the members of a plan.
-
-    Attributes:
-        result_fits_message: Whether the result may replace the message in its memory.
-    """
-
-    result_fits_message: bool
-
-    def exchange(self, message: Tensor | None, plan: Plan) -> Exchanged:
-        """Exchange this worker's message; RuntimeError if a member is lost.
-
-        Args:
-            message: The message, which stays unchanged; None if this worker is joining.
-            plan: The plan of the round.
-        """
-
-    def sends_state(self, plan: Plan) -> bool:
-        """Whether this worker sends its state, or a part of it, to joining workers."""
-
-    def copy_state(self, position: dict[str, Any], message: Tensor | None, plan: Plan) -> RunState:
-        """Copy the state for joining workers, before the round ends."""
-
-    def send_state(self, state: RunState, plan: Plan) -> None:
-        """Send the state during the next local steps; a lost worker only causes a warning."""
-
-    def receive_state(self, plan: Plan) -> tuple[RunState, Tensor | None]:
-        """Receive the state and, if it comes with the state, the result of the exchange.
-
-        Raises:
-            RuntimeError: If a member is lost.
-        """
-
-
 class SumExchange:
     """Messages are summed over all members; the donor sends its state to joining workers.
 
     Args:
         group: The process group of the members.
         engine: Engine of this worker.
+
+    Attributes:
+        result_fits_message: Whether the result may replace the message in its memory.
     """
 
     result_fits_message = True
@@ -94,7 +63,16 @@ class SumExchange:
         self._compression = engine.settings.compression
 
     def exchange(self, message: Tensor | None, plan: Plan) -> Exchanged:
-        """Sum the messages of all members; a joining worker adds zeros."""
+        """Sum the messages of all members.
+
+        Args:
+            message: This worker's message, which stays unchanged; None if it is joining, which adds
+                zeros.
+            plan: Plan of the round.
+
+        Raises:
+            RuntimeError: If a member is lost.
+        """
         if message is None:
             fragment = fragment_of_round(self._engine, plan.round_index).memory
             total = torch.zeros(sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype)
@@ -121,15 +99,15 @@ class SumExchange:
         return Exchanged(summing.run(self._group.swap), bytes_sent, bytes_saved, residual)
 
     def sends_state(self, plan: Plan) -> bool:
-        """Only the donor does."""
+        """Whether this worker sends its state to joining workers: only the donor does."""
         return bool(plan.joining) and plan.is_donor
 
     def copy_state(self, position: dict[str, Any], message: Tensor | None, plan: Plan) -> RunState:
-        """Copy the state of the run."""
+        """Copy the state for joining workers, before the round ends."""
         return copy_state(self._engine, position, with_saved_rounds=message is None)
 
     def send_state(self, state: RunState, plan: Plan) -> None:
-        """Send the state to one joining worker after the other."""
+        """Send the state to one joining worker after the other; a lost one causes a warning."""
         reach("before the state is sent")
         for rank in plan.joining:
             try:
@@ -140,7 +118,7 @@ class SumExchange:
                 return
 
     def receive_state(self, plan: Plan) -> tuple[RunState, None]:
-        """Receive the state from the donor."""
+        """Receive the state from the donor; RuntimeError if a member is lost."""
         max_bytes = max_state_bytes(self._engine)
         return RunState.receive(self._group, plan.donor, max_bytes), None
 
@@ -195,7 +173,7 @@ class GossipExchange:
         return Exchanged(received, bytes_sent, bytes_saved)
 
     def sends_state(self, plan: Plan) -> bool:
-        """Every member does that is not joining."""
+        """Whether this worker sends its state: every member does that is not joining."""
         return bool(plan.joining) and not plan.is_joining
 
     def copy_state(self, position: dict[str, Any], message: Tensor | None, plan: Plan) -> RunState:
@@ -239,3 +217,6 @@ class GossipExchange:
 def _has_no_mean(tensor: Tensor) -> bool:
     """Whether joining workers get the donor's tensor, since a mean would not be valid."""
     return not tensor.is_floating_point()
+
+
+MemberExchange = SumExchange | GossipExchange
