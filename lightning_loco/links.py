@@ -253,23 +253,23 @@ def _from_map(content: Mapping[str, Any]) -> Links:
         if not isinstance(part, Mapping):
             raise ValueError(f"link.{key} must be a map, got {part!r}.")
     workers = [
-        (_number(worker), _as_link(link, f"link.workers[{worker}]"))
+        (_worker_number(worker), _as_link(link, f"link.workers[{worker}]"))
         for worker, link in parts["workers"].items()
     ]
     pairs: list[tuple[int, int, Link]] = []
     for name, value in parts["pairs"].items():
-        found = _PAIR.fullmatch(str(name))
-        if not found or found[1] == found[3]:
+        match = _PAIR.fullmatch(str(name))
+        if not match or match[1] == match[3]:
             raise ValueError(f"link.pairs names two workers, as in 0-1 or 0->1, got {name!r}.")
         link = _as_link(value, f"link.pairs[{name}]")
-        pairs.append((int(found[1]), int(found[3]), link))
-        if found[2] == "-":
-            pairs.append((int(found[3]), int(found[1]), link))
+        pairs.append((int(match[1]), int(match[3]), link))
+        if match[2] == "-":
+            pairs.append((int(match[3]), int(match[1]), link))
     default = _as_link(content["default"], "link.default")
     return Links(default, tuple(workers), tuple(pairs), content.get("seed", 0))
 
 
-def _number(worker: object) -> int:
+def _worker_number(worker: object) -> int:
     if not re.fullmatch(r"\d+", str(worker)):
         raise ValueError(f"link.workers needs the workers' numbers from 0 on, got {worker!r}.")
     return int(str(worker))

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from lightning_loco.distributed.devices import check_same_kind
 from lightning_loco.distributed.notes import read
@@ -76,7 +76,7 @@ def _check_default_group(device: torch.device, timeout_s: float) -> None:
     if (num_workers := dist.get_world_size()) == 1:
         return
     store = connect_to_default_store(timeout_s)
-    keys, names = store.with_prefix("lightning_loco/kind"), _worker_names(num_workers)
+    keys, names = store.with_prefix("lightning_loco/device"), _worker_names(num_workers)
     try:
         Rendezvous(keys, dist.get_rank(), names, timeout_s).check_device(device)
     finally:
@@ -135,11 +135,11 @@ class Job:
                 timeout = timedelta(seconds=timeout_s)
                 # With the true world size, rank 0 would wait here for all others, and its error
                 # would not say which of them are missing.
-                handler = rendezvous("env://", rank, world_size=1, timeout=timeout)
+                handler = torch_rendezvous("env://", rank, world_size=1, timeout=timeout)
                 _stores[key], _, _ = with_timeout(lambda: next(handler), timeout_s + 1)
             self.raw_store = _stores[key]
             self.store = TimeoutStore.from_clone(self.raw_store, timeout_s)
-        self._job_store = self.store.with_prefix("lightning_loco/same")
+        self._job_store = self.store.with_prefix("lightning_loco/job")
         try:
             with self._store_errors_named():
                 self._check_same_job()
@@ -170,15 +170,15 @@ class Job:
             return
         prefix = f"lightning_loco/training{len(ranks)}"
         with self._store_errors_named():
-            attempt = Rendezvous(
-                self.store.with_prefix(f"{prefix}/came"),
+            rendezvous = Rendezvous(
+                self.store.with_prefix(f"{prefix}/rendezvous"),
                 ranks.index(self.rank),
                 [self.names[rank] for rank in ranks],
                 self.timeout_s,
                 self.raise_if_refused,
             )
-            attempt.check_device(device)
-            store = PrefixStore(f"{prefix}/{attempt.attempt}", self.raw_store)
+            rendezvous.check_device(device)
+            store = PrefixStore(f"{prefix}/{rendezvous.attempt}", self.raw_store)
 
             def connect() -> None:
                 dist.init_process_group(
@@ -194,7 +194,7 @@ class Job:
                 with_timeout(connect, self.timeout_s + 1)
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
-                raise WorkerFailure(f"{attempt.explain()} PyTorch says: {reason}") from error
+                raise WorkerFailure(f"{rendezvous.explain()} PyTorch says: {reason}") from error
         if backend == "nccl":
             atexit.register(_destroy_default_group)
 
@@ -203,7 +203,7 @@ class Job:
 
         Raises:
             WorkerFailure: If rank 0 does not publish them in time.
-            RuntimeError: If the store belongs to another job, which goes on.
+            RuntimeError: If the store belongs to another job, which continues.
             ValueError: If the numbers of ranks differ; the other ranks raise it as well.
         """
         num_ranks = len(self.names)
@@ -287,7 +287,7 @@ def _destroy_default_group() -> None:
 
 
 class Rendezvous:
-    """Brings all workers to the same attempt of the set-up, and exchanges one value in it.
+    """An attempt of the set-up that all workers join, and in which they exchange one value.
 
     Worker 0 starts an attempt whenever it constructs a rendezvous. The others join the newest
     attempt that they have not joined before. So it does no harm if an error has kept one of them
@@ -383,7 +383,7 @@ class Rendezvous:
 
     def _wait_before_common_error(self) -> None:
         """Let worker 0, which may host the store, raise an error of all workers last."""
-        store = self._store.with_prefix(f"parted/{self.attempt}")
+        store = self._store.with_prefix(f"leaving/{self.attempt}")
         with suppress(RuntimeError):
             _wait_until_others_know(store, self._worker, len(self._names))
 
@@ -397,7 +397,7 @@ class Rendezvous:
             waiting = [self._store.check([f"waiting/{w}"], _STORE_TIMEOUT_S) for w in workers]
             pairs = zip(self._names, waiting, strict=True)
             missing = [name for name, waits in pairs if not (waits or self._is_complete)]
-            store = self._store.with_prefix(f"looked/{self.attempt}")
+            store = self._store.with_prefix(f"missing/{self.attempt}")
             _wait_until_others_know(store, self._worker, len(self._names) - len(missing))
         except RuntimeError as error:
             return explain_lost_store(self._names[0], error)
@@ -435,8 +435,8 @@ def _wait_until_others_know(store: TimeoutStore, worker: int, num_present: int) 
         worker: Number of this worker.
         num_present: How many workers are not missing, including this one.
     """
-    num_know = store.add("seen", 1, _STORE_TIMEOUT_S)
+    num_informed = store.add("informed", 1, _STORE_TIMEOUT_S)
     deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-    while worker == 0 and num_know < num_present and time.monotonic() < deadline:
+    while worker == 0 and num_informed < num_present and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
-        num_know = store.add("seen", 0, _STORE_TIMEOUT_S)
+        num_informed = store.add("informed", 0, _STORE_TIMEOUT_S)

@@ -57,7 +57,7 @@ class Heartbeat(NamedTuple):
 
 
 class Watchdog(BackgroundThread):
-    """Sends heartbeats of this worker, reads reports of errors, and agrees where to stop.
+    """A thread that sends heartbeats, reads reports of other workers, and agrees where to stop.
 
     To stop together, every worker publishes the earliest position at which it can stop, in rounds,
     after the local step it is in. All stop at the latest of these positions. No worker is then left
@@ -152,7 +152,7 @@ class Watchdog(BackgroundThread):
 
     def _send_heartbeat(self) -> None:
         self._num_heartbeats += 1
-        self._store.set(f"beat/{self._worker}", self._heartbeat())
+        self._store.set(f"heartbeat/{self._worker}", self._heartbeat())
 
     def _heartbeat(self) -> str:
         return f"{self._num_heartbeats}|{self.num_exchanges}|{self.label[:_MAX_LABEL]}"
@@ -207,8 +207,8 @@ class Watchdog(BackgroundThread):
         if key not in self._warned_keys:
             self._warned_keys.add(key)
             log.warning(
-                "Ignored what is under %r in the job's key-value store, which is none of this "
-                "program's: %s. Does another program use the port of this job?",
+                "Ignored the value of %r in the job's key-value store, which is not of this "
+                "program: %s. Does another program use the port of this job?",
                 key,
                 what,
             )
@@ -364,7 +364,7 @@ class Watchdog(BackgroundThread):
         """Publish where this worker ends, for the errors of workers that wait for it."""
         self.label = label
         with suppress(RuntimeError):
-            self._store.set(f"beat/{self._worker}", self._heartbeat(), _STORE_TIMEOUT_S)
+            self._store.set(f"heartbeat/{self._worker}", self._heartbeat(), _STORE_TIMEOUT_S)
 
     def end(self) -> None:
         """End the thread and wait for it."""
@@ -401,7 +401,7 @@ class Watchdog(BackgroundThread):
         if self._store.silent_s > _MISSING_AFTER_S:
             return None
         heartbeats: dict[int, Heartbeat] = {}
-        keys = [f"beat/{worker}" for worker in range(self._num_workers)]
+        keys = [f"heartbeat/{worker}" for worker in range(self._num_workers)]
         try:
             if not self._store.check(keys, _STORE_TIMEOUT_S):
                 keys = [key for key in keys if self._store.check([key], _STORE_TIMEOUT_S)]

@@ -154,6 +154,9 @@ class AllReduceSum:
         statistics: Counts bytes and seconds.
         flat: Of the same size on all workers; must not be changed until :meth:`wait` returns.
         label: What is being waited for, e.g. ``"round 12"``.
+
+    Attributes:
+        lost: None, since the message is not compressed.
     """
 
     lost = None

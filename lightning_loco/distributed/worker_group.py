@@ -120,7 +120,7 @@ class WorkerGroup:
     def _start(self, store: TimeoutStore) -> None:
         names = [f"worker {worker}" for worker in range(self.num_workers)]
         rendezvous = Rendezvous(
-            store.with_prefix("lightning_loco/arrivals"), self.worker, names, self.timeout_s
+            store.with_prefix("lightning_loco/rendezvous"), self.worker, names, self.timeout_s
         )
         # PyTorch names groups by counting them. An error between two groups of an earlier attempt
         # leaves the workers with different counts, and groups of different names never connect.
@@ -175,7 +175,9 @@ class WorkerGroup:
             RuntimeError: If there is only one worker, or the group is closed.
         """
         if self.store is None:
-            raise RuntimeError("There is no key-value store: one worker alone, or a closed group.")
+            raise RuntimeError(
+                "There is no key-value store: this is the only worker, or the group is closed."
+            )
         return self.store.with_prefix(name)
 
     def announce_wait(self, label: str) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
 from lightning_loco.parameters.flat import Cuts, FlatLayout
-from lightning_loco.parameters.running_statistics import RunningStatistics
-from lightning_loco.parameters.untracked import UntrackedParameters
+from lightning_loco.parameters.untracked import RunningStatistics, UntrackedParameters
 
 
 class LocalValues(NamedTuple):
@@ -222,12 +221,12 @@ class ParameterOwners:
 
 
 class CopyOnWrite:
-    """Protects parameters from changes between a forward pass and the end of the optimizer step.
+    """Copies of the parameters for rounds between a forward pass and the end of the optimizer step.
 
-    A round can come in between, if this worker calls a collective in its ``training_step`` while
-    another worker makes a round. Such a round works on copies of the parameters. At the end of the
-    step, the parameters move by what the round has changed, as if it had come just before the step.
-    Without such a round, nothing is copied.
+    Such a round is made if this worker calls a collective in its ``training_step`` while another
+    worker has a round to make. It must not change the parameters, from which gradients are being
+    computed, so it works on copies. At the end of the step, the parameters move by what the round
+    has changed, as if it had come just before the step. Without such a round, nothing is copied.
 
     Args:
         layout: The parameters; its ``tensors`` are the copies as long as there are any.
