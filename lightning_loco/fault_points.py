@@ -29,7 +29,7 @@ POINTS = {
     "receiving the state": "a description of the state was received, the state was not",
     # Server ranks.
     "connecting the ranks": "before gloo connects workers and servers",
-    "asking for a step": "before a worker requests a step from one of the servers",
+    "requesting a step": "before a worker requests a step from one of the servers",
     "summing": "before a server adds up the gradients of a message",
     "server step": "before a server makes the optimizer step",
     # Checkpoints.

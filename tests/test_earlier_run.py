@@ -90,7 +90,7 @@ def test_what_is_forgotten_is_said() -> None:
     assert saved.forgotten() == [
         "all workers begin at the consensus",
         "what DiLoCo remembered (momentum) is dropped",
-        "a round that was under way is dropped",
+        "a pending round is dropped",
         "the last 3 local steps, which no round has shared, are dropped",
     ]
     assert saved_by(2, state_of(0, steps_since_round=0)).forgotten() == [

@@ -242,9 +242,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         reach("outer step")
         for client in self._clients:
             if self._replica.is_leader:
-                client.receive_weights(self._replica.broadcast)
+                client.receive_weights(self._replica.broadcast_tensor)
             else:
-                client.receive_weights_from_leader(self._replica.broadcast)
+                client.receive_weights_from_leader(self._replica.broadcast_tensor)
 
     def are_finite(self, here: bool) -> bool:
         """Return whether the gradients of all workers are finite; for gradient scalers.
@@ -290,7 +290,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 behind = behind or reply["behind"]
         if self._replica.broadcast_text("behind" if behind else None) is not None:
             for client in self._clients:
-                client.load_current_weights(self._replica.broadcast, self._replica.is_leader)
+                client.load_current_weights(self._replica.broadcast_tensor, self._replica.is_leader)
 
     # ------------------------------------------------------------------- state
 
@@ -434,7 +434,7 @@ class ReplicaGroup:
         self._group = group
         self.is_leader = group is None or dist.get_rank(group) == 0
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank."""
         if self._group is not None:
             source = dist.get_global_rank(self._group, 0)
@@ -447,7 +447,7 @@ class ReplicaGroup:
         memory = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         for position, byte in enumerate((text or "").encode()[:_TEXT_BYTES]):
             memory[position] = byte
-        self.broadcast(memory)
+        self.broadcast_tensor(memory)
         return bytes(memory.tolist()).rstrip(b"\0").decode() or None
 
     def release(self) -> None:

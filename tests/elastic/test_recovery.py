@@ -39,13 +39,13 @@ def test_a_saved_round_is_applied_once() -> None:
     resumed = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
     resumed.load_state_dict(engine.state_dict())
     (sync,) = resumed.fragments
-    before = {name: value.clone() for name, value in sync.fragment.state.items()}
+    before = {name: value.clone() for name, value in sync.state.items()}
     received = resumed.state_dict()["shared"][0]["received"].clone()
     progress = resumed.worker.replica.layout.new_flat() - before["outer"]
     apply_saved_rounds(resumed)
     DiLoCo(0.7, 0.3).update(received, received.clone(), before)
     for name, value in before.items():
-        torch.testing.assert_close(sync.fragment.state[name], value)
+        torch.testing.assert_close(sync.state[name], value)
     moved = resumed.worker.replica.layout.new_flat() - before["outer"]
     torch.testing.assert_close(moved, progress)
     assert sync.pending is None
