@@ -1,4 +1,4 @@
-"""How messages are written on the wire: flat tensors, no process group and no Lightning."""
+"""Codecs and error feedback for messages: flat tensors, no process group and no Lightning."""
 
 from lightning_loco.compression.base import Codec
 from lightning_loco.compression.feedback import (

@@ -1,4 +1,4 @@
-"""The contract of every codec: flat tensors become bytes, block by block, and bytes tensors."""
+"""The base class of all codecs: they encode flat tensors as bytes, block by block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """How values are written on the wire, and what of them is lost there.
+    """Encodes flat tensors as bytes and decodes them, usually with a loss of precision.
 
-    Values are written in blocks of equal length, each into a row of bytes of its own: whoever cuts
-    bytes between two rows cuts values between two blocks. The last block is filled up with zeros.
-    The same bytes become the same values everywhere. A NaN or an infinity may make all of its block
-    NaN or infinite, and nothing else. Subclasses are frozen dataclasses of settings.
+    Values are encoded in blocks of equal length. Each block becomes one row of bytes, so an encoded
+    message can be split between any two rows. The last block is padded with zeros. Decoding is
+    deterministic: the same bytes give the same values on every worker. A NaN or an infinity may
+    make its whole block NaN or infinite, but no other block. Subclasses are frozen dataclasses of
+    settings.
 
     Example:
         >>> import torch
@@ -31,14 +32,14 @@ class Codec(ABC):
     """
 
     at_once: ClassVar[int] = 2**16
-    """Values that are encoded at once: they stay in the processor's cache from one operation to the
-    next."""
+    """Number of values that are encoded in one go, small enough to remain in the processor's cache
+    between operations."""
 
     is_sparse: ClassVar[bool] = False
-    """Whether most values of a message are left out, so that sums of messages are no such ones."""
+    """Whether most values of a message are dropped, so that a sum of messages is not sparse."""
 
     is_rough: ClassVar[bool] = False
-    """Whether so much is lost that it must go with the next message, or training suffers."""
+    """Whether the loss is so large that training needs an error feedback."""
 
     @property
     @abstractmethod
@@ -52,31 +53,31 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        """Write blocks.
+        """Encode whole blocks.
 
         Args:
             values: Float32 or float64, of shape ``(blocks, block)``; only read.
-            rows: Uint8, of shape ``(blocks, row_bytes)``.
+            rows: Memory for the bytes, uint8, of shape ``(blocks, row_bytes)``.
         """
 
     @abstractmethod
     def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Read blocks, whatever bytes they hold; the other way round than :meth:`encode_blocks`."""
+        """Decode whole blocks, the inverse of :meth:`encode_blocks`; any bytes are accepted."""
 
     def num_blocks(self, numel: int) -> int:
-        """How many blocks so many values are."""
+        """Return the number of blocks of ``numel`` values."""
         return -(-numel // self.block)
 
     def num_bytes(self, numel: int) -> int:
-        """How many bytes so many values become."""
+        """Return the number of bytes of ``numel`` encoded values."""
         return self.num_blocks(numel) * self.row_bytes
 
     def encode(self, values: Tensor, wire: Tensor | None = None) -> Tensor:
-        """Write values.
+        """Encode values.
 
         Args:
             values: Flat, float32 or float64; only read.
-            wire: Where to; flat uint8 of :meth:`num_bytes`. Default: new memory.
+            wire: Memory for the bytes, flat uint8 of :meth:`num_bytes`. Default: new memory.
 
         Returns:
             The bytes.
@@ -96,12 +97,13 @@ class Codec(ABC):
         return wire
 
     def decode(self, wire: Tensor, values: Tensor, at_once: int | None = None) -> Tensor:
-        """Read values.
+        """Decode values.
 
         Args:
-            wire: What :meth:`encode` has written, or any other bytes of that number.
-            values: Where to; flat, float32 or float64.
-            at_once: About how many to read at once, at least a block. Default: :attr:`at_once`.
+            wire: The result of :meth:`encode`, or any other bytes of that length.
+            values: Memory for the values; flat, float32 or float64.
+            at_once: About how many values to decode in one go, at least a block. Default:
+                :attr:`at_once`.
 
         Returns:
             The values.
@@ -120,7 +122,7 @@ class Codec(ABC):
         return values
 
     def pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Where values and their bytes are, a piece that fits the cache after the other."""
+        """Yield the slices of values and of their bytes, in pieces that fit the cache."""
         blocks, longest = self.num_blocks(values.numel()), self._longest_piece(values, self.at_once)
         for first in range(0, blocks, longest):
             last = min(first + longest, blocks)
@@ -130,22 +132,22 @@ class Codec(ABC):
             )
 
     def _longest_piece(self, values: Tensor, at_once: int) -> int:
-        """In blocks; on a GPU there is one piece."""
-        is_near = values.device.type == "cpu"
-        return max(1, at_once // self.block if is_near else self.num_blocks(values.numel()))
+        """Return the length of a piece in blocks; on a GPU there is only one piece."""
+        is_on_cpu = values.device.type == "cpu"
+        return max(1, at_once // self.block if is_on_cpu else self.num_blocks(values.numel()))
 
     def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole blocks, and what is left."""
+        """Split values into whole blocks and the remainder."""
         whole = values.numel() - values.numel() % self.block
         return values[:whole].view(-1, self.block), values[whole:]
 
 
 def check_block(block: int, multiple: int) -> None:
-    """Refuse what cannot be the length of a block.
+    """Check the length of a block.
 
     Raises:
         TypeError: If it is not an integer.
-        ValueError: If it is not positive, or no multiple of what the codec needs.
+        ValueError: If it is not positive, or not a multiple of ``multiple``.
     """
     if isinstance(block, bool) or not isinstance(block, int):
         raise TypeError(f"block counts values and must be an integer, got {block!r}.")

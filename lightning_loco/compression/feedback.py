@@ -1,4 +1,4 @@
-"""What a user asks for, ``compression="int8"``, and what a worker remembers because of it."""
+"""The ``compression=`` setting, error feedback, and the state that a worker keeps for them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _RESIDUAL, _REFERENCE = "residual", "reference"
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback:
-    r"""What a codec loses of a message goes with the next one.
+    r"""Adds what a codec loses of a message to the next message.
 
     .. math::
         u_t = m_t + \beta e_{t-1}, \quad e_t = u_t - Q(u_t)
 
-    It costs one more vector ``(P,)``, which is each worker's own and is kept in checkpoints. For
-    means only: gossip keeps the mean without it.
+    The residual :math:`e` takes one more vector ``(P,)``. It belongs to the worker and is saved in
+    checkpoints. Only for means: compressed gossip preserves the mean without error feedback.
 
     Args:
-        codec: What is fed back.
+        codec: How messages are encoded.
         decay: :math:`\beta` in [0, 1]; 0 for no feedback at all.
 
     Raises:
-        TypeError: If ``codec`` is no codec or ``decay`` no number.
+        TypeError: If ``codec`` is not a codec or ``decay`` not a number.
         ValueError: If ``decay`` is out of range.
 
     Example:
@@ -63,32 +63,32 @@ class ErrorFeedback:
             raise TypeError(f"decay must be a number, got {self.decay!r}.")
         if not 0 <= self.decay <= 1:
             raise ValueError(
-                f"decay says how much of what was lost is sent again and must be in [0, 1], got "
+                f"decay is the share of the residual that is sent again and must be in [0, 1], got "
                 f"{self.decay}. Use 1 to lose nothing."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Compensated:
-    r"""What a codec loses of a worker's progress stays in that worker's own model.
+    r"""Keeps what a codec loses of a worker's progress in that worker's own model.
 
     .. math::
         u^i = \Theta - \theta^i, \quad \Theta \leftarrow \Theta - \eta\,\frac1N\sum_j Q(u^j), \quad
         \theta^i \leftarrow \Theta - \big(u^i - Q(u^i)\big)
 
-    An :class:`ErrorFeedback` keeps what is lost beside the model: the worker does not see it, and
-    makes the same progress again, until it has told more than there is. Here local steps begin
-    where the worker has come to. With :math:`\eta = 1` the mean over the workers is what it would
-    be without compression, and it is the consensus model, as in gossip. It costs one more vector
-    ``(P,)``, and an average in float32 wherever the consensus is shown.
+    An :class:`ErrorFeedback` keeps the lost part outside the model. The worker does not see it,
+    makes the same progress again, and ends up sending the same update twice. Here the lost part is
+    added to the local parameters before the next local steps. With :math:`\eta = 1` the mean over
+    the workers is the same as without compression. The consensus model is that mean, as in gossip.
+    It takes one more vector ``(P,)``, and an average in float32 whenever the consensus is shown.
 
-    For means, with rounds that end where they begin.
+    Only for means, and only for blocking rounds.
 
     Args:
-        codec: How messages are written.
+        codec: How messages are encoded.
 
     Raises:
-        TypeError: If it is no codec.
+        TypeError: If it is not a codec.
 
     Example:
         >>> from lightning_loco.compression import Sparse
@@ -106,15 +106,18 @@ class Compensated:
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """How the messages of one algorithm are compressed, and what a worker remembers of it.
+    """How the messages of one algorithm are compressed; its methods act on the state of a worker.
+
+    The state holds up to two vectors of shape ``(P,)``: the *residual*, which is what the codec has
+    lost, and the *reference*, the last parameters that all workers received.
 
     Args:
-        codec: How values are written.
-        decay: Of the error feedback; None for none.
-        is_relative: Whether messages are parameters, and only their difference to what the last
-            round has brought, which is equal on all workers, is sent.
-        stays_in_model: Whether what is lost stays in the worker's model, and so is in the next
-            message without being added.
+        codec: How values are encoded.
+        decay: Share of the residual that is added to the next message; None for no feedback.
+        is_relative: Whether messages are parameters, of which only the difference to the reference
+            is sent.
+        stays_in_model: Whether the residual is kept in the worker's own model, and so is part of
+            the next message without being added.
     """
 
     codec: Codec
@@ -124,11 +127,11 @@ class Compression:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether what is lost is remembered."""
+        """Whether there is a residual."""
         return self.stays_in_model or self.decay is not None
 
     def init(self, params: Tensor) -> State:
-        """The state of a worker: tensors of shape ``(P,)``, cut along with the parameters.
+        """Return the state of a worker: tensors ``(P,)``, sliced like the parameters.
 
         Args:
             params: Start parameters ``(P,)``, equal on all workers.
@@ -136,69 +139,69 @@ class Compression:
         state: State = {_RESIDUAL: torch.zeros_like(params)} if self.has_feedback else {}
         return {**state, _REFERENCE: params.clone()} if self.is_relative else state
 
-    def prepare(self, message: Tensor, state: State) -> None:
-        """Replace a message by what is to be written of it; the state is only read."""
+    def prepare_message(self, message: Tensor, state: State) -> None:
+        """Subtract the reference and add the residual, in place; the state is only read."""
         if self.is_relative:
             message.sub_(state[_REFERENCE])
         if self.decay is not None:
             message.add_(state[_RESIDUAL], alpha=self.decay)
 
-    def keep(self, lost: Tensor, state: State, was_prepared: bool) -> None:
-        """Remember what was lost, once the round counts.
+    def update_residual(self, lost: Tensor, state: State, was_prepared: bool) -> None:
+        """Record what was lost, once the round is certain to be applied.
 
         Args:
-            lost: What was to be written, without what was written.
+            lost: The prepared message minus its decoded encoding.
             state: Changed in place.
-            was_prepared: Whether the message held what was remembered before. A worker without
-                valid progress sends zeros, and keeps its own.
+            was_prepared: Whether the message contained the old residual, which is then replaced.
+                A worker without valid progress sends zeros and keeps its residual.
         """
         if not self.has_feedback:
             return
         residual: Tensor = state[_RESIDUAL]
         residual.copy_(lost) if was_prepared else residual.add_(lost)
 
-    def begin(self, result: Tensor, state: State, out: Tensor | None = None) -> Tensor:
-        """Where this worker's local steps begin, given where the algorithm lets them.
+    def local_params(self, result: Tensor, state: State, out: Tensor | None = None) -> Tensor:
+        """Return the local parameters: the algorithm's result plus a residual kept in the model.
 
         Args:
-            result: ``(P,)``; only read.
+            result: The result of the algorithm, ``(P,)``; only read unless it is ``out``.
             state: Only read.
-            out: Memory for another one; may be that of ``result``.
+            out: Memory for the sum; may be that of ``result``.
         """
         if not self.stays_in_model:
             return result
         return torch.add(result, state[_RESIDUAL], alpha=1 if self.is_relative else -1, out=out)
 
-    def make_absolute(self, received: Tensor, state: State) -> None:
-        """Make of what was received what the algorithm expects; the state is only read."""
+    def add_reference(self, received: Tensor, state: State) -> None:
+        """Turn a received difference into parameters, in place; the state is only read."""
         if self.is_relative:
             received.add_(state[_REFERENCE])
 
-    def land(self, received: Tensor, state: State) -> None:
-        """Remember what the algorithm is about to get."""
+    def update_reference(self, received: Tensor, state: State) -> None:
+        """Make the received parameters the reference of the next round."""
         if self.is_relative:
             reference: Tensor = state[_REFERENCE]
             reference.copy_(received)
 
 
 def shared_part(state: State) -> Tensor | None:
-    """What of the state of :meth:`Compression.init` is equal on all workers, if anything is."""
+    """Return the part of a compression's state that is equal on all workers, or None."""
     return state.get(_REFERENCE)
 
 
 def as_compression(
     given: Any, exchange: Literal["mean", "neighbors", "pull"], sends_parameters: bool
 ) -> Compression | None:
-    """What a user has asked for, as it suits an algorithm.
+    """Turn the user's ``compression=`` setting into a :class:`Compression` for an algorithm.
 
     Args:
         given: None or ``"none"``, the name of a codec, a codec, an :class:`ErrorFeedback` or
-            :class:`Compensated`. Rough codecs get a feedback for means by themselves.
-        exchange: Of the algorithm.
+            :class:`Compensated`. For means, rough codecs get an error feedback automatically.
+        exchange: The exchange of the algorithm.
         sends_parameters: Whether its messages are parameters instead of differences.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If ``given`` is none of these.
         ValueError: If the name is unknown, or the codec does not work with that exchange.
     """
     check_compression(given)
@@ -216,12 +219,12 @@ def as_compression(
         reason = (
             "Gossip keeps the mean of compressed messages without an error feedback."
             if exchange == "neighbors"
-            else "Pulls take no error feedback: nobody knows which peer has read what before."
+            else "Pulls take no error feedback: the server does not track who has read what."
         )
         raise ValueError(f"{reason} Give the codec alone: compression={codec}.")
     if codec.is_rough:
         raise ValueError(
-            f"{codec} writes parameters too roughly for gossip: neighbours would not come closer "
+            f"{codec} encodes parameters too roughly for gossip: neighbours would not come closer "
             'than a third of each value. Use compression="int8" or "bf16", or an algorithm that '
             "averages over all workers."
         )
@@ -229,10 +232,10 @@ def as_compression(
 
 
 def check_compression(given: Any) -> None:
-    """Refuse what no algorithm can use; see :func:`as_compression`.
+    """Check the type and the name of a ``compression=`` setting; see :func:`as_compression`.
 
     Raises:
-        TypeError: If it is nothing of the kind.
+        TypeError: If it is not None, a name, a codec, an ErrorFeedback or a Compensated.
         ValueError: If the name is unknown.
     """
     if isinstance(given, str) and given not in ("none", *CODECS):

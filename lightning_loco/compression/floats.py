@@ -1,4 +1,4 @@
-"""Half as many bytes: narrower floating-point numbers."""
+"""Codecs of half the size: 16-bit floating-point numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class _Narrow(Codec):
 
     @property
     def block(self) -> int:
-        """Values are written one by one; blocks only say where messages may be cut."""
+        """Values are encoded one by one; blocks only say where messages may be split."""
         return _BLOCK
 
     @property
     def row_bytes(self) -> int:
-        """Two for each value."""
+        """Two bytes for each value."""
         return _BLOCK * self.dtype.itemsize
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -32,7 +32,7 @@ class _Narrow(Codec):
         rows.view(self.dtype).copy_(values)
 
     def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Exact."""
+        """Widen the values, which is exact."""
         values.copy_(rows.view(self.dtype))
 
 
@@ -54,7 +54,7 @@ class BFloat16(_Narrow):
 class Float16(_Narrow):
     """float16: a relative error of at most 2^-12 where magnitudes are between 6e-5 and 65504.
 
-    What is larger is written as 65504, and what is smaller loses precision.
+    Larger values are clamped to 65504, and smaller values lose precision.
 
     Source:
         Jaghouar et al., "OpenDiLoCo", arXiv:2407.07852: no degradation of pseudo-gradients.
@@ -69,6 +69,6 @@ class Float16(_Narrow):
     dtype = torch.float16
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        """Round to the nearest number; what is finite stays finite, infinity becomes NaN."""
+        """Round to the nearest number. Finite values remain finite; infinity becomes NaN."""
         longest = torch.finfo(torch.float16).max
         rows.view(self.dtype).copy_(values.clamp(-longest, longest).add_(values, alpha=0))

@@ -1,4 +1,4 @@
-"""An eighth of the bytes: 4-bit numbers that share a scale with their block."""
+"""Codecs of an eighth of the size: 4-bit numbers with a scale for each block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.compression.base import Codec, check_block
-from lightning_loco.compression.scales import SCALE_BYTES, inverse_scales, read_scales, write_scales
+from lightning_loco.compression.int8 import SCALE_BYTES, inverse_scales, read_scales, write_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _FourBits(Codec):
     block: int = 128
 
     levels: ClassVar[tuple[float, ...]]
-    """What each code stands for."""
+    """The value of each code, relative to the scale."""
 
     is_rough = True
 
@@ -29,7 +29,7 @@ class _FourBits(Codec):
 
     @property
     def row_bytes(self) -> int:
-        """The scale, and a byte for two values."""
+        """The scale, and one byte for two values."""
         return SCALE_BYTES + self.block // 2
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -38,7 +38,7 @@ class _FourBits(Codec):
         rows[:, SCALE_BYTES:].copy_(pairs.bitwise_or(pairs.bitwise_right_shift(4)))
 
     def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Look both codes of a byte up at once, and multiply by the scale."""
+        """Look up both codes of a byte at once, and multiply by the scale."""
         table = _pairs(self.levels).to(rows.device)
         packed = rows[:, SCALE_BYTES:].to(torch.int32).view(-1)
         read = torch.index_select(table, 0, packed).view(torch.float32)
@@ -46,12 +46,12 @@ class _FourBits(Codec):
 
     @abstractmethod
     def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Uint8 from 0 to 15 for each value."""
+        """Return a code from 0 to 15 for each value, as uint8."""
 
 
 @functools.cache
 def _pairs(levels: tuple[float, ...]) -> Tensor:
-    """What the two codes of each byte stand for: a float64 is the memory of two float32."""
+    """Return the two values of each byte, as one float64 that holds the bits of two float32."""
     first = torch.tensor([levels[byte & 15] for byte in range(256)])
     second = torch.tensor([levels[byte >> 4] for byte in range(256)])
     return torch.stack([first, second], 1).view(torch.float64).view(-1)
@@ -85,7 +85,7 @@ class Int4(_FourBits):
         return torch.mul(values, inverse_scales(scales, 7)).round_().add_(8).to(torch.uint8)
 
 
-_LOWEST = 127 - 7  # what the exponent of 2^-7 is stored as, in float32
+_LOWEST = 127 - 7  # how float32 stores the exponent of 2^-7
 _POWERS = tuple(2.0**exponent for exponent in range(-6, 1))
 
 
@@ -95,7 +95,7 @@ class E3M0(_FourBits):
 
     They are 0 and :math:`\pm s\, 2^{-k}` for :math:`k = 0 \dots 6`, with the largest magnitude
     :math:`s` of the block. The relative error is at most 1/3 where magnitudes are at least
-    :math:`0.75 \cdot 2^{-6} s`; what is smaller becomes 0.
+    :math:`0.75 \cdot 2^{-6} s`; smaller values become 0.
 
     Args:
         block: Values that share a scale, a positive multiple of 8.
@@ -117,8 +117,8 @@ class E3M0(_FourBits):
     levels = (0.0, *_POWERS, 0.0, *(-power for power in _POWERS))
 
     def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
-        # Times 4/3: the exponent alone then rounds to the nearest power of two. It is in the upper
-        # half of a float32, which the machine keeps behind the lower one.
+        # After a multiplication by 4/3 the exponent alone is the nearest power of two. The exponent
+        # is in the upper half of a float32, which is the second half on a little-endian machine.
         scaled = torch.mul(values, inverse_scales(scales, 1) * (4 / 3)).to(torch.float32)
         upper = scaled.view(torch.int16)[:, 1::2].contiguous()
         exponents = upper.bitwise_right_shift(7).bitwise_and_(255).sub_(_LOWEST).clamp_(0, 7)

@@ -1,4 +1,4 @@
-"""A quarter of the bytes: 8-bit integers that share a scale with their block."""
+"""A codec of a quarter of the size: 8-bit integers with a scale for each block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco.compression.base import Codec, check_block
-from lightning_loco.compression.scales import SCALE_BYTES, inverse_scales, read_scales, write_scales
+
+SCALE_BYTES = 4
+"""The scale of a block is a float32 in the first bytes of its row."""
 
 _LARGEST = 127
 
@@ -37,7 +39,7 @@ class Int8(Codec):
 
     @property
     def row_bytes(self) -> int:
-        """The scale, and a byte for each value."""
+        """The scale, and one byte for each value."""
         return SCALE_BYTES + self.block
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -50,3 +52,28 @@ class Int8(Codec):
         """Multiply by the scale."""
         values.copy_(rows[:, SCALE_BYTES:].view(torch.int8))
         values.mul_(read_scales(rows).to(values.dtype) / _LARGEST)
+
+
+def write_scales(values: Tensor, rows: Tensor) -> Tensor:
+    """Write the largest magnitude of each block into its row, as the scale.
+
+    Args:
+        values: The blocks, ``(blocks, block)``.
+        rows: Their rows of bytes, ``(blocks, row_bytes)``; ``row_bytes`` is a multiple of 4.
+
+    Returns:
+        The scales as they will be read, ``(blocks, 1)``.
+    """
+    scales = read_scales(rows)
+    scales.copy_(torch.amax(torch.abs(values), dim=1, keepdim=True))
+    return scales
+
+
+def read_scales(rows: Tensor) -> Tensor:
+    """Return a view of the scales in the rows: float32, ``(blocks, 1)``."""
+    return rows[:, :SCALE_BYTES].view(torch.float32)
+
+
+def inverse_scales(scales: Tensor, largest: int) -> Tensor:
+    """Return the factors that scale the largest magnitude of each block to ``largest``."""
+    return largest / scales.clamp_min(torch.finfo(torch.float32).tiny * largest)

@@ -1,4 +1,4 @@
-"""A hundredth of the bytes: only the largest values, in two bits each."""
+"""A codec of a hundredth of the size: only the largest values, in two bits each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_loco.compression.base import Codec, check_block
 
 _GROUP = 8
 _LEVEL_BYTES = 8  # two float32
-_LARGEST_BLOCK = 4096  # 12 bits say where a value is
+_LARGEST_BLOCK = 4096  # an index takes 12 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Codec):
-    r"""The ``k`` values of largest magnitude of each block, with their signs and one of two levels.
+    r"""The ``k`` values of largest magnitude of each block, as a sign and one of two levels.
 
-    A value belongs to the upper level if its magnitude is above the mean of the chosen ones; a
-    level is the mean magnitude of those that belong to it. All other values become 0, so that a
-    message only works with an error feedback, and only for pseudo-gradients.
+    A value belongs to the upper level if its magnitude is above the mean of the kept ones. A level
+    is the mean magnitude of its values. All other values become 0, so messages need an error
+    feedback and must be pseudo-gradients.
 
     Args:
-        k: Values that are kept of each block, a positive multiple of 4; 64 of 4096 are 1.56 %.
-        block: Values to choose from, a multiple of 4, at most 4096 and at least ``k``.
+        k: Values that are kept in each block, a positive multiple of 4; 64 of 4096 are 1.56 %.
+        block: Values in a block, a multiple of 4, at most 4096 and at least ``k``.
 
     Raises:
         TypeError: If a number is not an integer.
@@ -57,19 +57,19 @@ class Sparse(Codec):
             raise ValueError(f"block must be at most {_LARGEST_BLOCK}, got {self.block}.")
         if not 0 < self.k <= self.block or self.k % 4:
             raise ValueError(
-                f"k counts the values that are kept of a block of {self.block} and must be a "
+                f"k counts the values that are kept in a block of {self.block} and must be a "
                 f"multiple of 4 between 4 and {self.block}, got {self.k}."
             )
 
     @property
     def row_bytes(self) -> int:
-        """Two levels, and for each value 12 bits of place and 2 of value; in multiples of 4."""
+        """Two levels, and 12 bits of index and 2 of code per value, padded to a multiple of 4."""
         return -(-(_LEVEL_BYTES + self.k * 3 // 2 + self.k // 4) // 4) * 4
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        """Choose the largest."""
-        places = _largest(values.abs(), self.k)
-        chosen = values.gather(1, places)
+        """Write the levels, the indices of the largest values, and their codes."""
+        indices = _largest(values.abs(), self.k)
+        chosen = values.gather(1, indices)
         sizes = chosen.abs().double()
         is_upper = sizes > sizes.mean(1, keepdim=True)
         total, above = sizes.sum(1, keepdim=True), (sizes * is_upper).sum(1, keepdim=True)
@@ -78,7 +78,7 @@ class Sparse(Codec):
         upper = above / count.clamp_min(1)
         upper = torch.where(torch.isfinite(total), upper, total)  # NaN times False is NaN anyway
         rows[:, :_LEVEL_BYTES].view(torch.float32).copy_(torch.cat([lower, upper], 1))
-        self._write_places(places, rows)
+        self._write_indices(indices, rows)
         codes = (chosen.signbit().to(torch.uint8) * 2 + is_upper).view(len(rows), -1, 4)
         shifts = torch.tensor([1, 4, 16, 64], dtype=torch.uint8, device=rows.device)
         rows[:, self._codes_at : self._codes_at + self.k // 4] = (codes * shifts).sum(
@@ -87,25 +87,25 @@ class Sparse(Codec):
         rows[:, self._codes_at + self.k // 4 :] = 0
 
     def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Put the levels where they belong; places beyond the block count from its begin again."""
+        """Write each level at its index; indices beyond the block wrap around."""
         levels = rows[:, :_LEVEL_BYTES].view(torch.float32)
         packed = rows[:, self._codes_at : self._codes_at + self.k // 4]
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=rows.device)
         codes = ((packed[:, :, None] >> shifts) & 3).view(len(rows), self.k).long()
         signed = torch.cat([levels, -levels], 1).to(values.dtype)
-        values.zero_().scatter_(1, self._read_places(rows), signed.gather(1, codes))
+        values.zero_().scatter_(1, self._read_indices(rows), signed.gather(1, codes))
 
     @property
     def _codes_at(self) -> int:
         return _LEVEL_BYTES + self.k * 3 // 2
 
-    def _write_places(self, places: Tensor, rows: Tensor) -> None:
-        """Two places of 12 bits in three bytes."""
-        even, odd = places[:, 0::2], places[:, 1::2]
+    def _write_indices(self, indices: Tensor, rows: Tensor) -> None:
+        """Write two indices of 12 bits into three bytes."""
+        even, odd = indices[:, 0::2], indices[:, 1::2]
         triples = torch.stack([even & 255, (even >> 8) | ((odd & 15) << 4), odd >> 4], 2)
         rows[:, _LEVEL_BYTES : self._codes_at] = triples.view(len(rows), -1).to(torch.uint8)
 
-    def _read_places(self, rows: Tensor) -> Tensor:
+    def _read_indices(self, rows: Tensor) -> Tensor:
         packed = rows[:, _LEVEL_BYTES : self._codes_at].reshape(len(rows), -1, 3).long()
         first, middle, last = packed.unbind(2)
         pairs = torch.stack([first | ((middle & 15) << 8), (middle >> 4) | (last << 4)], 2)
@@ -113,10 +113,10 @@ class Sparse(Codec):
 
 
 def _largest(sizes: Tensor, k: int) -> Tensor:
-    """The places of the ``k`` largest of each row, in any order.
+    """Return the indices of the ``k`` largest values of each row, in any order.
 
-    They are all in the ``k`` groups of neighbours with the largest maxima: whatever is in another
-    one is smaller than ``k`` others. So most of a row need not be sorted.
+    They are all in the ``k`` groups of neighbouring values with the largest maxima, because any
+    value outside these groups is smaller than ``k`` others. So most of a row need not be sorted.
     """
     rows, length = sizes.shape
     if length % _GROUP or length // _GROUP <= k:
@@ -125,5 +125,5 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     chosen = torch.topk(groups.amax(2), k, dim=1, sorted=False).indices[:, :, None]
     candidates = groups.gather(1, chosen.expand(-1, -1, _GROUP)).view(rows, -1)
     offsets = torch.arange(_GROUP, device=sizes.device)
-    places = (chosen * _GROUP + offsets).view(rows, -1)
-    return places.gather(1, torch.topk(candidates, k, dim=1, sorted=False).indices)
+    indices = (chosen * _GROUP + offsets).view(rows, -1)
+    return indices.gather(1, torch.topk(candidates, k, dim=1, sorted=False).indices)

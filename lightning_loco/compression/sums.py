@@ -1,9 +1,9 @@
-"""The sum of what all workers have written, shard by shard.
+"""Sums of encoded messages, shard by shard.
 
-A *shard* is the part of a message that one worker adds up for all: whole blocks, about an N-th. It
-receives the others' bytes of its shard, adds the values up, and writes the sum; the bytes of all
-sums are the same everywhere, and so are the values that are read. Sums of sparse messages would not
-be sparse: there everyone adds up everything.
+A *shard* is the part of a message that one worker adds up for all: whole blocks, about an N-th of
+the message. The worker receives the others' bytes of its shard, adds the values up, and encodes the
+sum. All workers receive the same bytes of each sum and so decode the same values. A sum of sparse
+messages would not be sparse, so there every worker adds up the whole messages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_loco.compression.base import Codec
 
 
 class Shard(NamedTuple):
-    """A worker's part of a message.
+    """The part of a message that one worker adds up.
 
     Attributes:
-        values: Its elements.
-        wire: Their bytes.
+        values: The slice of the elements.
+        wire: The slice of their bytes.
     """
 
     values: slice
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 
 
 def shards(codec: Codec, numel: int, num_workers: int) -> list[Shard]:
-    """One for each worker, in order; together they are the message, each element once.
+    """Divide a message of ``numel`` elements into one shard per worker, in order.
 
     Example:
         >>> from lightning_loco.compression import Int8
@@ -49,12 +49,12 @@ def shards(codec: Codec, numel: int, num_workers: int) -> list[Shard]:
 
 
 def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
-    """The sum of what several workers have written, in their order.
+    """Decode the messages of several workers and add them up, in order.
 
     Args:
-        codec: What they have used.
-        wires: The bytes of each, for the same elements.
-        total: Where to; flat.
+        codec: The codec of the messages.
+        wires: The bytes of each message, for the same elements.
+        total: Memory for the sum; flat.
     """
     first, *others = wires
     codec.decode(first, total)
@@ -66,13 +66,13 @@ def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
 
 
 def add_written(codec: Codec, wire: Tensor, total: Tensor) -> Tensor:
-    """Add to ``total`` what bytes in ``wire`` tell."""
+    """Decode ``wire`` and add the values to ``total``, in place."""
     for part, written in codec.pieces(total):
         total[part].add_(codec.decode(wire[written], torch.empty_like(total[part])))
     return total
 
 
 def subtract_written(codec: Codec, wire: Tensor, values: Tensor) -> None:
-    """Leave in ``values`` what their bytes in ``wire`` do not tell of them."""
+    """Decode ``wire`` and subtract the values from ``values``, in place: the encoding error."""
     for part, written in codec.pieces(values):
         values[part].sub_(codec.decode(wire[written], torch.empty_like(values[part])))

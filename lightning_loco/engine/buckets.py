@@ -85,7 +85,7 @@ class BucketChunk:
         start = self._algorithm.restart(self.state)
         if start is None or self._compression is None:
             return start
-        return self._compression.begin(start, self.residual)
+        return self._compression.local_params(start, self.residual)
 
     def propose(self, params: Tensor) -> None:
         """Replace ``params`` by the message."""
@@ -94,7 +94,7 @@ class BucketChunk:
         if message is not params:
             params.copy_(message)
         if self._compression is not None:
-            self._compression.prepare(params, self.residual)
+            self._compression.prepare_message(params, self.residual)
 
     def restart(self) -> None:
         """Write the parameters from which local steps go on once the message is sent."""
@@ -102,19 +102,19 @@ class BucketChunk:
             self.unpack(start)
 
     def keep_lost(self, lost: Tensor, was_prepared: bool) -> None:
-        """Keep for the next round what was lost; see :meth:`Compression.keep`."""
+        """Keep for the next round what was lost; see :meth:`Compression.update_residual`."""
         if self._compression is not None:
-            self._compression.keep(lost, self.residual, was_prepared)
+            self._compression.update_residual(lost, self.residual, was_prepared)
 
     def decode(self, received: Tensor) -> None:
         """Turn what was received, in place, into what it would be without compression."""
         if self._compression is not None:
-            self._compression.make_absolute(received, self.residual)
+            self._compression.add_reference(received, self.residual)
 
     def record_received(self, received: Tensor) -> None:
         """Show the compression what the algorithm is about to get."""
         if self._compression is not None:
-            self._compression.land(received, self.residual)
+            self._compression.update_reference(received, self.residual)
 
     def update(self, received: Tensor, next_message: Tensor | None) -> Tensor:
         """Compute the result of a round.
@@ -133,7 +133,7 @@ class BucketChunk:
         """The parameters from which local steps go on, given the result of a round."""
         if self._compression is None:
             return result
-        return self._compression.begin(result, self.residual, out=self.scratch)
+        return self._compression.local_params(result, self.residual, out=self.scratch)
 
 
 class Bucket:

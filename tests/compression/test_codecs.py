@@ -1,4 +1,4 @@
-"""What is read is what was written, up to the error that each codec promises, block by block."""
+"""Codecs: decoded values are within the documented error bounds, block by block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(codec: Codec, values: Tensor) -> Tensor:
 
 
 def scales(values: Tensor, block: int) -> Tensor:
-    """The largest magnitude of its block, for each value."""
+    """The largest magnitude in the block of each value."""
     padded = torch.zeros(-(-len(values) // block) * block, dtype=values.dtype)
     padded[: len(values)] = values
     largest = padded.view(-1, block).abs().amax(1, keepdim=True)
@@ -34,7 +34,7 @@ def scales(values: Tensor, block: int) -> Tensor:
 
 
 def check_errors(codec: Codec, found: Tensor, values: Tensor) -> None:
-    """That what was found is within the bounds that the codec promises."""
+    """Assert that decoded values are within the error bounds in the codec's docstring."""
     error, size = (found - values).abs(), values.abs()
     largest = scales(values, codec.block)
     slack = 1 + 1e-5
@@ -55,7 +55,7 @@ def check_errors(codec: Codec, found: Tensor, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("codec", [*SMALL, Int8(), Int4(), E3M0(), Sparse()], ids=str)
-def test_errors_are_within_the_promised_bounds(codec: Codec, subtests: pytest.Subtests) -> None:
+def test_errors_are_within_the_documented_bounds(codec: Codec, subtests: pytest.Subtests) -> None:
     for numel, dtype in itertools.product(LENGTHS, [torch.float32, torch.float64]):
         with subtests.test(numel=numel, dtype=dtype):
             values = randn(numel, numel, dtype) * torch.logspace(-2, 2, numel, dtype=dtype)
@@ -68,7 +68,7 @@ def test_errors_are_within_the_promised_bounds(codec: Codec, subtests: pytest.Su
             check_errors(codec, found, values)
 
 
-def test_the_same_bytes_wherever_a_message_is_cut_between_blocks(
+def test_a_message_can_be_split_between_blocks_without_changing_bytes(
     subtests: pytest.Subtests,
 ) -> None:
     values = randn(100)
@@ -83,7 +83,9 @@ def test_the_same_bytes_wherever_a_message_is_cut_between_blocks(
             assert torch.equal(codec.decode(wire[row:], torch.empty(100 - cut)), whole[cut:])
 
 
-def test_zeros_are_exact_and_what_was_read_stays_as_it_is(subtests: pytest.Subtests) -> None:
+def test_zeros_are_exact_and_encoding_decoded_values_changes_nothing(
+    subtests: pytest.Subtests,
+) -> None:
     for codec in SMALL:
         with subtests.test(str(codec)):
             assert torch.equal(read(codec, torch.zeros(40)), torch.zeros(40))
@@ -91,7 +93,7 @@ def test_zeros_are_exact_and_what_was_read_stays_as_it_is(subtests: pytest.Subte
             torch.testing.assert_close(read(codec, once), once, rtol=1e-6, atol=0)
 
 
-def test_what_is_not_finite_stays_in_its_block_and_is_seen_there(
+def test_a_value_that_is_not_finite_affects_its_own_block_only(
     subtests: pytest.Subtests,
 ) -> None:
     for codec, bad in itertools.product(SMALL, [torch.nan, torch.inf, -torch.inf]):
@@ -107,7 +109,7 @@ def test_what_is_not_finite_stays_in_its_block_and_is_seen_there(
             assert torch.equal(found, read(codec, values))
 
 
-def test_tiny_and_huge_values_stay_finite(subtests: pytest.Subtests) -> None:
+def test_tiny_and_huge_values_remain_finite(subtests: pytest.Subtests) -> None:
     for codec in SMALL:
         with subtests.test(str(codec)):
             for size in (1e-45, 1e-38, 1e-20, 1e30, 3e38):
@@ -115,7 +117,7 @@ def test_tiny_and_huge_values_stay_finite(subtests: pytest.Subtests) -> None:
                 assert torch.isfinite(found).all()
 
 
-def test_any_bytes_can_be_read(subtests: pytest.Subtests) -> None:
+def test_any_bytes_can_be_decoded(subtests: pytest.Subtests) -> None:
     for codec in SMALL:
         with subtests.test(str(codec)):
             generator = torch.Generator().manual_seed(1)
@@ -127,15 +129,15 @@ def test_any_bytes_can_be_read(subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.parametrize(("name", "at_most"), [("int8", 0.27), ("int4", 0.145), ("e3m0", 0.145)])
-def test_bytes_against_float32(name: str, at_most: float) -> None:
+def test_size_relative_to_float32(name: str, at_most: float) -> None:
     assert CODECS[name]().num_bytes(5_000_000) / 20_000_000 <= at_most
 
 
-def test_sparse_messages_of_two_workers_are_a_fiftieth() -> None:
+def test_two_sparse_messages_are_a_fiftieth_of_float32() -> None:
     assert Sparse().num_bytes(5_000_000) / 20_000_000 <= 0.02
 
 
-def test_sparse_keeps_the_largest() -> None:
+def test_sparse_keeps_the_largest_values() -> None:
     values = randn(4096)
     found = read(Sparse(64), values)
     kept = found != 0
@@ -162,7 +164,7 @@ def test_shards_cover_every_element_once(subtests: pytest.Subtests) -> None:
                     assert codec.num_bytes(length) == len(range(size)[part.wire])
 
 
-def test_sums_are_those_of_what_is_read(subtests: pytest.Subtests) -> None:
+def test_sums_are_sums_of_decoded_values(subtests: pytest.Subtests) -> None:
     messages = [randn(5000, seed) for seed in range(3)]
     for codec in SMALL:
         with subtests.test(str(codec)):
@@ -180,14 +182,14 @@ def test_sums_are_those_of_what_is_read(subtests: pytest.Subtests) -> None:
             assert torch.equal(lost, messages[0] - read(codec, messages[0]))
 
 
-def test_codecs_are_values(subtests: pytest.Subtests) -> None:
+def test_codecs_can_be_pickled_and_hashed(subtests: pytest.Subtests) -> None:
     for codec in SMALL:
         with subtests.test(str(codec)):
             assert pickle.loads(pickle.dumps(codec)) == codec
             assert hash(codec) == hash(pickle.loads(pickle.dumps(codec)))
 
 
-def test_bad_settings(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     for make, error, words in (
         (lambda: Int8(0), ValueError, "positive multiple of 4, got 0"),
         (lambda: Int8(6), ValueError, "positive multiple of 4, got 6"),
