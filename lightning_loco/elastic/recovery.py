@@ -39,7 +39,7 @@ def position_of(engine: Engine, loop: LoopPosition | None, round_index: int) -> 
     return {
         "round_index": round_index,
         "steps": engine.worker.steps,
-        "steps_under_way": engine.settings.schedule.steps_under_way(0, round_index),
+        "steps_under_way": engine.settings.schedule.delay_of_round(0, round_index),
         "began_at": [sync.began_at for sync in engine.fragments],
         "host": None if loop is None else loop.read(),
     }

@@ -31,7 +31,7 @@ from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.schedules import EveryInterval, Now
+from lightning_loco.schedules import EveryInterval, StepInfo
 from lightning_loco.worker import Worker
 
 
@@ -128,7 +128,7 @@ class Engine:
 
     def count_step(self) -> None:
         """Count one local step without making a round."""
-        self.worker.count_step(self._schedule.places_in(self.worker.round_index))
+        self.worker.count_step(self._schedule.positions_in_round(self.worker.round_index))
 
     @property
     def is_due(self) -> bool:
@@ -150,7 +150,9 @@ class Engine:
         worker, now_s = self.worker, time.monotonic()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
         return [
-            self._schedule.due(Now(*counts, index, now_s - fragment.applied_at, fragment.pending))
+            self._schedule.due(
+                StepInfo(*counts, index, now_s - fragment.applied_at, fragment.pending)
+            )
             for index, fragment in enumerate(self.fragments)
         ]
 

@@ -1,6 +1,6 @@
-"""When rounds begin and end: settings and numbers only, asked after every local step."""
+"""Schedules: when rounds begin and end. The engine asks them after every local step."""
 
-from lightning_loco.schedules.base import Now, Schedule
+from lightning_loco.schedules.base import Schedule, StepInfo
 from lightning_loco.schedules.every_interval import EveryInterval
 from lightning_loco.schedules.every_steps import EverySteps, steps_by_speed
 from lightning_loco.schedules.hidden_rounds import hidden_rounds, streaming_rounds
@@ -10,9 +10,9 @@ from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_s
 __all__ = [
     "EveryInterval",
     "EverySteps",
-    "Now",
     "Schedule",
     "Staggered",
+    "StepInfo",
     "SyncEvery",
     "VaryingSteps",
     "by_steps",

@@ -1,16 +1,16 @@
-"""Rounds by the clock."""
+"""A schedule of rounds at intervals of time."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from lightning_loco.schedules.base import Now, Schedule
+from lightning_loco.schedules.base import Schedule, StepInfo
 
 
 @dataclasses.dataclass(frozen=True)
 class EveryInterval(Schedule):
-    """Rounds by the clock, while local steps go on; a worker may make as many as it likes.
+    """Starts rounds by the clock while local steps continue, at any speed of a worker.
 
     Args:
         interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
@@ -32,28 +32,28 @@ class EveryInterval(Schedule):
         if not 0 <= self.interval_s < math.inf:
             raise ValueError(
                 f"interval_s must be at least 0 and finite, got {self.interval_s!r}. Use 0 to "
-                "average again and again without a pause."
+                "average without a pause."
             )
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int):
             raise TypeError(f"warmup_steps must be an integer, got {self.warmup_steps!r}.")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
 
-    def due(self, now: Now) -> tuple[bool, bool]:
-        """Begin when the pause is over; end after the first step by which everything is here."""
-        if now.steps < self.warmup_steps:
+    def due(self, info: StepInfo) -> tuple[bool, bool]:
+        """Begin when the pause is over; end after the first step at which the result is there."""
+        if info.steps < self.warmup_steps:
             return False, False
-        if now.pending is None:
-            return now.idle_s >= self.interval_s, False
-        return False, now.pending.has_arrived()
+        if info.pending is None:
+            return info.idle_s >= self.interval_s, False
+        return False, info.pending.has_arrived()
 
     def is_overlapped(self, round_index: int) -> bool:
-        """Always."""
+        """Return True: every round is overlapped."""
         return True
 
     @property
     def is_whole_phase(self) -> bool:
-        """Never: a pending round ends when everything is here."""
+        """False: a pending round ends when its result has arrived."""
         return False
 
     def __str__(self) -> str:

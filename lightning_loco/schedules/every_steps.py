@@ -1,4 +1,4 @@
-"""Rounds by counting local steps."""
+"""A schedule of rounds after a fixed number of local steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from lightning_loco.schedules.base import Now, Schedule
+from lightning_loco.schedules.base import Schedule, StepInfo
 
 _ROUNDING = 1e-9
 
 
 def check_sync_every(sync_every: object) -> None:
-    """Refuse what is no number of local steps and no list of them.
+    """Check a number of local steps, or a list of them.
 
     Raises:
-        TypeError: If it does not consist of integers.
-        ValueError: If one of them is smaller than 1.
+        TypeError: If a number is not an integer.
+        ValueError: If a number is smaller than 1.
     """
-    several = isinstance(sync_every, Sequence) and not isinstance(sync_every, str)
-    for steps in sync_every if several else [sync_every]:  # type: ignore[attr-defined]
+    is_list = isinstance(sync_every, Sequence) and not isinstance(sync_every, str)
+    for steps in sync_every if is_list else [sync_every]:  # type: ignore[attr-defined]
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(
                 "sync_every counts optimizer steps between rounds and must be an integer (or a "
@@ -33,7 +33,7 @@ def check_sync_every(sync_every: object) -> None:
 
 
 def check_length(sync_every: int | Sequence[int], num_workers: int) -> None:
-    """Refuse a list of another length than that of the workers; ValueError."""
+    """Raise ValueError if a list does not have one number per worker."""
     if isinstance(sync_every, Sequence) and len(sync_every) != num_workers:
         raise ValueError(
             f"sync_every lists {len(sync_every)} numbers for {num_workers} workers, got "
@@ -43,7 +43,7 @@ def check_length(sync_every: int | Sequence[int], num_workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class EverySteps(Schedule):
-    """A round after so many local steps.
+    """Starts a round after every ``sync_every`` local steps.
 
     Args:
         sync_every: Local steps between rounds, at least 1; or one number per worker.
@@ -51,11 +51,11 @@ class EverySteps(Schedule):
         warm_start: With overlap, the first round ends at once.
 
     Raises:
-        TypeError: If ``sync_every`` does not consist of integers.
-        ValueError: If one of them is smaller than 1.
+        TypeError: If a number is not an integer.
+        ValueError: If a number is smaller than 1.
 
     Example:
-        >>> EverySteps(10).due(Now(30, 10, 2, 0, 1.0, None))
+        >>> EverySteps(10).due(StepInfo(30, 10, 2, 0, 1.0, None))
         (True, False)
     """
 
@@ -67,33 +67,33 @@ class EverySteps(Schedule):
         """Check types and ranges."""
         check_sync_every(self.sync_every)
 
-    def due(self, now: Now) -> tuple[bool, bool]:
-        """Both at the same time: a pending round ends when the next one begins."""
-        due = now.steps_since_round >= self.sync_every  # type: ignore[operator]
-        return due, due and now.pending is not None
+    def due(self, info: StepInfo) -> tuple[bool, bool]:
+        """End a pending round when the next one begins."""
+        due = info.steps_since_round >= self.sync_every  # type: ignore[operator]
+        return due, due and info.pending is not None
 
     def is_overlapped(self, round_index: int) -> bool:
-        """With overlap, but for the first round of a warm start."""
+        """Return whether rounds overlap, except the first round of a warm start."""
         return self.overlap and not (self.warm_start and round_index < self.num_fragments)
 
     def shortest_run(self, worker: int) -> int:
-        """With overlap two rounds, since the result of the first one comes with the second."""
+        """Return two rounds with overlap: the first result is applied in the second round."""
         return 2 * self.sync_every_of(worker) if self.overlap else 0
 
     def sync_every_of(self, worker: int) -> int:
-        """Local steps of one worker between rounds."""
+        """Return a worker's local steps between rounds."""
         return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
 
-    def places_in(self, round_index: int) -> int:
-        """As many as it has local steps."""
+    def positions_in_round(self, round_index: int) -> int:
+        """Return the number of local steps of a round."""
         return self.sync_every_of(0)
 
     def of_worker(self, worker: int) -> EverySteps:
-        """The number of this worker instead of a list."""
+        """Return the schedule with the number of this worker instead of a list."""
         return dataclasses.replace(self, sync_every=self.sync_every_of(worker))
 
     def check(self, num_workers: int) -> None:
-        """Refuse a list of another length."""
+        """Raise ValueError if a list does not have one number per worker."""
         check_length(self.sync_every, num_workers)
 
     def __str__(self) -> str:
@@ -101,16 +101,16 @@ class EverySteps(Schedule):
 
 
 def steps_by_speed(speeds: Sequence[float], sync_every: int) -> list[int]:
-    r"""Turn measured speeds into a list for ``sync_every``.
+    r"""Convert measured speeds into a list for ``sync_every``.
 
     .. math:: H_i = \max(1, \lfloor H\, v_i / \max_j v_j \rfloor)
 
     Args:
-        speeds: Local steps per second of each worker, or anything in proportion; positive.
+        speeds: Local steps per second of each worker, or proportional numbers; positive.
         sync_every: Local steps H of the fastest worker between rounds, at least 1.
 
     Raises:
-        ValueError: If there is no speed, or a number is out of range.
+        ValueError: If ``speeds`` is empty, or a number is out of range.
 
     Source:
         The dynamic local updates (DyLU) of Liu et al., "Asynchronous Local-SGD Training for
@@ -123,7 +123,7 @@ def steps_by_speed(speeds: Sequence[float], sync_every: int) -> list[int]:
     if not speeds or not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(
             f"speeds must be positive, one per worker, got {list(speeds)}. Give local steps per "
-            "second, say."
+            "second, for example."
         )
     if sync_every < 1:
         raise ValueError(f"sync_every must be at least 1, got {sync_every}.")

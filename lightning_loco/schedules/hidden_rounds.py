@@ -1,4 +1,4 @@
-"""Rounds that nobody is to wait for: the schedule of what users give of them."""
+"""The schedules of async and streaming DiLoCo, whose rounds are hidden behind local steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_loco.schedules.staggered import Staggered
 from lightning_loco.schedules.varying_steps import SyncEvery, by_steps
 
 FRAGMENTS = 4
-"""How many parts take turns, unless there are fewer local steps."""
+"""The number of fragments that ``"auto"`` stands for, unless there are fewer local steps."""
 
 
 def hidden_rounds(
@@ -21,13 +21,13 @@ def hidden_rounds(
     delay: int | None = None,
     warm_start: bool = False,
 ) -> Schedule:
-    """Rounds of equal fragments that take turns, one under way after the other.
+    """Return a schedule of equal fragments that are exchanged in turn, one at a time.
 
     Args:
         sync_every: Local steps between the rounds of a fragment, or one number per worker.
-        fragments: How many; ``"auto"`` for :data:`FRAGMENTS`, or as many as there are local steps.
-            None for the whole model.
-        delay: Local steps after which a result lands. Default: with the begin of the next round.
+        fragments: Number of fragments; ``"auto"`` for :data:`FRAGMENTS`, but at most the number of
+            local steps. None for the whole model.
+        delay: Local steps after which a result is applied. Default: until the next round begins.
         warm_start: The first round of each fragment ends at once.
 
     Raises:
@@ -64,13 +64,13 @@ def streaming_rounds(
     delay: int | Literal["auto"] = "auto",
     pattern: str | Sequence[str] = "strided",
 ) -> Staggered:
-    """Rounds of fragments of layers that take turns, as those of streaming DiLoCo.
+    """Return a schedule of fragments of layers that are exchanged in turn, as in streaming DiLoCo.
 
     Args:
         sync_every: Local steps between the rounds of a fragment, or one number per worker.
-        fragments: How many; ``"auto"`` for 3, or as many as there are local steps.
-        delay: Local steps after which a result lands; ``"auto"`` for 5, or half of ``sync_every``
-            if that is less.
+        fragments: Number of fragments; ``"auto"`` for 3, but at most the number of local steps.
+        delay: Local steps after which a result is applied; ``"auto"`` for 5, or half of
+            ``sync_every`` if that is less.
         pattern: As in :class:`Staggered`.
 
     Raises:
@@ -84,8 +84,8 @@ def streaming_rounds(
     check_sync_every(sync_every)
     steps = _fewest_steps(sync_every)
     count = min(3, steps) if fragments == "auto" else fragments
-    late = min(5, max(1, steps // 2)) if delay == "auto" else delay
-    return Staggered(sync_every, count, late, pattern)
+    delay_steps = min(5, max(1, steps // 2)) if delay == "auto" else delay
+    return Staggered(sync_every, count, delay_steps, pattern)
 
 
 def _fewest_steps(sync_every: int | Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Rounds by counting local steps, whose number changes during a run."""
+"""A schedule of rounds after a number of local steps that changes during a run."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from lightning_loco.schedules.base import Now, Schedule
+from lightning_loco.schedules.base import Schedule, StepInfo
 from lightning_loco.schedules.every_steps import EverySteps
 
 SyncEvery = int | Sequence[int] | Mapping[int, int]
-"""Local steps between rounds: of all, of each worker, or as they change during a run."""
+"""Local steps between rounds: one number, one per worker, or a mapping from the step at which a
+number begins to hold."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VaryingSteps(Schedule):
-    """A round after so many local steps, and after more or fewer later in the run.
+    """Starts a round after a number of local steps that changes during the run.
 
-    How many local steps a round has depends on its number alone, so that all workers agree, also
-    those that come later or have less data, and a resumed run goes on as it would have.
+    The number of local steps of a round depends on its index only. So all workers agree on it,
+    including those that join later or have less data, and a resumed run continues as if it had not
+    been interrupted.
 
     Args:
-        sync_every: From the local step at which a number begins to hold to the number of local
-            steps between rounds, at least 1. One begins at 0; a round that is under way when
-            another number begins to hold ends as it began.
+        sync_every: A mapping from the local step at which a number begins to hold to the number of
+            local steps between rounds, at least 1. It must contain step 0. A round that has begun
+            when another number begins to hold keeps its old number.
         overlap: A round ends when the next one begins, instead of at once.
         warm_start: With overlap, the first round ends at once.
 
     Raises:
         TypeError: If ``sync_every`` does not map integers to integers.
-        ValueError: If none begins at 0, or one is smaller than 1.
+        ValueError: If step 0 is missing, or a number is smaller than 1.
 
     Example:
         >>> schedule = VaryingSteps({0: 2, 5: 10})
@@ -62,7 +64,7 @@ class VaryingSteps(Schedule):
         object.__setattr__(self, "sync_every", dict(sorted(self.sync_every.items())))
 
     def steps_of_round(self, worker: int, round_index: int) -> int:
-        """Local steps from the begin of a round to that of the next, on every worker."""
+        """Return the local steps from the start of a round to the start of the next."""
         begin, steps = 0, 1
         for (_, steps), end in zip_longest(self.sync_every.items(), [*self.sync_every][1:]):
             if end is None:
@@ -74,44 +76,44 @@ class VaryingSteps(Schedule):
             begin += rounds * steps
         return steps
 
-    def due(self, now: Now) -> tuple[bool, bool]:
-        """Both at the same time: a pending round ends when the next one begins."""
-        due = now.steps_since_round >= self.steps_of_round(0, now.round_index)
-        return due, due and now.pending is not None
+    def due(self, info: StepInfo) -> tuple[bool, bool]:
+        """End a pending round when the next one begins."""
+        due = info.steps_since_round >= self.steps_of_round(0, info.round_index)
+        return due, due and info.pending is not None
 
     def is_overlapped(self, round_index: int) -> bool:
-        """With overlap, but for the first round of a warm start."""
+        """Return whether rounds overlap, except the first round of a warm start."""
         return self.overlap and not (self.warm_start and round_index < self.num_fragments)
 
     def shortest_run(self, worker: int) -> int:
-        """With overlap two rounds, since the result of the first one comes with the second."""
+        """Return two rounds with overlap: the first result is applied in the second round."""
         steps = self.steps_of_round(0, 0) + self.steps_of_round(0, 1)
         return steps if self.overlap else 0
 
     def sync_every_of(self, worker: int) -> int:
-        """Local steps of the first round."""
+        """Return the local steps of the first round."""
         return self.sync_every[0]
 
-    def places_in(self, round_index: int) -> int:
-        """One more than its steps, so that a long round begins after a short one has ended."""
+    def positions_in_round(self, round_index: int) -> int:
+        """Return one more than its steps, so that positions ascend when rounds become longer."""
         return self.steps_of_round(0, round_index) + 1
 
     def describe(self) -> dict[str, Any]:
-        """The settings as plain values."""
+        """Return the settings as plain values."""
         values = {str(step): steps for step, steps in self.sync_every.items()}
         return {**super().describe(), "sync_every": values}
 
     def metrics(self, round_index: int) -> dict[str, float]:
-        """How many local steps a round has at present."""
+        """Return the local steps of the next round, as ``sync_every``."""
         return {"sync_every": float(self.steps_of_round(0, round_index))}
 
     def __str__(self) -> str:
-        parts = [f"{steps} from step {begin} on" for begin, steps in self.sync_every.items()]
-        return f"a round every so many local steps: {', '.join(parts)}"
+        parts = [f"every {steps} from step {begin} on" for begin, steps in self.sync_every.items()]
+        return f"rounds by local steps: {', '.join(parts)}"
 
 
 def by_steps(sync_every: SyncEvery, overlap: bool, warm_start: bool) -> Schedule:
-    """The schedule of what users give as ``sync_every``."""
+    """Return the schedule for a user's ``sync_every``: a number, a list or a mapping."""
     if isinstance(sync_every, Mapping):
         return VaryingSteps(sync_every, overlap, warm_start)
     return EverySteps(sync_every, overlap, warm_start)

@@ -19,7 +19,7 @@ from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.parameters.schema import check_model, first_difference
-from lightning_loco.schedules import Now, SyncEvery, by_steps
+from lightning_loco.schedules import StepInfo, SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub
 
 
@@ -163,7 +163,7 @@ class Simulation:
         for index, row in enumerate(self._fragments):
             fragment = row[worker]
             counts = self._steps[worker], since_round, self.round_index
-            begin, end = schedule.due(Now(*counts, index, math.inf, fragment.pending))
+            begin, end = schedule.due(StepInfo(*counts, index, math.inf, fragment.pending))
             begins = begins or begin
             if end and not begin:
                 fragment.apply()

@@ -14,7 +14,7 @@ from lightning_loco import NeighborAverage, Simulation
 from lightning_loco.algorithms import Algorithm, KeepProgress, MergePolicy, Restart, State
 from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.schedules import EverySteps, Now
+from lightning_loco.schedules import EverySteps, StepInfo
 from lightning_loco.topology import RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, randn
 from tests.pool import Pool
@@ -147,9 +147,9 @@ class Talking(Algorithm):
     def scalars(self, state: State) -> Sequence[float]:
         return float(state["own"][0]), state["rounds"]
 
-    def receive_scalars(self, told: Sequence[Sequence[float]], state: State) -> None:
-        assert len({rounds for _, rounds in told}) == 1
-        state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(told))
+    def receive_scalars(self, scalars: Sequence[Sequence[float]], state: State) -> None:
+        assert len({rounds for _, rounds in scalars}) == 1
+        state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(scalars))
         state["rounds"] += 1
 
 
@@ -223,10 +223,10 @@ class Halves(EverySteps):
         middle -= middle % self.granularity
         return [[range(middle)], [range(middle, total)]]
 
-    def due(self, now: Now) -> tuple[bool, bool]:
-        due, _ = super().due(now)
-        due = due and now.round_index % 2 == now.fragment
-        return due, due and now.pending is not None
+    def due(self, info: StepInfo) -> tuple[bool, bool]:
+        due, _ = super().due(info)
+        due = due and info.round_index % 2 == info.fragment
+        return due, due and info.pending is not None
 
 
 # ------------------------------------------------------------------------------ drivers

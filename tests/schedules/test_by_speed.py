@@ -1,4 +1,4 @@
-"""Local steps in proportion to speed."""
+"""Local steps in proportion to the speed of the workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 from lightning_loco.schedules import EverySteps, steps_by_speed
 
 
-def test_the_fastest_makes_all_and_the_others_their_share(subtests: pytest.Subtests) -> None:
+def test_the_fastest_worker_makes_sync_every_steps_and_others_their_share(
+    subtests: pytest.Subtests,
+) -> None:
     for speeds, sync_every, expected in (
         ([4.1, 4.0, 1.0], 50, [50, 48, 12]),
         ([1.0], 7, [7]),
@@ -29,7 +31,7 @@ def test_no_worker_waits_for_a_slower_one_by_more_than_a_step() -> None:
     EverySteps(steps).check(4)
 
 
-def test_speeds_that_are_none_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_speeds_are_refused(subtests: pytest.Subtests) -> None:
     for speeds, sync_every, message in (
         ([], 10, r"speeds must be positive, one per worker, got \[\]"),
         ([1.0, 0.0], 10, r"speeds must be positive, one per worker, got \[1.0, 0.0\]"),

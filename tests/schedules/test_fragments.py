@@ -1,4 +1,4 @@
-"""Fragments: every parameter in one of them, layers whole, in turns or side by side or by name."""
+"""How parameters are split into fragments: by layer, by number of elements, or by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_loco.schedules.fragments import layer_of, stretches
+from lightning_loco.schedules.staggered import layer_of, split_into_fragments
 
 GPT = {
     "embedding.weight": 50,
@@ -23,12 +23,10 @@ STARTS = dict(zip(GPT, itertools.accumulate(GPT.values(), initial=0), strict=Fal
 
 
 def names_in(fragment: list[range]) -> list[str]:
-    """The parameters of a fragment, each of them whole."""
+    """The parameters of a fragment; asserts that each is in it as a whole or not at all."""
     names = []
     for name, size in GPT.items():
-        inside = [
-            i in stretch for i in range(STARTS[name], STARTS[name] + size) for stretch in fragment
-        ]
+        inside = [i in part for i in range(STARTS[name], STARTS[name] + size) for part in fragment]
         assert sum(inside) in (0, size)
         names += [name] if any(inside) else []
     return names
@@ -51,8 +49,8 @@ def test_a_layer_is_a_numbered_block_or_a_module(subtests: pytest.Subtests) -> N
             assert layer_of(name) == layer
 
 
-def test_strided_layers_take_turns() -> None:
-    fragments = stretches(GPT, 2, "strided")
+def test_strided_assigns_layers_to_fragments_in_turn() -> None:
+    fragments = split_into_fragments(GPT, 2, "strided")
     assert [layers_in(fragment) for fragment in fragments] == [
         ["embedding", "blocks.1", "norm"],
         ["blocks.0", "blocks.2"],
@@ -60,28 +58,32 @@ def test_strided_layers_take_turns() -> None:
     assert fragments[0] == [range(50), range(82, 114), range(146, 154)]
 
 
-def test_contiguous_fragments_are_neighbours_of_about_the_same_size() -> None:
-    fragments = stretches(GPT, 3, "contiguous")
+def test_contiguous_fragments_are_neighbouring_layers_of_about_the_same_size() -> None:
+    fragments = split_into_fragments(GPT, 3, "contiguous")
     assert fragments == [[range(50)], [range(50, 114)], [range(114, 154)]]
-    (whole,) = stretches(GPT, 1, "contiguous")
+    (whole,) = split_into_fragments(GPT, 1, "contiguous")
     assert whole == [range(154)]
-    lopsided = stretches({"a.w": 100, "b.w": 1, "c.w": 1}, 3, "contiguous")
+    lopsided = split_into_fragments({"a.w": 100, "b.w": 1, "c.w": 1}, 3, "contiguous")
     assert lopsided == [[range(100)], [range(100, 101)], [range(101, 102)]]
-    lopsided = stretches({"a.w": 1, "b.w": 1, "c.w": 100}, 2, "contiguous")
+    lopsided = split_into_fragments({"a.w": 1, "b.w": 1, "c.w": 100}, 2, "contiguous")
     assert lopsided == [[range(2)], [range(2, 102)]]
 
 
 def test_even_fragments_have_equally_many_elements() -> None:
-    assert stretches(GPT, 3, "even") == [[range(51)], [range(51, 102)], [range(102, 154)]]
+    assert split_into_fragments(GPT, 3, "even") == [
+        [range(51)],
+        [range(51, 102)],
+        [range(102, 154)],
+    ]
     one_layer = {"head.weight": 6, "head.bias": 1}
-    assert stretches(one_layer, 4, "even") == [
+    assert split_into_fragments(one_layer, 4, "even") == [
         [range(1)],
         [range(1, 3)],
         [range(3, 5)],
         [range(5, 7)],
     ]
     with pytest.raises(ValueError, match="fragments=8 is more than the 7 trainable elements"):
-        stretches(one_layer, 8, "even")
+        split_into_fragments(one_layer, 8, "even")
 
 
 @pytest.mark.parametrize("pattern", ["strided", "contiguous"])
@@ -90,19 +92,19 @@ def test_every_element_is_in_one_fragment(pattern: str) -> None:
         named = {f"blocks.{i}.weight": size for i, size in enumerate(sizes)}
         layers = sum(map(bool, sizes))
         for count in range(1, layers + 1):
-            fragments = stretches(named, count, pattern)
+            fragments = split_into_fragments(named, count, pattern)
             assert all(map(any, fragments))
             covered = sorted(i for fragment in fragments for part in fragment for i in part)
             assert covered == list(range(sum(sizes)))
             for fragment in fragments:
                 gaps = [b.start - a.stop for a, b in itertools.pairwise(fragment)]
-                assert min(gaps, default=1) > 0  # what touches is one stretch
+                assert min(gaps, default=1) > 0  # adjacent slices are merged
         with pytest.raises(ValueError, match=f"more than the {layers} layers"):
-            stretches(named, layers + 1, pattern)
+            split_into_fragments(named, layers + 1, pattern)
 
 
 def test_fragments_by_name() -> None:
-    first, second = stretches(GPT, 2, ["attention", "mlp|norm|embedding"])
+    first, second = split_into_fragments(GPT, 2, ["attention", "mlp|norm|embedding"])
     assert names_in(first) == [name for name in GPT if "attention" in name]
     assert names_in(second) == [name for name in GPT if "attention" not in name]
 
@@ -117,4 +119,4 @@ def test_fragments_by_name() -> None:
 )
 def test_a_parameter_belongs_to_one_fragment(patterns: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        stretches(GPT, 2, patterns)
+        split_into_fragments(GPT, 2, patterns)

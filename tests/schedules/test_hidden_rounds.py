@@ -1,4 +1,4 @@
-"""What users say of rounds that nobody is to wait for."""
+"""The schedules of async DiLoCo for its arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from lightning_loco.schedules import EverySteps, Staggered, VaryingSteps, hidden_rounds
 
 
-def test_what_it_stands_for(subtests: pytest.Subtests) -> None:
+def test_arguments_become_a_schedule(subtests: pytest.Subtests) -> None:
     for arguments, schedule in (
         ((100,), Staggered(100, 4, 25, "even")),
         ((10,), Staggered(10, 4, 2, "even")),
@@ -26,7 +26,7 @@ def test_what_it_stands_for(subtests: pytest.Subtests) -> None:
             assert hidden_rounds(*arguments) == schedule
 
 
-def test_bad_input(subtests: pytest.Subtests) -> None:
+def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for arguments, error, text in (
         (({0: 10},), ValueError, "need one sync_every for the whole run, got {0: 10}"),
         (({0: 10}, None, 2), ValueError, "need one sync_every for the whole run"),

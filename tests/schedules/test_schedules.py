@@ -1,4 +1,4 @@
-"""Schedules: when rounds begin and end, and in how many parts; one of halves shows the latter."""
+"""Schedules: when rounds begin and end; and a schedule of a user's own with two fragments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco import Simulation
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.schedules import EveryInterval, EverySteps, Now
+from lightning_loco.schedules import EveryInterval, EverySteps, StepInfo
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.engine.toys import (
     LARGE,
@@ -35,8 +35,8 @@ MIDDLE = LARGE // 2
 
 
 @dataclasses.dataclass
-class Flying:
-    """A pending round that has arrived or not."""
+class Pending:
+    """A pending round whose result has arrived or not."""
 
     arrived: bool
 
@@ -44,27 +44,29 @@ class Flying:
         return self.arrived
 
 
-def now(steps: int, since: int, idle_s: float = math.inf, pending: Any = None) -> Now:
-    return Now(steps, since, 1, 0, idle_s, pending)
+def step_info(steps: int, since: int, idle_s: float = math.inf, pending: Any = None) -> StepInfo:
+    return StepInfo(steps, since, 1, 0, idle_s, pending)
 
 
-# ------------------------------------------------------------------------------- the shipped
+# ------------------------------------------------------------------ the schedules of the package
 
 
-def test_by_steps_a_flight_ends_when_the_next_one_begins(subtests: pytest.Subtests) -> None:
+def test_every_steps_ends_a_pending_round_when_the_next_one_begins(
+    subtests: pytest.Subtests,
+) -> None:
     schedule = EverySteps(3, overlap=True)
     for since, pending, expected in (
         (2, None, (False, False)),
         (3, None, (True, False)),
-        (2, Flying(True), (False, False)),
-        (3, Flying(False), (True, True)),
-        (5, Flying(True), (True, True)),
+        (2, Pending(True), (False, False)),
+        (3, Pending(False), (True, True)),
+        (5, Pending(True), (True, True)),
     ):
         with subtests.test(since=since, pending=pending):
-            assert schedule.due(now(10, since, pending=pending)) == expected
+            assert schedule.due(step_info(10, since, pending=pending)) == expected
 
 
-def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
+def test_every_interval_begins_after_a_pause_and_ends_when_the_result_has_arrived(
     subtests: pytest.Subtests,
 ) -> None:
     schedule = EveryInterval(0.5, warmup_steps=5)
@@ -73,14 +75,14 @@ def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
         (5, math.inf, None, (True, False)),
         (5, 0.4, None, (False, False)),
         (5, 0.5, None, (True, False)),
-        (5, 9.0, Flying(False), (False, False)),
-        (5, 0.0, Flying(True), (False, True)),
+        (5, 9.0, Pending(False), (False, False)),
+        (5, 0.0, Pending(True), (False, True)),
     ):
         with subtests.test(steps=steps, idle_s=idle_s, pending=pending):
-            assert schedule.due(now(steps, steps, idle_s, pending)) == expected
+            assert schedule.due(step_info(steps, steps, idle_s, pending)) == expected
 
 
-def test_which_rounds_are_under_way_while_steps_are_made(subtests: pytest.Subtests) -> None:
+def test_which_rounds_are_overlapped(subtests: pytest.Subtests) -> None:
     for schedule, is_overlapped in (
         (EverySteps(3), [False] * 3),
         (EverySteps(3, overlap=True), [False, True, True]),
@@ -91,7 +93,7 @@ def test_which_rounds_are_under_way_while_steps_are_made(subtests: pytest.Subtes
             assert [schedule.is_overlapped(index) for index in range(3)] == is_overlapped
 
 
-def test_workers_of_different_speed_share_data_and_steps() -> None:
+def test_a_list_gives_each_worker_its_steps_and_its_share_of_the_data() -> None:
     schedule = EverySteps([2, 4, 6])
     schedule.check(3)
     assert [schedule.of_worker(worker) for worker in range(3)] == list(map(EverySteps, (2, 4, 6)))
@@ -102,7 +104,7 @@ def test_workers_of_different_speed_share_data_and_steps() -> None:
         schedule.check(2)
 
 
-def test_settings_are_plain_values() -> None:
+def test_describe_and_str() -> None:
     assert EverySteps((2, 4)).describe() == {
         "sync_every": [2, 4],
         "overlap": False,
@@ -115,7 +117,7 @@ def test_settings_are_plain_values() -> None:
     assert EverySteps().fragment_slices({"a": 3, "b": 4}) == [[range(7)]]
 
 
-# ------------------------------------------------------------------------------ one of halves
+# ---------------------------------------------------------------- a schedule with two fragments
 
 
 def averaged_by_halves() -> Tensor:
@@ -125,7 +127,7 @@ def averaged_by_halves() -> Tensor:
     halves = [slice(0, MIDDLE), slice(MIDDLE, LARGE)]
     history = []
 
-    def share(half: slice) -> None:
+    def average(half: slice) -> None:
         mean = torch.stack([p[half] for p in params]).mean(0)
         for p in params:
             p[half] = mean
@@ -134,13 +136,13 @@ def averaged_by_halves() -> Tensor:
         for p, target in zip(params, targets, strict=True):
             for _ in range(2):
                 p.add_(target - p, alpha=0.1)
-        share(halves[t % 2])
+        average(halves[t % 2])
         history.append(torch.stack(params))
-    share(halves[ROUNDS % 2])  # at the end
+    average(halves[ROUNDS % 2])  # at the end
     return torch.stack([*history, torch.stack(params)])
 
 
-def test_halves_take_turns_and_the_end_shares_both(pool: Pool) -> None:
+def test_halves_alternate_and_the_end_averages_both(pool: Pool) -> None:
     settings = RoundSettings(LocalSGD(), Halves(2))
     expected = averaged_by_halves()
     assert MIDDLE % 4 == 0
@@ -162,14 +164,14 @@ def test_halves_take_turns_and_the_end_shares_both(pool: Pool) -> None:
         pytest.param(GASLoC(), True, id="late gasloc"),
     ],
 )
-def test_any_algorithm_goes_by_halves(
+def test_any_algorithm_works_with_fragments(
     pool: Pool, algorithm: Algorithm, overlap: bool, subtests: pytest.Subtests
 ) -> None:
     """The same numbers in processes and in the simulation, and an exact resume."""
     settings = RoundSettings(algorithm, Halves(2, overlap))
     expected = simulate(settings, 2, ROUNDS)
-    rows = {after: (settings, ROUNDS, zeros, after) for after in (None, 2, 3)}
-    results = run_each(pool, train, rows, world=2)
+    calls = {after: (settings, ROUNDS, zeros, after) for after in (None, 2, 3)}
+    results = run_each(pool, train, calls, world=2)
     unbroken = torch.stack(results.pop(None), dim=1)
     assert_close(unbroken, expected)
     for resume_after, resumed in results.items():
@@ -193,7 +195,7 @@ def watch_halves(rank: int, world: int) -> list[tuple[bool, bool]]:
     return moved
 
 
-def test_each_round_moves_one_half_only(pool: Pool) -> None:
+def test_each_round_changes_one_half_only(pool: Pool) -> None:
     for moved in pool.run(watch_halves, world=2):
         assert moved == [(True, False), (False, True), (True, False)]
 
@@ -213,7 +215,7 @@ def finish_halves(rank: int, world: int) -> dict[str, Tensor]:
     return found
 
 
-def test_what_has_moved_since_counts_at_the_end_in_both_halves(
+def test_finish_averages_the_progress_since_the_last_round_in_both_halves(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """After no round, after one of the first half, and after some of both."""
@@ -226,7 +228,7 @@ def test_what_has_moved_since_counts_at_the_end_in_both_halves(
                 assert_close(found[schedule], expected)
 
 
-def test_a_simulation_has_no_clock() -> None:
+def test_a_simulation_refuses_a_schedule_by_the_clock() -> None:
     settings = RoundSettings(ModelAverage(), EveryInterval())
     with pytest.raises(ValueError, match="counts steps and has no clock for a round after"):
         Simulation.from_settings([zeros()], settings)

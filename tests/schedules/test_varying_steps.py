@@ -1,4 +1,4 @@
-"""Local steps between rounds that change during a run: equal everywhere, resumed, logged."""
+"""Local steps between rounds that change during a run: on all workers, resumed, and logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_loco import CommunicationMonitor, DiLoCo, DiLoCoStrategy, LocoStrategy, StepEngine
 from lightning_loco.algorithms import Algorithm, GASLoC
 from lightning_loco.engine import RoundSettings
-from lightning_loco.schedules import EverySteps, Now, VaryingSteps, by_steps
+from lightning_loco.schedules import EverySteps, StepInfo, VaryingSteps, by_steps
 from tests.algorithms.toys import assert_close
 from tests.engine.toys import approach, flat, run_each, simulate, train, zeros
 from tests.pool import Pool, make_trainer
@@ -27,7 +27,7 @@ ROUNDS = len(ENDS)
 
 
 def by_hand(sync_every: dict[int, int], rounds: int) -> list[int]:
-    """Steps of each round, by walking through the steps of a run."""
+    """Local steps of each round, computed round by round."""
     begin, found = 0, []
     for _ in range(rounds):
         steps = sync_every[max(step for step in sync_every if step <= begin)]
@@ -36,12 +36,12 @@ def by_hand(sync_every: dict[int, int], rounds: int) -> list[int]:
     return found
 
 
-def test_a_round_has_the_steps_that_hold_where_it_begins(subtests: pytest.Subtests) -> None:
+def test_a_round_has_the_number_of_steps_that_holds_at_its_start(subtests: pytest.Subtests) -> None:
     for sync_every in (
         VARYING,
         {0: 3},
         {0: 10, 1000: 50},
-        {0: 7, 1: 2, 2: 3, 30: 1},  # the second and the third are over before they begin
+        {0: 7, 1: 2, 2: 3, 30: 1},  # the second and the third never apply
         {0: 1, 4: 5, 20: 2, 21: 9, 100: 1},
     ):
         for worker in (0, 3):
@@ -51,39 +51,39 @@ def test_a_round_has_the_steps_that_hold_where_it_begins(subtests: pytest.Subtes
                 assert found == by_hand(sync_every, 150)
 
 
-def test_the_example_of_these_tests() -> None:
+def test_the_constants_of_this_module() -> None:
     assert by_hand(VARYING, ROUNDS) == STEPS_OF_ROUNDS
     assert list(itertools.accumulate(STEPS_OF_ROUNDS)) == ENDS
 
 
-class Flying:
+class Pending:
     def has_arrived(self) -> bool:
         return True
 
 
-def test_a_flight_ends_when_the_next_one_begins() -> None:
+def test_a_pending_round_ends_when_the_next_one_begins() -> None:
     schedule = VaryingSteps(VARYING, overlap=True)
     for index, steps in enumerate(STEPS_OF_ROUNDS):
         for since in range(1, steps + 1):
             due = since == steps
-            assert schedule.due(Now(99, since, index, 0, 0.0, None)) == (due, False)
-            assert schedule.due(Now(99, since, index, 0, 0.0, Flying())) == (due, due)
+            assert schedule.due(StepInfo(99, since, index, 0, 0.0, None)) == (due, False)
+            assert schedule.due(StepInfo(99, since, index, 0, 0.0, Pending())) == (due, due)
     assert [schedule.is_overlapped(index) for index in range(3)] == [False, True, True]
     assert [VaryingSteps(VARYING).is_overlapped(index) for index in range(3)] == [False] * 3
 
 
-def test_places_to_stop_at_come_in_order() -> None:
-    """Also from the end of a short round to the begin of a long one."""
+def test_positions_at_which_to_stop_ascend() -> None:
+    """Even from the end of a short round to the start of a long one."""
     schedule = VaryingSteps({0: 2, 4: 50, 100: 3})
-    places = [
-        index + Fraction(since + 1, schedule.places_in(index))
+    positions = [
+        index + Fraction(since + 1, schedule.positions_in_round(index))
         for index in range(8)
         for since in range(1, schedule.steps_of_round(0, index) + 1)
     ]
-    assert places == sorted(set(places))
+    assert positions == sorted(set(positions))
 
 
-def test_users_give_a_mapping() -> None:
+def test_by_steps_takes_a_mapping() -> None:
     assert by_steps(VARYING, True, False) == VaryingSteps(VARYING, True, False)
     assert by_steps([2, 3], True, False) == EverySteps([2, 3], True, False)
     strategy = DiLoCoStrategy({10: 5, 0: 2})
@@ -91,7 +91,7 @@ def test_users_give_a_mapping() -> None:
     assert strategy.settings.describe()["sync_every"] == {"0": 2, "10": 5}
     assert strategy.settings.schedule.shares(3) == [1, 1, 1]
     assert str(strategy.schedule) == (
-        "a round every so many local steps: 2 from step 0 on, 5 from step 10 on"
+        "rounds by local steps: every 2 from step 0 on, every 5 from step 10 on"
     )
 
 
@@ -110,7 +110,7 @@ def steps_of_rounds(rank: int, world: int, sync_every: Any) -> list[int]:
     return found
 
 
-def test_rounds_fall_where_they_should(pool: Pool) -> None:
+def test_rounds_have_the_given_steps_in_processes(pool: Pool) -> None:
     for found in pool.run(steps_of_rounds, VARYING, world=3):
         assert found == [*ENDS, 17]
 
@@ -129,7 +129,7 @@ def test_the_same_numbers_in_processes_and_the_simulation_and_an_exact_resume(
             assert all(torch.equal(torch.stack(one), torch.stack(unbroken)) for one in others)
 
 
-def test_a_number_that_does_not_change_is_the_schedule_of_it(pool: Pool) -> None:
+def test_a_constant_mapping_is_every_steps(pool: Pool) -> None:
     results = []
     for schedule in (VaryingSteps({0: 2}, overlap=True), EverySteps(2, overlap=True)):
         settings = RoundSettings(DiLoCo(0.7, 0.2), schedule)
@@ -137,7 +137,7 @@ def test_a_number_that_does_not_change_is_the_schedule_of_it(pool: Pool) -> None
     assert torch.equal(*results)
 
 
-def by_the_book(world: int) -> Tensor:
+def local_sgd_by_hand(world: int) -> Tensor:
     """Local SGD by hand over all the rounds."""
     models = [zeros() for _ in range(world)]
     history = []
@@ -152,9 +152,9 @@ def by_the_book(world: int) -> Tensor:
     return torch.stack([*history, mean])
 
 
-def test_it_is_the_loop_by_hand() -> None:
+def test_it_equals_a_loop_by_hand() -> None:
     history = simulate(RoundSettings(DiLoCo(1.0, 0.0), VaryingSteps(VARYING)), 3, ROUNDS)
-    assert_close(history, by_the_book(3)[:, None].expand(-1, 3, -1))
+    assert_close(history, local_sgd_by_hand(3)[:, None].expand(-1, 3, -1))
 
 
 def stop(rank: int, world: int, overlap: bool) -> tuple[str | None, int]:
@@ -186,8 +186,8 @@ def test_all_stop_at_the_same_step(pool: Pool, overlap: bool) -> None:
 # ----------------------------------------------------------------------------- in a Trainer
 
 
-class Noting(CommunicationMonitor):
-    """Keeps what is logged."""
+class Recorder(CommunicationMonitor):
+    """Records what is logged."""
 
     def __init__(self) -> None:
         super().__init__(prog_bar=True)
@@ -200,7 +200,7 @@ class Noting(CommunicationMonitor):
 
 
 def fit(rank: int, world: int, batches: list[int]) -> tuple[list[tuple[float, float]], Tensor]:
-    monitor, module = Noting(), TinyModule()
+    monitor, module = Recorder(), TinyModule()
     strategy = LocoStrategy(DiLoCo(), sync_every=VARYING)
     trainer = make_trainer(
         strategy, max_epochs=2, callbacks=[monitor], use_distributed_sampler=False
@@ -209,13 +209,13 @@ def fit(rank: int, world: int, batches: list[int]) -> tuple[list[tuple[float, fl
     return monitor.found, torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
-def test_it_is_logged(pool: Pool) -> None:
+def test_sync_every_is_logged(pool: Pool) -> None:
     for found, _ in pool.run(fit, [8, 8], world=2):
         following = enumerate(STEPS_OF_ROUNDS[1:])
         assert found == [(index + 1, steps) for index, steps in following]
 
 
-def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:
+def test_a_worker_with_less_data_takes_part_in_all_rounds(pool: Pool) -> None:
     """The others have finished epochs when it has not, and all end with the same model."""
     (few, first), (many, second) = pool.run(fit, [6, 8], world=2)
     assert torch.equal(first, second)
@@ -226,7 +226,7 @@ def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------- refused
 
 
-def test_what_is_no_schedule_is_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_mappings_are_refused(subtests: pytest.Subtests) -> None:
     for sync_every, error, message in (
         ({}, ValueError, r"must begin at step 0 .* got \{\}"),
         ({5: 10}, ValueError, r"must begin at step 0 .* got \{5: 10\}"),

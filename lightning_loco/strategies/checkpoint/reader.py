@@ -19,7 +19,7 @@ from lightning_loco.earlier_run import (
     settings_with_present_names,
     with_present_names,
 )
-from lightning_loco.schedules.base import proportion
+from lightning_loco.schedules.base import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, Position
 from lightning_loco.strategies.checkpoint.side_files import (
@@ -349,7 +349,7 @@ class SavedRun:
     def shares(self) -> list[int]:
         """Return in what proportion its workers shared the data, one number each."""
         every = self._manifest.settings.get("sync_every")
-        return proportion(every) if isinstance(every, list) else [1] * self.num_workers
+        return reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
 
     def equals(self, engine: AnyEngine) -> bool:
         """Return whether the present run has the same settings and number of workers."""
