@@ -1,4 +1,4 @@
-"""What is computed in a round: flat tensors and numbers, no process group and no Trainer."""
+"""Algorithms: what a round computes, on flat tensors, without process groups or a Trainer."""
 
 import importlib
 import pkgutil
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def _all_algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm of every module in this folder, so that a new module is enough."""
+    """Find the algorithms of all modules in this folder, so a new one need not be listed."""
     modules = [
         importlib.import_module(file.name)
         for file in pkgutil.iter_modules(__path__, f"{__name__}.")

@@ -1,13 +1,13 @@
-"""The contract of every algorithm: what is computed in one round, on flat tensors.
+"""The base class of all algorithms: what one round computes, on flat tensors.
 
-One round of one worker, whoever drives it (a Trainer, a plain loop, the simulation, a test)::
+A round of one worker, in a Trainer, a plain loop, the simulation or a test::
 
     state    = algorithm.init(params)            # once
-    message  = algorithm.propose(params, state)  # what leaves the worker
-    received = ...                               # what the exchange makes of all messages
+    message  = algorithm.propose(params, state)  # what the worker sends
+    received = ...                               # the result of the exchange of all messages
     algorithm.apply(params, received, state)     # the new local parameters, in place
 
-Signs, said once: ``drift = local - start`` and ``pseudo_gradient = outer - local = -drift``.
+Signs: ``drift = local - start`` and ``pseudo_gradient = outer - local = -drift``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from lightning_loco.topology import Topology
 
 State = dict[str, Any]
-"""What an algorithm remembers between rounds: tensors and plain numbers only, so that it can be
-loaded from a checkpoint without running code. Tensors of shape (P,) belong to the parameters."""
+"""What an algorithm keeps between rounds: tensors and plain numbers only, so that a checkpoint can
+be loaded with ``weights_only=True``. Tensors of shape (P,) belong to the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(ABC):
-    """Hyper-parameters of a method and its functions; it holds no tensor and no process group.
+    """The hyper-parameters and the functions of a method, without tensors or process groups.
 
     Subclasses are frozen dataclasses: cheap, picklable, comparable. Their fields are the user's
-    arguments, but those with ``metadata={"prepared": True}``, which :meth:`prepare` sets. All
+    arguments, except those with ``metadata={"prepared": True}``, which :meth:`prepare` sets. All
     tensors are flat, of shape ``(P,)`` and dtype float32 or float64. An algorithm is called on
-    slices of the parameters with the same slices of its state, as :attr:`granularity` allows: state
-    entries of shape ``(P,)`` are cut along, everything else is passed whole, to each slice a copy
-    of its own. Entries that are to be cut must be made by :meth:`init`.
+    slices of the parameters with the same slices of its state, as :attr:`granularity` allows. State
+    entries of shape ``(P,)`` are sliced like the parameters; every slice gets its own copy of all
+    other entries. :meth:`init` must create all entries that are to be sliced.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors", "pull"]]
@@ -46,37 +46,36 @@ class Algorithm(ABC):
     the parameters of one peer at a time, without rounds."""
 
     sends_parameters: ClassVar[bool] = False
-    """Whether messages are parameters, of which a codec writes the difference to something that is
-    known to all; otherwise they are differences themselves."""
+    """Whether messages are parameters instead of differences. With a mean, a codec then encodes
+    their difference to the result of the last round."""
 
     consensus_key: ClassVar[str | None] = None
-    """The state entry with outer parameters that are the same on all workers, for
-    ``evaluate="outer"``, other numbers of workers and members that come and go; None if there are
-    none."""
+    """The state entry with outer parameters that are the same on all workers, or None. Needed for
+    ``evaluate="outer"``, to resume with another number of workers, and for elastic members."""
 
     replicated: ClassVar[bool] = False
-    """Whether the state is equal on all workers, so that a checkpoint needs it once."""
+    """Whether the state is equal on all workers, so that a checkpoint saves it only once."""
 
     merge_policy: ClassVar[MergePolicy | None] = None
-    """What becomes of the local steps that were made while a round was under way; None: the
-    algorithm cannot have results late."""
+    """What happens to the local steps made while a round was pending. None: the algorithm does not
+    support overlap."""
 
     num_scalars: ClassVar[int] = 0
-    """How many numbers of its own ride in every worker's row; see :meth:`scalars`."""
+    """How many numbers the algorithm sends with every worker's status; see :meth:`scalars`."""
 
     @property
     def granularity(self) -> int | None:
         """What the length of a slice must be a multiple of (the last one may be shorter).
 
-        1: every element is treated alike and alone; None: the whole vector only.
+        1 for an elementwise algorithm; None if it needs the whole vector.
         """
         return 1
 
     def default_topology(self, seed: int) -> Topology | None:
-        """Who exchanges with whom when the user does not say.
+        """Return the topology to use if the user does not give one.
 
         Args:
-            seed: Of the run, equal on all workers; for topologies that are drawn.
+            seed: The seed of the run, equal on all workers; for random topologies.
         """
         return None
 
@@ -100,16 +99,16 @@ class Algorithm(ABC):
             )
         if self.exchange == "neighbors" and topology is None:
             raise ValueError(
-                f"{type(self).__name__} exchanges with neighbours and has no default topology. Say "
-                'who they are: topology="ring", for instance.'
+                f"{type(self).__name__} exchanges with neighbours and has no default topology. "
+                'Give one, for example topology="ring".'
             )
         return self
 
     def check_overlap(self) -> None:
-        """Refuse an algorithm that cannot apply results one round late.
+        """Check that the algorithm can apply results one round late.
 
         Raises:
-            ValueError: If the algorithm does not say how a late result lands.
+            ValueError: If the algorithm has no :attr:`merge_policy`.
         """
         if self.merge_policy is None:
             raise ValueError(
@@ -123,24 +122,24 @@ class Algorithm(ABC):
 
     @abstractmethod
     def init(self, params: Tensor) -> State:
-        """Make the state of a worker.
+        """Create the state of a worker.
 
         Args:
-            params: Start parameters ``(P,)``, equal on all workers; the state may keep them.
+            params: Start parameters ``(P,)``, equal on all workers; the state may keep the tensor.
         """
 
     @abstractmethod
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """Turn the local parameters into the message.
+        """Compute the message from the local parameters.
 
-        Pure: it may be called more often than once a round, and leaves the state alone.
+        Pure: it may be called more than once in a round, and must not change the state.
 
         Args:
-            params: Local parameters ``(P,)``; may serve as the message's memory.
+            params: Local parameters ``(P,)``; may be overwritten with the message.
             state: Only read.
 
         Returns:
-            The message ``(P,)``: ``params`` or a tensor of its own, never one of the state's.
+            The message ``(P,)``: ``params`` or a new tensor, never a tensor of the state.
         """
 
     @abstractmethod
@@ -148,14 +147,14 @@ class Algorithm(ABC):
         """Compute the new local parameters.
 
         Args:
-            params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``; with a
-                mean it may be the memory of ``received``. May serve as scratch.
-            received: The result of the exchange, ``(P,)``; may serve as scratch.
+            params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``. With a
+                mean it may share memory with ``received``. May be overwritten.
+            received: The result of the exchange, ``(P,)``. May be overwritten.
             state: Updated in place.
 
         Returns:
-            The new local parameters ``(P,)``: one of the arguments or of the state's tensors, so
-            that nothing is copied in vain. The caller only reads it, and at once.
+            The new local parameters ``(P,)``: one of the arguments or a tensor of the state, to
+            save a copy. The caller only reads it, and before the next call.
         """
 
     def apply(self, params: Tensor, received: Tensor, state: State) -> None:
@@ -167,50 +166,52 @@ class Algorithm(ABC):
     def on_send(
         self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State
     ) -> Tensor | None:
-        """Compute where local steps begin again when a message leaves whose result comes late.
+        """Compute the parameters from which local steps continue after a message is sent.
 
-        Called once for each round that stays under way, if :attr:`merge_policy` is ``Restart()``.
-        Unless said otherwise it is the result of the round before; without one, the start.
+        Called once for each overlapped round, if :attr:`merge_policy` is ``Restart()``. By default
+        they are the result of the previous round, or the start if there was none.
 
         Args:
-            message: What leaves now, ``(P,)``, before it is compressed; zeros of a worker without
-                valid progress. Only read.
-            ended: ``params`` and ``received`` of the round before, which ends at the same time, as
-                in :meth:`update`; None if none was under way.
+            message: The message, ``(P,)``, before compression; zeros if the worker has no valid
+                progress. Only read.
+            ended: ``params`` and ``received`` of the previous round, which ends at the same time,
+                as in :meth:`update`; None if no round was pending.
             state: Updated in place.
 
         Returns:
-            The new local parameters as in :meth:`update`; None to leave them as they are.
+            The new local parameters as in :meth:`update`; None to leave them unchanged.
         """
         return self.restart(state) if ended is None else self.update(*ended, state)
 
     @abstractmethod
     def restart(self, state: State) -> Tensor | None:
-        """The parameters at which the round began, ``(P,)``; None if the state does not hold them.
+        """Return the parameters at the start of the round, ``(P,)``; None if they are not kept.
 
-        A worker without valid progress goes on from there, and speaks for them to its neighbours.
-        The caller only reads it.
+        A worker without valid progress continues from them, and sends them to its neighbours
+        instead of its own parameters. The caller only reads the tensor.
         """
 
     def scalars(self, state: State) -> Sequence[float]:
-        """The :attr:`num_scalars` numbers that this worker tells all others with a round."""
+        """Return the :attr:`num_scalars` numbers that this worker sends to all with a round."""
         return ()
 
-    def receive_scalars(self, told: Sequence[Sequence[float]], state: State) -> None:  # noqa: B027
-        """Take in what all workers have told, in order, right before :meth:`update`.
+    def receive_scalars(  # noqa: B027
+        self, scalars: Sequence[Sequence[float]], state: State
+    ) -> None:
+        """Receive the numbers of all workers, right before :meth:`update`.
 
         Args:
-            told: The :meth:`scalars` of every worker.
+            scalars: The :meth:`scalars` of every worker, in order of the workers.
             state: Updated in place.
         """
 
     def metrics(self, state: State) -> dict[str, float]:
-        """What is logged of the last round beside what all algorithms log, by name."""
+        """Return further numbers to log about the last round, by name."""
         return {}
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The tensor whose norm is ``loco/outer_grad_norm``; called right before :meth:`update`.
+        """Return the tensor whose norm is logged as ``loco/outer_grad_norm``, or None.
 
-        None: there is none, or it is how far the result is from the local parameters that left.
+        Called right before :meth:`update`.
         """
         return None

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: DiLoCo whose momentum acts once in several rounds only."""
+"""Delayed Nesterov: DiLoCo whose momentum is applied once in several rounds."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from lightning_loco.algorithms.stability import largest_stable_contraction
 
 @dataclasses.dataclass(frozen=True)
 class DelayedNesterov(Algorithm):
-    r"""DiLoCo with plain outer steps, and momentum from the mean of each block of rounds.
+    r"""DiLoCo with plain outer steps, and momentum once per block of rounds.
 
     .. math::
         D \leftarrow D + \Delta, \qquad \Theta \leftarrow \Theta - \eta\,(c\,\mu m + \Delta / n)
 
-    with the workers' mean pseudo-gradient :math:`\Delta`, and in every n-th round instead
+    with the workers' mean pseudo-gradient :math:`\Delta`. Every n-th round computes instead
 
     .. math::
         m \leftarrow \mu m + D / n, \qquad
         \Theta \leftarrow \Theta - \eta\,\big((1 - c\,n + c)\,\mu m + \Delta / n\big), \qquad
         D \leftarrow 0
 
-    With :math:`c = 0` the n rounds of a block come to one Nesterov step with the mean of their
-    pseudo-gradients; with :math:`n = 1` it is DiLoCo. As in the source each pseudo-gradient is
-    divided by n: for the pace of DiLoCo take ``outer_lr`` n times as large.
+    With :math:`c = 0` the n rounds of a block equal one Nesterov step with the mean of their
+    pseudo-gradients; with :math:`n = 1` it is DiLoCo. As in the paper, each pseudo-gradient is
+    divided by n; multiply ``outer_lr`` by n to move as fast as DiLoCo.
 
     Args:
         outer_lr: Outer learning rate :math:`\eta` of a whole block, positive; or a schedule, from
-            the number of a round to its rate.
-        outer_momentum: Momentum :math:`\mu` in [0, 1), of a block from the one before.
-        every: Rounds of a block, n, at least 1.
-        between: The share of the momentum, c, in each step between, in [0, 1/n].
+            the index of a round to its rate.
+        outer_momentum: Momentum :math:`\mu` in [0, 1), from one block to the next.
+        every: Number of rounds in a block, n, at least 1.
+        between: Share of the momentum, c, in [0, 1/n], in each round that does not end a block.
 
     Raises:
         TypeError: If ``every`` is not an integer.
         ValueError: If a number is out of range.
 
     Source:
-        Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135. There
-        each worker's pseudo-gradient is a step of its own; here a round is the mean of all workers.
+        Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135. In
+        the paper the pseudo-gradient of each worker is a step; here a round takes their mean.
 
     Example:
         >>> algorithm = DelayedNesterov(outer_lr=2.0, outer_momentum=0.5, every=2)
@@ -92,19 +92,19 @@ class DelayedNesterov(Algorithm):
             )
 
     def warn_overlap(self) -> None:
-        """Warn when the settings are unstable one round late."""
+        """Warn if the settings are unstable when results are one round late."""
         rate = highest_rate(self.outer_lr)
         limit = largest_stable_contraction(rate, self.outer_momentum, every=self.every)
         if limit < 1 - 1e-6:
             warnings.warn(
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} and "
                 f"every={self.every} is unstable with overlap when a local phase covers more than "
-                f"{limit:.0%} of the way to its optimum. Use less of both.",
+                f"{limit:.0%} of the way to its optimum. Use lower values of both.",
                 stacklevel=2,
             )
 
     def init(self, params: Tensor) -> State:
-        """Outer parameters; momentum, the sum of the block and a counter if there is momentum."""
+        """Return the outer parameters; with momentum also its buffer, a block sum, a counter."""
         state: State = {"outer": params, **new_counter(self.outer_lr)}
         if self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
@@ -114,11 +114,11 @@ class DelayedNesterov(Algorithm):
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is the pseudo-gradient, outer - local."""
+        """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """A step along the mean pseudo-gradient, at the end of a block with momentum."""
+        """Make a plain outer step; at the end of a block, one with momentum."""
         outer: Tensor = state["outer"]
         rate, n = next_rate(self.outer_lr, state), self.every
         if n == 1 or self.outer_momentum == 0:
@@ -136,14 +136,14 @@ class DelayedNesterov(Algorithm):
         return outer.add_(received, alpha=-rate / n)
 
     def restart(self, state: State) -> Tensor:
-        """The round begins at the outer parameters."""
+        """Return the outer parameters."""
         outer: Tensor = state["outer"]
         return outer
 
     def metrics(self, state: State) -> dict[str, float]:
-        """The outer learning rate, if it changes."""
+        """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The mean pseudo-gradient."""
+        """Return the mean pseudo-gradient."""
         return received

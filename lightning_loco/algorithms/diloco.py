@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer follows the mean pseudo-gradient of the workers."""
+"""DiLoCo: an outer optimizer steps with the mean pseudo-gradient of the workers."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ class DiLoCo(Algorithm):
         \Delta = \frac{1}{N}\sum_i (\Theta - \theta^i), \quad m \leftarrow \mu m + \Delta, \quad
         \Theta \leftarrow \Theta - \eta\,(\Delta + \mu m), \quad \theta^i \leftarrow \Theta
 
-    The outer parameters :math:`\Theta` are equal on all workers; the consensus model is the mean of
-    the local ones. The inner optimizer is arbitrary, and its state stays local.
+    The outer parameters :math:`\Theta` are equal on all workers. The consensus model is the mean of
+    the local parameters. Any inner optimizer can be used; its state is not exchanged.
 
     Args:
-        outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the number of a
-            round to its rate: ``Cosine(0.9, 0.1, rounds=200)``, say, or a function.
-        outer_momentum: Momentum :math:`\mu` in [0, 1). Lower it when there are few local steps
+        outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the index of a
+            round to its rate, such as ``Cosine(0.9, 0.1, rounds=200)`` or a function.
+        outer_momentum: Momentum :math:`\mu` in [0, 1). Use lower values with few local steps
             between rounds: 0.9 suits hundreds, 0.5 suits about ten.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         outer_optimizer: Another outer optimizer, as a callable from a list with one flat parameter
-            to a ``torch.optim.Optimizer``, for instance
+            to a ``torch.optim.Optimizer``, for example
             ``functools.partial(torch.optim.AdamW, lr=0.1)`` or the class itself. The other outer
             arguments are then unused. It sees all parameters as one vector, so optimizers that
-            need matrix shapes (Muon) do not fit.
+            need matrix shapes (Muon) are not supported.
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If ``outer_optimizer`` is not callable, or ``outer_lr`` no rate.
+        TypeError: If ``outer_optimizer`` is not callable, or ``outer_lr`` neither a number nor a
+            schedule.
 
     Source:
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
@@ -70,7 +71,7 @@ class DiLoCo(Algorithm):
         >>> message
         tensor([-1., -3.])
         >>> algorithm.apply(local, torch.tensor([-1.0, -2.0]), state)
-        >>> local  # outer SGD(1) lands on the mean of the local parameters
+        >>> local  # outer SGD with rate 1 gives the mean of the local parameters
         tensor([1., 2.])
     """
 
@@ -90,7 +91,8 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from parameters to a torch optimizer, got "
-                f"{self.outer_optimizer!r}. Pass functools.partial(torch.optim.AdamW, lr=0.1), say."
+                f"{self.outer_optimizer!r}. Pass for example "
+                "functools.partial(torch.optim.AdamW, lr=0.1)."
             )
         if self.outer_optimizer is not None and callable(self.outer_lr):
             raise ValueError(
@@ -100,18 +102,18 @@ class DiLoCo(Algorithm):
 
     @property
     def granularity(self) -> int | None:
-        """1 for the built-in outer SGD; another optimizer sees the whole vector."""
+        """1 for the built-in outer SGD; None for other optimizers, which need the whole vector."""
         return 1 if self.outer_optimizer is None else None
 
     def prepare(self, num_workers: int, topology: Topology | None) -> DiLoCo:
-        """Refuse a topology, and an outer optimizer that cannot step on a flat vector."""
+        """Check that there is no topology, and that the outer optimizer can be used."""
         super().prepare(num_workers, topology)
         if self.outer_optimizer is not None:
             check_outer_optimizer(self.outer_optimizer)
         return self
 
     def warn_overlap(self) -> None:
-        """Warn when (outer_lr, outer_momentum) is unstable one round late."""
+        """Warn if (outer_lr, outer_momentum) is unstable when results are one round late."""
         if self.outer_optimizer is not None:
             return
         rate = highest_rate(self.outer_lr)
@@ -125,18 +127,18 @@ class DiLoCo(Algorithm):
             )
 
     def init(self, params: Tensor) -> State:
-        """Outer parameters, a buffer if there is momentum, a counter if the rate changes."""
+        """Return the outer parameters; a buffer with momentum; a counter with a schedule."""
         state: State = {"outer": params, **new_counter(self.outer_lr)}
         if self.outer_optimizer is None and self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is the pseudo-gradient, outer - local."""
+        """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """One outer step with the mean pseudo-gradient; local parameters restart from outer."""
+        """Make an outer step with the mean pseudo-gradient; return the outer parameters."""
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
@@ -149,21 +151,21 @@ class DiLoCo(Algorithm):
         return outer
 
     def restart(self, state: State) -> Tensor:
-        """The round begins at the outer parameters."""
+        """Return the outer parameters."""
         outer: Tensor = state["outer"]
         return outer
 
     def metrics(self, state: State) -> dict[str, float]:
-        """The outer learning rate, if it changes."""
+        """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The mean pseudo-gradient."""
+        """Return the mean pseudo-gradient."""
         return received
 
 
 def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float) -> None:
-    """Refuse numbers out of range.
+    """Check the settings of outer SGD.
 
     Raises:
         TypeError: If the rate is neither a number nor a schedule.
@@ -185,13 +187,13 @@ def step_outer_sgd(
     outer_momentum: float,
     nesterov: bool,
 ) -> None:
-    """Make one step on the outer parameters, in place.
+    """Make one step of SGD on the outer parameters, in place.
 
     Args:
         outer: Outer parameters ``(P,)``.
-        gradient: Mean pseudo-gradient ``(P,)``; may serve as scratch.
-        buffer: The momentum ``(P,)``, changed in place; None if there is none.
-        outer_lr: Rate.
+        gradient: Mean pseudo-gradient ``(P,)``; may be overwritten.
+        buffer: The momentum buffer ``(P,)``, changed in place; None for no momentum.
+        outer_lr: Outer learning rate.
         outer_momentum: In [0, 1).
         nesterov: Nesterov momentum; False is heavy ball.
     """

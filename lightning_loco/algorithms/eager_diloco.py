@@ -1,4 +1,4 @@
-"""Eager DiLoCo: a worker does not wait for its own part of the mean."""
+"""Eager DiLoCo: a worker applies its own part of the mean without delay."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EagerDiLoCo(Algorithm):
-    r"""DiLoCo one round late, but for the worker's own share, which is as new as can be.
+    r"""DiLoCo with overlap in which each worker applies its own share of the mean immediately.
 
-    At the end of round t a worker has its own pseudo-gradient of that round and the mean of the
-    round before. It makes an outer step with
+    At the end of round t a worker has its own pseudo-gradient of round t and the mean of round
+    t - 1. It makes an outer step with
 
     .. math::
         \tilde\Delta^i_t = \tfrac{1}{N} \Delta^i_t
@@ -40,18 +40,19 @@ class EagerDiLoCo(Algorithm):
 
     on outer parameters of its own, as :class:`~lightning_loco.algorithms.DiLoCo` does with the
     mean. The corrections telescope: all of every worker's progress is applied everywhere, and the
-    copies stay a bounded distance apart. The consensus model is their mean. Without overlap, and in
-    a first round of a warm start, all is known at once, and it is DiLoCo; so it is with one worker.
+    distance between the workers' outer parameters is bounded. The consensus model is their mean.
+    Without overlap, in the first round of a warm start, and with one worker it is DiLoCo.
 
-    When the last result lands and no message leaves, the last step is made up for: momentum and
-    outer parameters become what they would be, had the mean been known then.
+    When a pending result is applied without a new message, as at the end of training, the last step
+    is corrected: momentum and outer parameters become what they would be if the mean had been known
+    at that step.
 
     Args:
-        outer_lr: Outer learning rate, positive; or a schedule, from the number of an outer step to
+        outer_lr: Outer learning rate, positive; or a schedule, from the index of an outer step to
             its rate.
         outer_momentum: Momentum in [0, 1).
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
-        share: What a worker does not wait for, 1/N; set by :meth:`prepare`.
+        share: The share that a worker applies immediately, 1/N; set by :meth:`prepare`.
 
     Raises:
         ValueError: If a number is out of range.
@@ -63,7 +64,7 @@ class EagerDiLoCo(Algorithm):
     Example:
         >>> algorithm = EagerDiLoCo(outer_lr=1.0, outer_momentum=0.0, share=0.5)
         >>> state = algorithm.init(torch.zeros(1))
-        >>> algorithm.on_send(torch.tensor([-2.0]), None, state)  # half of its own progress
+        >>> algorithm.on_send(torch.tensor([-2.0]), None, state)  # half of its progress
         tensor([1.])
         >>> mean = torch.tensor([-3.0])  # of the two workers
         >>> algorithm.on_send(torch.tensor([0.0]), (mean, mean), state)  # the rest, theirs
@@ -83,24 +84,24 @@ class EagerDiLoCo(Algorithm):
         check_outer_sgd(self.outer_lr, self.outer_momentum)
 
     def prepare(self, num_workers: int, topology: Topology | None) -> EagerDiLoCo:
-        """Refuse a topology, and learn the share of a worker."""
+        """Check that there is no topology, and set the share of a worker."""
         super().prepare(num_workers, topology)
         return dataclasses.replace(self, share=1 / num_workers)
 
     def warn_overlap(self) -> None:
-        """Warn when (outer_lr, outer_momentum) is unstable one round late."""
+        """Warn if (outer_lr, outer_momentum) is unstable when results are one round late."""
         rate, momentum = highest_rate(self.outer_lr), self.outer_momentum
         limit = largest_stable_contraction(rate, momentum, self.nesterov, share=self.share)
         if limit < 1 - 1e-6:
             warnings.warn(
                 f"outer_lr={rate} with outer_momentum={momentum} and eager updates of "
                 f"{1 / self.share:.0f} workers is unstable when a local phase covers more than "
-                f"{limit:.0%} of the way to its optimum. Use less of both.",
+                f"{limit:.0%} of the way to its optimum. Use lower values of both.",
                 stacklevel=2,
             )
 
     def init(self, params: Tensor) -> State:
-        """Outer parameters of this worker, momentum, and its share of the round under way."""
+        """Return this worker's outer parameters, its share of the pending round, and momentum."""
         state: State = {"outer": params, "own": torch.zeros_like(params), "under_way": 0}
         state |= new_counter(self.outer_lr)
         if self.outer_momentum > 0:
@@ -108,11 +109,11 @@ class EagerDiLoCo(Algorithm):
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is the pseudo-gradient, outer - local."""
+        """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
     def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
-        """An outer step with the own share of what leaves, and what came late of the others."""
+        """Make an outer step with the own share of this round and the others' of the last one."""
         own: Tensor = state["own"]
         gradient = own
         if ended is not None:
@@ -124,7 +125,7 @@ class EagerDiLoCo(Algorithm):
         return self._step(gradient, state)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The step of DiLoCo; or what the last step lacked, if a round was under way."""
+        """Make the step of DiLoCo, or correct the last step if a round was pending."""
         if not state["under_way"]:
             return self._step(received, state)
         state["under_way"] = 0
@@ -143,14 +144,14 @@ class EagerDiLoCo(Algorithm):
         return outer
 
     def restart(self, state: State) -> Tensor:
-        """The round begins at this worker's outer parameters."""
+        """Return this worker's outer parameters."""
         outer: Tensor = state["outer"]
         return outer
 
     def metrics(self, state: State) -> dict[str, float]:
-        """The outer learning rate, if it changes."""
+        """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The mean pseudo-gradient."""
+        """Return the mean pseudo-gradient."""
         return received

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 _AUTO_MOMENTA = {"local": (0.5, 0.3, 0.1), "gossiped": (0.7, 0.5, 0.3, 0.1)}
 _SLOWEST_CONSENSUS = 0.85
-"""What ``"auto"`` on ``"gossiped"`` lets a round leave of the distance between the workers."""
+"""With ``momentum="auto"`` on ``"gossiped"``: the largest factor per round of the distance between
+workers."""
 _MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
 
 
 @dataclasses.dataclass(frozen=True)
 class GASLoC(Algorithm):
-    r"""Each worker moves along its own drift, is pulled to its neighbours, and keeps momentum.
+    r"""Each worker moves along its own drift and towards its neighbours, with momentum.
 
     .. math::
         u_t = \theta_t + \eta\,g_t, \qquad
@@ -45,22 +46,21 @@ class GASLoC(Algorithm):
     edges. With Metropolis weights a ``gossip_step`` of 1 is one step of Metropolis gossip; a pair
     of workers averages at 0.5. Messages go to neighbours only. The consensus model is the mean.
 
-    With overlap the recursion is the same, and the drift :math:`g_{t+1}` is that of local steps
-    made while :math:`u_t` was under way, from parameters that had not heard of it yet.
+    With overlap the recursion is the same, and the drift :math:`g_{t+1}` is that of the local steps
+    made while the exchange of :math:`u_t` was pending, from parameters without its result.
 
     Args:
         outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are. Or a schedule,
-            from the number of a round to its rate; momentum carries earlier rates on, within
-            :math:`u_{t-1}`, so that with one it is no longer DiLoCo on a complete graph.
+            from the index of a round to its rate. With momentum and a schedule it is not DiLoCo on
+            a complete graph, because :math:`u_{t-1}` contains the previous rate.
         gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
-        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, or
-            less where that would slow consensus down; 0 on changing graphs. With ``"gossiped"``
-            0.7 on all graphs, or less where gossip would leave more than 0.85 of the distance
-            between workers in a round.
-        momentum_on: ``"local"`` puts the momentum on :math:`u_t` as written above;
-            ``"gossiped"`` on :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
+        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, or less if that would
+            slow consensus down; 0 on changing graphs. With ``"gossiped"`` 0.7 on all graphs, or
+            less if gossip would leave more than 0.85 of the distance between workers per round.
+        momentum_on: ``"local"`` applies the momentum to :math:`u_t` as written above;
+            ``"gossiped"`` to :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
             DiLoCo with Nesterov momentum on every worker, and trains better.
         laplacian_scale: :math:`\Lambda = s\,(I - W)` for the mixing matrix W; set by
             :meth:`prepare` from the topology.
@@ -110,7 +110,7 @@ class GASLoC(Algorithm):
             )
 
     def default_topology(self, seed: int) -> Topology:
-        """A ring."""
+        """Return a ring."""
         return Ring()
 
     def prepare(self, num_workers: int, topology: Topology | None) -> GASLoC:
@@ -135,10 +135,11 @@ class GASLoC(Algorithm):
         return ready
 
     def _auto_momentum(self, num_workers: int, topology: Topology, gossip_step: float) -> float:
-        """The largest of a few values that does not slow consensus down much.
+        """Return the largest of a few values that does not slow consensus down much.
 
-        With momentum gamma consensus cannot be faster than sqrt(gamma) per round; on the local
-        parameters a value is taken if it reaches that, or is as fast as no momentum.
+        With momentum gamma the consensus distance cannot shrink faster than by sqrt(gamma) per
+        round. On ``"local"`` a value is accepted if gossip is that fast, or as fast as without
+        momentum.
         """
         momenta, period = _AUTO_MOMENTA[self.momentum_on], topology.period(num_workers)
         if period != 1 and self.momentum_on == "local":
@@ -159,7 +160,7 @@ class GASLoC(Algorithm):
     def _check_stable(
         self, num_workers: int, topology: Topology, gossip_step: float, momentum: float
     ) -> None:
-        """Gossip alone must shrink the distance between the workers."""
+        """Check that gossip without local steps reduces the distance between the workers."""
         radius = gossip_radius(topology, num_workers, gossip_step, momentum, self.momentum_on)
         if radius < 1:
             return
@@ -177,24 +178,24 @@ class GASLoC(Algorithm):
         raise ValueError(
             f"{setting} makes gossip on this topology of {num_workers} workers diverge: the "
             f"distance grows by {radius:.3f} per round. On a fixed graph gossip_step * lambda_max "
-            f"must stay below {limit:g}, and lambda_max is {largest:.4g}; "
-            "graphs that change want less momentum. Use gossip_step='auto' and momentum='auto'."
+            f"must be below {limit:g}, and lambda_max is {largest:.4g}; "
+            "graphs that change need less momentum. Use gossip_step='auto' and momentum='auto'."
         )
 
     def init(self, params: Tensor) -> State:
-        """The start of the round, the previous u (or z) if there is momentum, and a counter."""
+        """Return the start of the round; the previous u (or z) with momentum; a counter."""
         state: State = {"start": params, **new_counter(self.outer_lr)}
         if self.momentum != 0:
             state["previous"] = params.clone()
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is u, the start moved along eta times the drift."""
+        """Return u: the start plus eta times the drift."""
         rate = rate_at(self.outer_lr, state.get(ROUNDS, 0))
         return torch.lerp(state["start"], params, rate, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """Pull to the neighbours, add momentum, and start the next round there."""
+        """Average with the neighbours and add momentum; the result starts the next round."""
         assert isinstance(self.gossip_step, (int, float))
         assert isinstance(self.momentum, (int, float))
         next_rate(self.outer_lr, state)
@@ -210,16 +211,16 @@ class GASLoC(Algorithm):
         return torch.add(gossiped, start, alpha=self.momentum, out=start)
 
     def restart(self, state: State) -> Tensor:
-        """The round began at the start."""
+        """Return the start of the round."""
         start: Tensor = state["start"]
         return start
 
     def metrics(self, state: State) -> dict[str, float]:
-        """eta, if it changes."""
+        """Return eta if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """This worker's own drift, eta g."""
+        """Return this worker's drift times eta."""
         start: Tensor = state["start"]
         return params - start
 

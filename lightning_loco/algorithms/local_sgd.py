@@ -1,4 +1,4 @@
-"""Local SGD: average the parameters now and then."""
+"""Local SGD: the parameters are replaced by their mean over the workers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_loco.algorithms.base import Algorithm, State
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Algorithm):
-    r"""Every round replaces the parameters by their mean over the workers.
+    r"""Replaces the parameters by their mean over the workers in every round.
 
     .. math:: \theta^i \leftarrow \frac{1}{N} \sum_j \theta^j
 
-    The inner optimizer is arbitrary, and its state stays local. Keeps no state of its own.
+    Any inner optimizer can be used; its state is not exchanged. The algorithm has no state.
 
     Source:
         Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767.
@@ -35,16 +35,16 @@ class LocalSGD(Algorithm):
     sends_parameters = True
 
     def init(self, params: Tensor) -> State:
-        """No state is needed."""
+        """Return an empty state."""
         return {}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is the local parameters."""
+        """Return the local parameters."""
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The mean becomes the local parameters."""
+        """Return the mean."""
         return received
 
     def restart(self, state: State) -> None:
-        """Nothing remembers where the round began: a worker without progress takes the mean."""
+        """Return None: the start is not kept, so a worker without progress takes the mean."""

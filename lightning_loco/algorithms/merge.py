@@ -1,4 +1,4 @@
-"""How a result that comes late, and the local steps made meanwhile, become local parameters."""
+"""Merge policies: how a late result and the local steps made meanwhile are combined."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class MergePolicy:
-    """What becomes of the local steps that were made while a round was under way.
+    """Combines the result of an overlapped round with the local steps made while it was pending.
 
-    A round that ends where it began needs none: its result is the new local parameters.
+    A blocking round needs no policy: its result is the new local parameters.
     """
 
     keeps_progress: ClassVar[bool]
-    """Whether those local steps count. A pending round then lands before the next message is made;
-    otherwise after, since the message tells of them, and a first pending round leaves local steps
-    to begin again at the start of the round."""
+    """Whether the result is added to the local steps made meanwhile. If so, a pending round is
+    applied before the next message is computed. If not, it is applied after that, because the
+    message contains those local steps; and when the first overlapped round begins, local steps
+    restart from the start of the round."""
 
     keeps_sent: ClassVar[bool]
-    """Whether the parameters that left are to be kept: one more vector ``(P,)``."""
+    """Whether a copy of the parameters at the time of sending is needed, one vector ``(P,)``."""
 
     def keeps_sent_params(self, is_rounded: bool) -> bool:
-        """Whether they are kept; always if progress counts and parameters are narrow (bfloat16).
+        """Return whether the parameters at the time of sending are kept.
 
-        What is lost by rounding the parameters when they are written is known from there.
+        If ``is_rounded``, that is for narrow dtypes such as bfloat16, a policy that keeps progress
+        always keeps them, because the rounding error of the parameters is computed from them.
         """
         return self.keeps_sent or (self.keeps_progress and is_rounded)
 
     def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
-        """Compute the new local parameters; only called if there is progress to keep.
+        """Compute the new local parameters; only called if :attr:`keeps_progress`.
 
         Args:
-            result: What the algorithm made of the round, ``(P,)`` or a slice; only read.
-            local: The local parameters now; may serve as scratch.
-            departure: Those that left, or None if they are not kept; may serve as scratch.
+            result: The result of the algorithm, ``(P,)`` or a slice; only read.
+            local: The current local parameters; may be overwritten.
+            sent_params: The local parameters at the time of sending, or None if they are not kept;
+                may be overwritten.
 
         Returns:
             One of the arguments.
@@ -48,9 +51,9 @@ class MergePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Restart(MergePolicy):
-    r"""Local steps begin again at the result: :math:`\theta \leftarrow r`.
+    r"""Local steps restart from the result: :math:`\theta \leftarrow r`.
 
-    What was learned meanwhile is in the next message, which is made before.
+    The local steps made meanwhile are in the next message, which is computed before.
     """
 
     keeps_progress = False
@@ -59,11 +62,11 @@ class Restart(MergePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepProgress(MergePolicy):
-    r"""The result moves under the local steps made meanwhile.
+    r"""The local steps made meanwhile are added to the result.
 
     .. math:: \theta \leftarrow r + (\theta - s)
 
-    with the local parameters :math:`s` that left.
+    with the local parameters :math:`s` at the time of sending.
 
     Example:
         >>> result, local, sent_params = torch.tensor([[7.0], [3.0], [2.0]])
@@ -75,24 +78,24 @@ class KeepProgress(MergePolicy):
     keeps_sent = True
 
     def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
-        """The result plus the progress."""
+        """Return the result plus the progress since sending."""
         assert sent_params is not None
         return torch.sub(local, sent_params, out=sent_params).add_(result)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mix(MergePolicy):
-    r"""The result is mixed with the local parameters as they are when it lands.
+    r"""The result is mixed with the current local parameters.
 
     .. math:: \theta \leftarrow \beta\,\theta + (1 - \beta)\,r
 
     Args:
-        mix: The local share :math:`\beta` in [0, 1]. With 0 the result replaces the local
-            parameters, and the local steps made meanwhile are lost; with 1 results move the outer
-            parameters alone, and each worker trains for itself.
+        mix: Share :math:`\beta` of the local parameters, in [0, 1]. With 0 the result replaces the
+            local parameters, and the local steps made meanwhile are lost. With 1 only the outer
+            parameters change, and each worker trains on its own.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is out of range.
 
     Source:
@@ -119,5 +122,5 @@ class Mix(MergePolicy):
             )
 
     def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
-        """Between the two."""
+        """Return the weighted mean of the result and the local parameters."""
         return result if self.mix == 0 else local.lerp_(result, 1 - self.mix)

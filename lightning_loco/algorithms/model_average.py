@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: the workers' mean pulls, what was learned meanwhile stays."""
+"""Asynchronous model averaging: parameters are averaged while local steps continue."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelAverage(Algorithm):
-    r"""Go to the mean of the workers' snapshots, and keep what was learned since.
+    r"""Replaces the parameters by the mean of the workers' snapshots, and keeps later progress.
 
     .. math::
         \theta^i \leftarrow \frac{1}{N} \sum_j s^j + (\theta^i - s^i)
 
-    where :math:`s^i` are the parameters that worker i sent some local steps ago. The local progress
-    made meanwhile survives, and the mean over the workers moves by nothing else than that progress.
-    If a round ends where it began there is none, and this is plain averaging, Local SGD.
+    where the snapshot :math:`s^i` is the parameters that worker i sent some local steps ago. The
+    progress made since then is kept, and the mean over the workers changes by that progress only.
+    In a blocking round there is no such progress, and this is Local SGD.
 
-    There is nothing to choose here: when rounds begin and end is a matter of the schedule, and the
-    progress is added where a round lands (:class:`~lightning_loco.algorithms.KeepProgress`).
+    It has no settings. The schedule decides when rounds begin and end, and the merge policy
+    :class:`~lightning_loco.algorithms.KeepProgress` adds the progress.
 
     Source:
         Bagua's Asynchronous Model Average.
@@ -46,19 +46,19 @@ class ModelAverage(Algorithm):
     merge_policy = KeepProgress()
 
     def init(self, params: Tensor) -> State:
-        """No state is needed."""
+        """Return an empty state."""
         return {}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is the local parameters: the snapshot."""
+        """Return the local parameters: the snapshot."""
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The result of the exchange becomes the local parameters."""
+        """Return the result of the exchange."""
         return received
 
     def restart(self, state: State) -> Tensor | None:
-        """Nothing remembers where the round began: a worker without progress takes the mean."""
+        """Return None: the start is not kept, so a worker without progress takes the mean."""
         return None
 
 
@@ -69,7 +69,7 @@ class NeighborAverage(ModelAverage):
     .. math::
         \theta^i \leftarrow \sum_j W_{ij} s^j + (\theta^i - s^i)
 
-    A worker without valid parameters goes on from what its last round brought.
+    A worker without valid parameters continues from the result of its last round.
 
     Example:
         >>> NeighborAverage().exchange
@@ -79,7 +79,7 @@ class NeighborAverage(ModelAverage):
     exchange = "neighbors"
 
     def default_topology(self, seed: int) -> Topology:
-        """A ring."""
+        """Return a ring."""
         return Ring()
 
     def prepare(self, num_workers: int, topology: Topology | None) -> NeighborAverage:
@@ -90,15 +90,15 @@ class NeighborAverage(ModelAverage):
         return self
 
     def init(self, params: Tensor) -> State:
-        """The state is what the last round brought, at first the common start."""
+        """Return the result of the last round, which is the common start at first."""
         return {"start": params}
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The mix of the neighbours becomes the local parameters, and is remembered."""
+        """Return the weighted mean of the neighbours, and keep it in the state."""
         start: Tensor = state["start"]
         return start.copy_(received)
 
     def restart(self, state: State) -> Tensor:
-        """The round began at what the last one brought."""
+        """Return the result of the last round."""
         start: Tensor = state["start"]
         return start

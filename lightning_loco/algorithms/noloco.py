@@ -22,7 +22,7 @@ _MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
 
 @dataclasses.dataclass(frozen=True)
 class NoLoCo(Algorithm):
-    r"""Each worker keeps outer parameters and momentum of its own, and hears a few others.
+    r"""Each worker has its own outer parameters and momentum, and exchanges with a few others.
 
     .. math::
         u^i = \phi^i + \tfrac{\beta}{\gamma}(\theta^i - \phi^i), \qquad
@@ -30,15 +30,15 @@ class NoLoCo(Algorithm):
         \phi^i \leftarrow \phi^i + \delta^i, \qquad \theta^i \leftarrow \phi^i
 
     with the mixing matrix W of the round's topology, a random pairing of the workers by default.
-    The paper averages drifts and outer parameters in two sums; with both through the same W they
-    are one message, which for :math:`\gamma = \beta` is the local parameters themselves. On a
+    The paper averages drifts and outer parameters in two sums. With the same W for both they are
+    one message, which for :math:`\gamma = \beta` is the local parameters. On a
     complete graph this is DiLoCo with heavy-ball momentum, and with :math:`a = 0, \gamma = 1` it is
     GASLoC without momentum. The consensus model is the mean over the workers.
 
     Args:
         outer_momentum: :math:`a` in [0, 1).
         outer_lr: :math:`\beta`, positive.
-        gossip_step: :math:`\gamma`, positive: how strongly the groups pull together. Default: as
+        gossip_step: :math:`\gamma`, positive: the step towards the mean of the group. Default:
             ``outer_lr``.
 
     Raises:
@@ -77,11 +77,11 @@ class NoLoCo(Algorithm):
                 raise ValueError(f"{name} must be positive, got {value}. A common value is 0.7.")
 
     def default_topology(self, seed: int) -> Topology:
-        """New random pairs in every round."""
+        """Return random pairs, drawn anew in every round."""
         return RandomMatching(seed)
 
     def prepare(self, num_workers: int, topology: Topology | None) -> NoLoCo:
-        """Check that gossip alone brings the workers together on this graph."""
+        """Check that gossip without local steps brings the workers together on this graph."""
         super().prepare(num_workers, topology)
         assert topology is not None
         topology.check(num_workers)
@@ -97,7 +97,7 @@ class NoLoCo(Algorithm):
         text = (
             f"gossip_step={self._gossip_step:g} with outer_momentum={self.outer_momentum:g} makes "
             f"gossip of {num_workers} workers diverge: the distance grows by {radius:.3f} per "
-            "round. Use less of both; 0.7 with 0.5 suits random pairs."
+            "round. Use lower values of both; 0.7 with 0.5 suits random pairs."
         )
         if topology.period(num_workers) is not None:
             raise ValueError(text)
@@ -108,20 +108,20 @@ class NoLoCo(Algorithm):
         return self.outer_lr if self.gossip_step is None else self.gossip_step
 
     def init(self, params: Tensor) -> State:
-        """The outer parameters of this worker, and its momentum if there is any."""
+        """Return this worker's outer parameters, and a momentum buffer with momentum."""
         state = {"start": params}
         if self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """The message is u; the local parameters themselves if both steps are equal."""
+        """Return u, which is the local parameters if both step sizes are equal."""
         if self._gossip_step == self.outer_lr:
             return params
         return torch.lerp(state["start"], params, self.outer_lr / self._gossip_step, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """One outer step with momentum to what the group came to."""
+        """Make an outer step with momentum towards the mean of the group."""
         start: Tensor = state["start"]
         if self.outer_momentum == 0:
             return torch.lerp(start, received, self._gossip_step, out=start)
@@ -131,11 +131,11 @@ class NoLoCo(Algorithm):
         return start.add_(momentum)
 
     def restart(self, state: State) -> Tensor:
-        """The round began at the outer parameters."""
+        """Return this worker's outer parameters."""
         start: Tensor = state["start"]
         return start
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """This worker's own way, beta / gamma times its drift."""
+        """Return this worker's drift times beta / gamma."""
         start: Tensor = state["start"]
         return params - start

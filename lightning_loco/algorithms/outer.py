@@ -1,4 +1,4 @@
-"""Any torch optimizer as outer optimizer, with its state kept in the algorithm's state."""
+"""Torch optimizers as outer optimizers, with their state in the algorithm's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "optimizer."
 def check_outer_optimizer(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
 ) -> None:
-    """Try two steps on a vector.
+    """Check an outer optimizer by two steps on a small vector.
 
     Raises:
         ValueError: If the optimizer cannot step on a flat vector with its state kept outside.
@@ -31,7 +31,7 @@ def check_outer_optimizer(
         for _ in range(2):
             stepped = step_outer_optimizer(make_optimizer, outer, torch.ones(2), state)
             if _settings(stepped) != settings:
-                raise TypeError("it remembers numbers in param_groups, which would be forgotten")
+                raise TypeError("it keeps numbers in param_groups, which would be lost")
     except Exception as error:
         raise ValueError(
             f"{name} cannot be an outer optimizer: {error}. It must step on one flat vector, "
@@ -51,8 +51,8 @@ def step_outer_optimizer(
 ) -> torch.optim.Optimizer:
     """Make one step of a torch optimizer on the outer parameters, in place.
 
-    The optimizer is made anew each time and given its state back, so that all that is remembered
-    are entries ``optimizer.<name>`` of ``state``: tensors and numbers.
+    The optimizer is created for each step and its state restored, so its state is saved as entries
+    ``optimizer.<name>`` of ``state``: tensors and numbers.
 
     Args:
         make_optimizer: Called with a list that holds one flat parameter.
@@ -64,7 +64,7 @@ def step_outer_optimizer(
         The optimizer after its step.
 
     Raises:
-        TypeError: If the optimizer remembers something else than tensors and numbers.
+        TypeError: If the optimizer's state contains anything but tensors and numbers.
     """
     parameter = torch.nn.Parameter(outer)
     parameter.grad = gradient
@@ -72,7 +72,7 @@ def step_outer_optimizer(
     known = {key.removeprefix(_PREFIX): state[key] for key in state if key.startswith(_PREFIX)}
     tensors = [value for value in known.values() if isinstance(value, Tensor)]
     if any(t.shape == parameter.shape and t.device != parameter.device for t in tensors):
-        # Moves what was read from a checkpoint to where this optimizer wants it.
+        # Moves tensors from a checkpoint to the device on which this optimizer keeps them.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": {0: known}, "param_groups": groups})
     elif known:

@@ -1,8 +1,8 @@
 """Outer learning rates that change from round to round.
 
-``outer_lr`` is a number, or anything that can be called with the number of a round and pickled: one
-of these schedules or a function of one's own. The algorithm counts its rounds in its state, so that
-they go on in a resumed run, are equal on all workers, and reach those that come later.
+``outer_lr`` is a number, or a picklable callable from the index of a round to its rate: one of
+these schedules or your own function. The algorithm counts rounds in its state, so the count
+continues in a resumed run, is equal on all workers, and is sent to workers that join later.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from lightning_loco.algorithms.base import State
 
 OuterLR = float | Callable[[int], float]
-"""A rate, or from the number of a round, beginning with 0, to its rate."""
+"""A rate, or a function from the index of a round, starting at 0, to its rate."""
 
 ROUNDS = "rounds"
-"""The state's entry that counts rounds."""
+"""The state entry that counts rounds."""
 
 
 def _check_positive(name: str, rate: Any) -> None:
@@ -33,7 +33,7 @@ def _check_positive(name: str, rate: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way(ABC):
+class _Ramp(ABC):
     start: float
     end: float
     rounds: int
@@ -50,13 +50,13 @@ class _Way(ABC):
             )
 
     def __call__(self, round_index: int) -> float:
-        """The rate of a round."""
+        """Return the rate of a round."""
         part = self._part(min(round_index / self.rounds, 1.0))
         return self.start * (1 - part) + self.end * part
 
     @abstractmethod
     def _part(self, progress: float) -> float:
-        """How much of the way is covered, out of how many of its rounds are over; 0 to 1."""
+        """Return the position between the rates, given the share of the rounds; both 0 to 1."""
 
     @property
     def highest(self) -> float:
@@ -65,16 +65,16 @@ class _Way(ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(_Way):
-    """From one rate to another in equal steps; it stays there.
+class Linear(_Ramp):
+    """Changes the rate linearly, then keeps it.
 
     Args:
         start: Rate of the first round, positive.
         end: Rate from round ``rounds`` on, positive.
-        rounds: How many rounds it takes, at least 1.
+        rounds: Number of rounds until ``end`` is reached, at least 1.
 
     Raises:
-        TypeError: If a value is no number.
+        TypeError: If a value is not a number.
         ValueError: If a value is out of range.
 
     Example:
@@ -87,16 +87,16 @@ class Linear(_Way):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cosine(_Way):
-    """From one rate to another along half a cosine; it stays there.
+class Cosine(_Ramp):
+    """Changes the rate along half a cosine, then keeps it.
 
     Args:
         start: Rate of the first round, positive.
         end: Rate from round ``rounds`` on, positive.
-        rounds: How many rounds it takes, at least 1.
+        rounds: Number of rounds until ``end`` is reached, at least 1.
 
     Raises:
-        TypeError: If a value is no number.
+        TypeError: If a value is not a number.
         ValueError: If a value is out of range.
 
     Example:
@@ -110,14 +110,14 @@ class Cosine(_Way):
 
 @dataclasses.dataclass(frozen=True)
 class Piecewise:
-    """One rate after the other.
+    """Uses constant rates, one after another.
 
     Args:
-        rates: From the number of the round at which a rate begins to the rate; one begins at 0.
+        rates: A mapping from the round at which a rate begins to the rate; it must contain 0.
 
     Raises:
-        TypeError: If a value is no number.
-        ValueError: If a value is out of range, or none begins at 0.
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of range, or round 0 is missing.
 
     Example:
         >>> [Piecewise({0: 0.7, 3: 0.2})(t) for t in range(5)]
@@ -138,11 +138,11 @@ class Piecewise:
             raise ValueError(f"rates must begin at round 0, got {dict(self.rates)}.")
 
     def __hash__(self) -> int:
-        """Equal rates have the same."""
+        """Hash the rates, which a frozen dataclass cannot do for a mapping."""
         return hash(tuple(sorted(self.rates.items())))
 
     def __call__(self, round_index: int) -> float:
-        """The rate of a round."""
+        """Return the rate of a round."""
         return self.rates[max(begin for begin in self.rates if begin <= round_index)]
 
     @property
@@ -152,7 +152,7 @@ class Piecewise:
 
 
 def check_outer_lr(outer_lr: OuterLR) -> None:
-    """Refuse what is no positive rate, and no schedule of positive ones as far as can be seen.
+    """Check that a rate, or the first rate of a schedule, is positive.
 
     Raises:
         TypeError: If it is neither a number nor a function from a round to one.
@@ -165,15 +165,15 @@ def check_outer_lr(outer_lr: OuterLR) -> None:
 
 
 def new_counter(outer_lr: OuterLR) -> State:
-    """What the state needs for a rate: nothing for a number."""
+    """Return the state entries of a rate: a counter for a schedule, nothing for a number."""
     return {ROUNDS: 0} if callable(outer_lr) else {}
 
 
 def rate_at(outer_lr: OuterLR, round_index: int) -> float:
-    """The rate of a round.
+    """Return the rate of a round.
 
     Raises:
-        RuntimeError: If a schedule says something else than a positive number.
+        RuntimeError: If a schedule returns anything but a positive number.
     """
     if not callable(outer_lr):
         return outer_lr
@@ -186,7 +186,7 @@ def rate_at(outer_lr: OuterLR, round_index: int) -> float:
 
 
 def next_rate(outer_lr: OuterLR, state: State) -> float:
-    """The rate of the round that ends now, which is counted if the state has a counter."""
+    """Return the rate of the current round, and advance the counter if there is one."""
     rate = rate_at(outer_lr, state.get(ROUNDS, 0))
     if ROUNDS in state:
         state[ROUNDS] += 1
@@ -194,14 +194,14 @@ def next_rate(outer_lr: OuterLR, state: State) -> float:
 
 
 def highest_rate(outer_lr: OuterLR) -> float:
-    """The largest rate as far as is known: of a function of one's own, that of the first round."""
+    """Return the largest rate; for a user's function, which is not known, the first rate."""
     if not callable(outer_lr):
         return outer_lr
     return float(getattr(outer_lr, "highest", outer_lr(0)))
 
 
 def outer_lr_metrics(outer_lr: OuterLR, state: State) -> dict[str, float]:
-    """The rate of the last round, if it changes."""
+    """Return the rate of the last round if ``outer_lr`` is a schedule."""
     if not callable(outer_lr):
         return {}
     return {"outer_lr": rate_at(outer_lr, max(0, state[ROUNDS] - 1))}

@@ -1,4 +1,4 @@
-"""When an outer optimizer stays stable although its gradients come one round late."""
+"""Stability of an outer optimizer whose gradients are applied one round late."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ def largest_stable_contraction(
     every: int = 1,
     share: float = 0.0,
 ) -> float:
-    r"""Find how far local steps may go in a round for a delayed outer SGD to be stable.
+    r"""Compute how far local steps may move in a round for a delayed outer SGD to be stable.
 
-    On a quadratic a local phase moves a worker the fraction :math:`k` of the way to its optimum, so
-    the error follows :math:`e_{t+1} = e_t - \eta\,(\Delta_t + \mu m_{t+1})` with
+    On a quadratic, the local steps of a round move a worker by a fraction :math:`k` of the way to
+    its optimum, so the error follows :math:`e_{t+1} = e_t - \eta\,(\Delta_t + \mu m_{t+1})` with
     :math:`\Delta_t = k\,e_{t-d}` and :math:`m_{t+1} = \mu m_t + \Delta_t` (heavy ball: only
     :math:`m_{t+1}`). Convex problems have :math:`0 < k \le 1`; a result of at least 1 is safe.
 
     Args:
         outer_lr: Outer learning rate, positive.
         momentum: Outer momentum in [0, 1).
-        nesterov: Nesterov instead of heavy ball.
+        nesterov: Whether the momentum is Nesterov's instead of heavy ball.
         delay: Rounds between sending and applying, at least 0.
-        every: Rounds of a block of delayed Nesterov momentum, as in ``DelayedNesterov``.
-        share: The part of a pseudo-gradient that comes without delay, as in ``EagerDiLoCo``.
+        every: Number of rounds in a block, as in ``DelayedNesterov``.
+        share: Share of a pseudo-gradient that is applied without delay, as in ``EagerDiLoCo``.
 
     Returns:
-        The largest stable k, searched up to 2.
+        The largest stable k, at most 2.
 
     Example:
         >>> round(largest_stable_contraction(0.7, 0.9), 2)
@@ -57,9 +57,9 @@ def largest_stable_contraction(
 def _spectral_radius(
     outer_lr: float, momentum: float, nesterov: bool, gradient: Tensor, every: int
 ) -> float:
-    """Radius of the linear map of a block on (e_t, ..., e_{t-delay}, m_t, sum of the block).
+    """Return the radius of the linear map of a block on (e_t, ..., e_{t-delay}, m_t, block sum).
 
-    ``gradient`` is the pseudo-gradient of a round, as a row of it.
+    ``gradient`` is the pseudo-gradient of a round, as a row vector on that state.
     """
     size = len(gradient)
     buffer, block_sum = size - 2, size - 1

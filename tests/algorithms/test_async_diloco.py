@@ -1,4 +1,4 @@
-"""DiLoCo one round late: the order of the published file, its recursion, and what is left over."""
+"""DiLoCo with overlap: the published order of steps, its error recursion, and drain()."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_printed_order_is_synchronous_and_shifted_by_one_phase() -> None:
     assert_close(printed[1:], synchronous[:5, 0])
 
 
-def test_it_is_the_order_of_the_published_file(subtests: pytest.Subtests) -> None:
+def test_it_has_the_published_order(subtests: pytest.Subtests) -> None:
     for inner, warm in itertools.product([SGD, ADAMW], [False, True]):
         with subtests.test(inner.func.__name__, warm_start=warm):
             expected = file_order(3, 6, 2, inner, warm)
@@ -130,9 +130,7 @@ def test_it_is_the_order_of_the_published_file(subtests: pytest.Subtests) -> Non
 
 
 @pytest.mark.soak
-def test_it_is_the_order_of_the_published_file_on_gloo(
-    pool: Pool, subtests: pytest.Subtests
-) -> None:
+def test_it_has_the_published_order_on_gloo(pool: Pool, subtests: pytest.Subtests) -> None:
     for world, warm in itertools.product([2, 3, 4], [False, True]):
         with subtests.test(world=world, warm_start=warm):
             settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
@@ -191,14 +189,14 @@ def test_the_error_follows_the_recursion_with_delay_1(subtests: pytest.Subtests)
 
 
 def test_a_warm_start_makes_the_first_phase_count() -> None:
-    """1 - kappa after one round; then the pipeline fills, and the recursion goes on from there."""
+    """The error is 1 - kappa after one round; then the recursion continues with delay 1."""
     found, _ = errors(DiLoCo(0.7, 0.0), 0.3, 6, overlap=True)
     cold, _ = errors(DiLoCo(0.7, 0.0), 0.3, 5, **COLD)
     assert found == pytest.approx([1.0, *(0.79 * e for e in cold)], abs=1e-12)
 
 
-def test_the_first_phase_moves_nothing_without_a_warm_start() -> None:
-    """Theta_1 = Theta_0, and the local parameters are thrown back to it."""
+def test_without_a_warm_start_the_first_round_changes_nothing() -> None:
+    """Theta_1 = Theta_0, and the local parameters are reset to it."""
     history = simulate(ALGORITHM, 3, 2, **COLD)
     start = flat(make_model())
     assert torch.equal(history[0], start.expand(3, -1))
@@ -206,7 +204,7 @@ def test_the_first_phase_moves_nothing_without_a_warm_start() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, COLD], ids=["sync", "warm", "cold"])
-def test_without_progress_the_outer_parameters_stay(settings: dict[str, Any]) -> None:
+def test_without_progress_the_outer_parameters_do_not_change(settings: dict[str, Any]) -> None:
     models = [Point(randn(5)) for _ in range(3)]
     simulation = Simulation(models, ALGORITHM, **settings)
     simulation.run(lambda worker: None, 5)
@@ -227,7 +225,7 @@ def test_after_t_phases_t_minus_1_means_are_applied_and_drain_applies_the_last()
 
 
 def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
-    """The parameters before and after the engine is drained; each mean is worth 1."""
+    """The parameters before and after drain(); each mean moves them by 1."""
     model = Point(torch.zeros(1))
     engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1, **COLD)
     for _ in range(phases):
@@ -243,8 +241,8 @@ def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
 
 
 def test_draining_the_engine_applies_the_last_mean(pool: Pool) -> None:
-    rows = {phases: (phases,) for phases in (1, 2, 5)}
-    for phases, results in run_each(pool, count_outer_steps, rows, world=2).items():
+    calls = {phases: (phases,) for phases in (1, 2, 5)}
+    for phases, results in run_each(pool, count_outer_steps, calls, world=2).items():
         assert results == [[1.0 - phases, -phases]] * 2
 
 
@@ -256,6 +254,6 @@ def test_without_overlap_there_is_no_delay() -> None:
     assert warm[2:] != expected[2:]
 
 
-def test_algorithms_that_cannot_have_results_late_cannot_overlap() -> None:
+def test_algorithms_without_a_merge_policy_refuse_overlap() -> None:
     with pytest.raises(ValueError, match="overlap=True needs an algorithm with outer parameters"):
         Simulation([Point(torch.zeros(1))] * 2, LocalSGD(), overlap=True)

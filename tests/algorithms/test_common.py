@@ -1,4 +1,4 @@
-"""One table: every algorithm through the laws that hold for all of them."""
+"""Laws that hold for every algorithm, for all rows of the table of test cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.pool import Pool
 
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
-    """Some rounds of one worker among others, whose messages are random; the parameters after."""
+    """Make rounds of one worker with random received vectors, and return its parameters."""
     params = randn(6, seed=99).to(dtype)
     if (start := algorithm.restart(state)) is not None:
         params.copy_(start)
@@ -52,7 +52,7 @@ def test_an_algorithm_without_rounds_is_refused(drive: Any) -> None:
 def check_that_it_converges(
     case: Case, num_workers: int, rounds: int = 100, rate: float = 0.3
 ) -> None:
-    """The consensus comes to the mean of the targets, the optimum of the sum."""
+    """Assert that the consensus converges to the mean of the targets, the optimum of the sum."""
     targets = randn(num_workers, 3)
     models = [Point(torch.zeros(3, dtype=torch.float64)) for _ in range(num_workers)]
 
@@ -69,7 +69,7 @@ def check_that_it_converges(
 
 
 @rows("laws", without_variants())
-def test_it_converges_on_quadratics_with_other_targets_on_each_worker(case: Case) -> None:
+def test_it_converges_on_quadratics_with_different_targets_on_each_worker(case: Case) -> None:
     check_that_it_converges(case, num_workers=4)
 
 
@@ -100,8 +100,10 @@ def law_messages_have_the_dtype_of_the_parameters(case: Case, dtype: torch.dtype
                 assert value.dtype == dtype, key
 
 
-def law_the_model_keeps_its_dtype_and_the_state_is_wide(case: Case, dtype: torch.dtype) -> None:
-    """Sums and outer parameters are float32 at least; the model is what it was."""
+def law_the_model_keeps_its_dtype_and_the_state_is_float32_or_wider(
+    case: Case, dtype: torch.dtype
+) -> None:
+    """Sums and outer parameters are at least float32; the model keeps its dtype."""
     models = [Point(torch.zeros(6).to(dtype)) for _ in range(3)]
     simulation = Simulation(models, case.algorithm, **case.settings())
     simulation.run(lambda worker: models[worker].value.data.add_(worker + 1), 3)
@@ -131,7 +133,7 @@ def law_it_is_frozen(case: Case) -> None:
         case.algorithm.something_new = 1  # type: ignore[attr-defined]
 
 
-def law_preparing_changes_nothing_in_place_and_once_is_enough(case: Case) -> None:
+def law_prepare_is_pure_and_idempotent(case: Case) -> None:
     before = repr(case.algorithm)
     ready = case.prepared(4)
     assert repr(case.algorithm) == before
@@ -139,7 +141,7 @@ def law_preparing_changes_nothing_in_place_and_once_is_enough(case: Case) -> Non
 
 
 def law_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
-    """Loaded without running code, it goes on to the same numbers, bit for bit."""
+    """Loaded with weights_only, it continues to the same numbers, bit for bit."""
     algorithm = case.prepared(4)
     start = randn(6, seed=98)
     expected = apply_rounds(algorithm, algorithm.init(start.clone()), range(7), torch.float64)
@@ -173,7 +175,7 @@ def law_two_states_share_no_memory(case: Case) -> None:
     assert len(set(pointers)) == len(pointers)
 
 
-def law_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
+def law_received_may_share_memory_with_the_parameters(case: Case) -> None:
     """An all-reduce sums in place, so what is received is where the message was."""
     results = []
     for in_place in (False, True):
@@ -188,8 +190,8 @@ def law_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
     assert torch.equal(*results)
 
 
-def law_without_progress_a_round_begins_where_it_began(case: Case) -> None:
-    """restart gives the parameters that the last apply has left."""
+def law_restart_without_progress_gives_the_parameters_of_the_last_update(case: Case) -> None:
+    """restart gives the parameters that the last apply has written."""
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
     params = randn(6, seed=1)
@@ -233,7 +235,7 @@ def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
 
 
 def law_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -> None:
-    """Up to the last bit: vectorised kernels round the ends of a slice in another way."""
+    """Up to the last bit, since vectorized kernels round the end of a slice differently."""
     algorithm = case.prepared(4)
     whole = run_on_slices(algorithm, [])
     torch.testing.assert_close(run_on_slices(algorithm, cuts), whole, rtol=1e-15, atol=1e-15)
@@ -244,8 +246,8 @@ def bits(state: State) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def law_to_propose_is_pure(case: Case) -> None:
-    """Asked twice, it says the same, and no entry of the state has moved by a bit."""
+def law_propose_is_pure(case: Case) -> None:
+    """Called twice it returns the same message, and no entry of the state changes by a bit."""
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
     for t in range(3):
@@ -258,8 +260,8 @@ def law_to_propose_is_pure(case: Case) -> None:
         algorithm.apply(params, message + randn(6, seed=10 + t), state)
 
 
-def law_restart_means_where_the_round_began(case: Case) -> None:
-    """From the first round to the last, and whatever has been proposed; or always None."""
+def law_restart_gives_the_start_of_the_round(case: Case) -> None:
+    """In every round and after any call of propose; or it is always None."""
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
@@ -275,7 +277,7 @@ def law_restart_means_where_the_round_began(case: Case) -> None:
 
 
 def law_permuting_the_workers_permutes_the_results(case: Case) -> None:
-    """Relabelling the workers and their places in the graph changes nothing else."""
+    """Renumbering the workers and the nodes of the graph changes nothing else."""
     num_workers, order = 5, torch.tensor([3, 0, 4, 1, 2])
     algorithm = case.prepared(num_workers)
     targets, starts = randn(num_workers, 4), randn(4, seed=1).expand(num_workers, 4)
@@ -296,14 +298,14 @@ def law_permuting_the_workers_permutes_the_results(case: Case) -> None:
 PLAIN_LAWS = [
     law_it_is_picklable_and_equal_after_a_round_trip,
     law_it_is_frozen,
-    law_preparing_changes_nothing_in_place_and_once_is_enough,
+    law_prepare_is_pure_and_idempotent,
     law_its_state_is_tensors_and_plain_numbers,
     law_two_states_share_no_memory,
-    law_received_may_lie_in_the_memory_of_the_parameters,
-    law_without_progress_a_round_begins_where_it_began,
+    law_received_may_share_memory_with_the_parameters,
+    law_restart_without_progress_gives_the_parameters_of_the_last_update,
     law_all_workers_have_the_same_state_keys,
-    law_to_propose_is_pure,
-    law_restart_means_where_the_round_began,
+    law_propose_is_pure,
+    law_restart_gives_the_start_of_the_round,
     law_permuting_the_workers_permutes_the_results,
 ]
 
@@ -318,7 +320,7 @@ def test_the_laws_of_every_algorithm_hold(case: Case, subtests: pytest.Subtests)
             law_messages_have_the_dtype_of_the_parameters(case, dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         with subtests.test("the_model_keeps_its_dtype_and_the_state_is_wide", dtype=dtype):
-            law_the_model_keeps_its_dtype_and_the_state_is_wide(case, dtype)
+            law_the_model_keeps_its_dtype_and_the_state_is_float32_or_wider(case, dtype)
     if case.algorithm.granularity == 1:
         for cuts in ([6], [1, 2, 5], list(range(1, 12)), [11]):
             with subtests.test("slices_give_the_same_result_as_the_whole", cuts=cuts):
@@ -326,8 +328,8 @@ def test_the_laws_of_every_algorithm_hold(case: Case, subtests: pytest.Subtests)
 
 
 @rows("alone")
-def test_a_worker_alone_keeps_to_the_same_formulas(case: Case) -> None:
-    """One worker is as many workers that all do the same."""
+def test_a_worker_alone_computes_what_equal_workers_compute(case: Case) -> None:
+    """One worker gives the same numbers as several workers with the same local steps."""
     histories = []
     for num_workers in (1, 4):
         models = [Point(randn(6)) for _ in range(num_workers)]
@@ -378,7 +380,7 @@ MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key 
 
 @rows("without progress", MASTERS)
 def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) -> None:
-    """What the model cannot hold of the float32 outer parameters is no progress of the workers."""
+    """The rounding error of the model's bfloat16 parameters is not taken for progress."""
     models = [Point(torch.zeros(6, dtype=torch.bfloat16)) for _ in range(2)]
     plain = dataclasses.replace(case.algorithm, outer_momentum=0.0)
     simulation = Simulation(models, plain, **case.settings())

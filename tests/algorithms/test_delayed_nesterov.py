@@ -1,4 +1,4 @@
-"""Delayed Nesterov: its formula, the law of its blocks, and DiLoCo as blocks of one round."""
+"""Delayed Nesterov: its formula, its blocks, and DiLoCo as blocks of one round."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TARGETS = randn(3, 5)
 STARTS = randn(5, seed=1).expand(3, 5)
 
 
-def by_the_book(
+def published_loop(
     gradients: Tensor, rate: float, momentum: float, every: int, between: float
 ) -> list[Tensor]:
-    """The published loop on given pseudo-gradients: how far it has moved after each."""
+    """The published loop on given pseudo-gradients: the parameters after each."""
     moved = m = block_sum = torch.zeros_like(gradients[0])
     history = []
     for t, gradient in enumerate(gradients):
@@ -54,7 +54,7 @@ def test_it_is_the_published_loop(subtests: pytest.Subtests) -> None:
         with subtests.test(every=every, momentum=momentum, between=between):
             algorithm = DelayedNesterov(1.1, momentum, every, between)
             state = algorithm.init(torch.zeros(4, dtype=torch.float64))
-            expected = by_the_book(gradients, 1.1, momentum, every, between)
+            expected = published_loop(gradients, 1.1, momentum, every, between)
             for gradient, after in zip(gradients, expected, strict=True):
                 params = torch.zeros(4, dtype=torch.float64)
                 algorithm.apply(params, gradient.clone(), state)
@@ -87,7 +87,7 @@ def test_blocks_of_one_round_are_torch_sgd_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_a_block_comes_to_one_nesterov_step_with_its_mean(every: int) -> None:
+def test_a_block_equals_one_nesterov_step_with_its_mean(every: int) -> None:
     gradients = randn(4, every, 6)
     algorithm = DelayedNesterov(0.7, 0.9, every)
     state = algorithm.init(randn(6, seed=1))
@@ -102,20 +102,20 @@ def test_a_block_comes_to_one_nesterov_step_with_its_mean(every: int) -> None:
         assert not state["block_sum"].any()
 
 
-def test_with_momentum_between_a_block_is_another_step() -> None:
+def test_with_momentum_between_a_block_is_not_one_nesterov_step() -> None:
     gradients = randn(6, 4)
-    moved = [by_the_book(gradients, 0.7, 0.9, 3, between)[-1] for between in (0.0, 0.2)]
+    moved = [published_loop(gradients, 0.7, 0.9, 3, between)[-1] for between in (0.0, 0.2)]
     assert (moved[0] - moved[1]).abs().max() > 0.1
 
 
-def test_without_momentum_it_is_diloco_with_the_nth_of_the_rate() -> None:
+def test_without_momentum_it_is_diloco_with_the_rate_divided_by_n() -> None:
     delayed, plain = DelayedNesterov(2.1, 0.0, every=3), DiLoCo(2.1 / 3, 0.0)
     histories = [flat_rounds(a, STARTS, move_to(TARGETS, 0.3), 7) for a in (delayed, plain)]
     assert torch.equal(*histories)
     assert set(delayed.init(randn(4))) == {"outer"}
 
 
-def test_processes_make_the_same_blocks(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_it_is_the_same_in_processes(pool: Pool, subtests: pytest.Subtests) -> None:
     algorithm = DelayedNesterov(1.4, 0.3, every=2)
     for world, overlap in itertools.product([2, 3], [False, True]):
         with subtests.test(world=world, overlap=overlap):
@@ -132,8 +132,8 @@ def test_the_strategy_takes_its_arguments() -> None:
     assert strategy.settings.algorithm == DelayedNesterov(2.8, 0.9, 4, 0.1)
 
 
-def test_values_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
-    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
+def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
+    invalid: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"outer_lr": 0.0}, ValueError, r"outer_lr must be positive, got 0\.0"),
         ({"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"every": 0}, ValueError, "every counts rounds and must be at least 1, got 0. Use 1 for"),
@@ -142,12 +142,12 @@ def test_values_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
         ({"between": 0.6}, ValueError, r"between must be in \[0, 1/every\], got 0.6 with every=2"),
         ({"between": -0.1}, ValueError, r"between must be in \[0, 1/every\], got -0.1"),
     ]
-    for settings, error, message in rows:
+    for settings, error, message in invalid:
         with subtests.test(str(settings)), pytest.raises(error, match=message):
             DelayedNesterov(**settings)
 
 
-def test_it_takes_no_topology_and_warns_when_it_is_unstable_late() -> None:
+def test_it_refuses_a_topology_and_warns_if_it_is_unstable_with_overlap() -> None:
     with pytest.raises(ValueError, match="DelayedNesterov averages over all workers"):
         DelayedNesterov().prepare(4, Complete())
     with pytest.warns(UserWarning, match="every=2 is unstable with overlap when a local phase"):

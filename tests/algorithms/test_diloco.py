@@ -40,7 +40,7 @@ TORCH = {
 }
 
 
-def train_by_the_book(world: int, rounds: int, steps: int, make_outer: Any, inner: Any) -> Tensor:
+def published_loop(world: int, rounds: int, steps: int, make_outer: Any, inner: Any) -> Tensor:
     """The published loop: a torch optimizer whose gradients are mean(outer - local)."""
     outer_model = make_model()
     outer = make_outer(outer_model.parameters())
@@ -67,7 +67,7 @@ def train_by_the_book(world: int, rounds: int, steps: int, make_outer: Any, inne
     cover(BUILT_IN, [pytest.param(SGD, id="SGD"), pytest.param(ADAMW, id="AdamW")], strength=1),
 )
 def test_it_is_the_published_loop_with_torch_sgd(kind: str, inner: Any) -> None:
-    expected = train_by_the_book(3, 6, 3, TORCH[kind], inner)
+    expected = published_loop(3, 6, 3, TORCH[kind], inner)
     for algorithm in (BUILT_IN[kind], DiLoCo(outer_optimizer=TORCH[kind])):
         history = simulate(algorithm, 3, 6, inner=inner, sync_every=3)
         assert_close(history[:6], expected[:, None].expand(-1, 3, -1))
@@ -75,7 +75,7 @@ def test_it_is_the_published_loop_with_torch_sgd(kind: str, inner: Any) -> None:
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_it_is_the_published_loop_on_gloo(pool: Pool, kind: str) -> None:
-    expected = train_by_the_book(3, 4, 2, TORCH[kind], ADAMW)
+    expected = published_loop(3, 4, 2, TORCH[kind], ADAMW)
     for history in pool.run(run_engine, BUILT_IN[kind], 4, {"sync_every": 2}, ADAMW, world=3):
         assert_close(history[:4], expected)
 
@@ -96,7 +96,7 @@ def test_outer_sgd_with_rate_1_is_local_sgd_on_gloo(pool: Pool) -> None:
 
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_a_single_worker_without_momentum_is_lookahead(rate: float) -> None:
-    """slow += rate * (fast - slow) every 4 steps; at rate 1 that is training as usual."""
+    """slow += rate * (fast - slow) every 4 steps; with rate 1 that is plain training."""
     model = make_model()
     optimizer = ADAMW(model.parameters())
     slow = flat(model)
@@ -129,8 +129,8 @@ def test_all_workers_are_bit_identical_after_every_round_on_gloo(pool: Pool, wor
         assert torch.equal(other, first)
 
 
-def test_one_step_of_outer_sgd_with_rate_1_lands_on_the_mean_of_the_local_parameters() -> None:
-    """Fixes the sign: the other one would move away by as much."""
+def test_one_step_of_outer_sgd_with_rate_1_gives_the_mean_of_the_local_parameters() -> None:
+    """Pins the sign: the opposite one would move away from the mean."""
     targets = randn(3, 4)
     starts = randn(4, seed=1).expand(3, 4)
     after = flat_rounds(DiLoCo(1.0, 0.0), starts, move_to(targets, 1.0), 1)[1]
@@ -187,7 +187,7 @@ def test_the_state_is_equal_on_all_workers() -> None:
 
 
 def test_numbers_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
-    rows = [
+    invalid = [
         ({"outer_lr": 0.0}, r"outer_lr must be positive, got 0\.0\. A common value is 0.7"),
         ({"outer_lr": float("nan")}, "outer_lr must be positive, got nan"),
         ({"outer_lr": float("inf")}, "outer_lr must be positive, got inf"),
@@ -195,11 +195,11 @@ def test_numbers_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
         ({"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), got -0.1"),
         ({"outer_momentum": float("nan")}, r"outer_momentum must be in \[0, 1\), got nan"),
     ]
-    for settings, message in rows:
+    for settings, message in invalid:
         with subtests.test(str(settings)), pytest.raises(ValueError, match=message):
             DiLoCo(**settings)
 
 
-def test_it_takes_no_topology() -> None:
+def test_a_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="DiLoCo averages over all workers and takes no topology"):
         DiLoCo().prepare(4, Complete())

@@ -1,4 +1,4 @@
-"""Eager DiLoCo: its rule as a plain loop, and what it comes to with one worker or none waiting."""
+"""Eager DiLoCo: its rule as a plain loop, and the cases in which it is DiLoCo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def put(model: torch.nn.Module, values: Tensor) -> None:
         p.data.copy_(part.view_as(p))
 
 
-def by_the_book(
+def plain_loop(
     world: int,
     phases: int,
     steps: int,
@@ -51,8 +51,8 @@ def by_the_book(
 ) -> Tensor:
     """Every worker with a torch optimizer of its own: ``(phases + 1, N, P)``; in the end, the mean.
 
-    The last row is after the last mean has come: momentum and parameters as if the last gradient
-    had been the mean.
+    The last entry is after the last mean has arrived: momentum and parameters as if the last
+    gradient had been the mean.
     """
     outer_sgd = partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
     models = [make_model() for _ in range(world)]
@@ -103,14 +103,14 @@ def test_it_is_the_rule_as_a_plain_loop(
     settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
     for rounds in (1, 6):
         history = simulate(algorithm, 3, rounds, inner=inner, **settings)
-        assert_close(history, by_the_book(3, rounds, 2, inner, warm, nesterov, rate))
+        assert_close(history, plain_loop(3, rounds, 2, inner, warm, nesterov, rate))
     late = simulate(DiLoCo(rate, MOMENTUM, nesterov), 3, 6, inner=inner, **settings)
     assert (history - late).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("world", "warm"), cover([2, 3, 4], [False, True], strength=1))
 def test_it_is_the_rule_on_gloo(pool: Pool, world: int, warm: bool) -> None:
-    expected = by_the_book(world, 5, 2, ADAMW, warm)
+    expected = plain_loop(world, 5, 2, ADAMW, warm)
     settings = {"overlap": True, "warm_start": warm, "sync_every": 2, "bucket_bytes": 4096}
     results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
     assert_close(torch.stack(results, dim=1), expected)
@@ -158,7 +158,7 @@ def test_all_progress_is_applied_once_everywhere(rounds: int) -> None:
     assert_close(params, (0.6 * progress).expand(3, 4))
 
 
-def test_the_copies_stay_a_bounded_distance_apart() -> None:
+def test_the_distance_between_the_outer_parameters_is_bounded() -> None:
     def apart(rounds: int) -> float:
         params, _ = train_points(EagerDiLoCo(0.6, 0.3), rounds, drain=False)
         return float((params - params.mean(0)).norm())
@@ -169,7 +169,7 @@ def test_the_copies_stay_a_bounded_distance_apart() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
 def test_the_largest_stable_contraction_is_where_it_begins_to_diverge(share: float) -> None:
-    """Workers that all do the same; each has 1/share of them."""
+    """Workers with equal local steps, 1/share of them."""
     limit = largest_stable_contraction(1.5, 0.5, share=share)
     world, rounds = round(1 / share), 100 if share == 1 else 300
 
@@ -186,7 +186,7 @@ def test_the_largest_stable_contraction_is_where_it_begins_to_diverge(share: flo
     assert error(1.05 * limit) > 10
 
 
-def test_its_strategy_overlaps_and_has_its_arguments() -> None:
+def test_its_strategy_overlaps_and_passes_its_arguments() -> None:
     strategy = EagerDiLoCoStrategy(20, 0.4, 0.3, False, warm_start=False)
     assert strategy.settings.algorithm == EagerDiLoCo(0.4, 0.3, False)
     assert strategy.settings.schedule.overlap
@@ -194,7 +194,7 @@ def test_its_strategy_overlaps_and_has_its_arguments() -> None:
     assert strategy.settings.prepare(4).algorithm.share == 0.25
 
 
-def test_values_that_cannot_work_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"outer_lr must be positive, got -1.0"):
         EagerDiLoCo(-1.0)
     with pytest.raises(ValueError, match=r"outer_momentum must be in \[0, 1\), got 1.0"):
@@ -203,7 +203,7 @@ def test_values_that_cannot_work_are_refused() -> None:
         EagerDiLoCo().prepare(4, Complete())
 
 
-def test_a_landing_that_would_pass_over_the_own_share_is_refused() -> None:
+def test_a_merge_policy_that_would_skip_the_own_share_is_refused() -> None:
     late = RoundSettings(EagerDiLoCo(), EverySteps(2, overlap=True), merge_policy=KeepProgress())
     with pytest.raises(ValueError, match=r"no merge policy but Restart\(\), got KeepProgress"):
         late.prepare(2)
@@ -211,7 +211,7 @@ def test_a_landing_that_would_pass_over_the_own_share_is_refused() -> None:
     assert blocking.prepare(2).algorithm.share == 0.5
 
 
-def test_unstable_settings_are_warned_of_by_the_number_of_workers() -> None:
+def test_unstable_settings_are_warned_about_by_number_of_workers() -> None:
     with pytest.warns(UserWarning, match="eager updates of 8 workers is unstable when a local"):
         EagerDiLoCo(0.7, 0.9).prepare(8, None).warn_overlap()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""GASLoC: every exact reduction, what it is not equal to, and its two laws of motion."""
+"""GASLoC: the methods that it reduces to, those that it does not, and its recursions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.algorithms.toys import (
     distances,
     flat_rounds,
     move_to,
+    no_progress,
     randn,
     run_engine,
     same_data,
     simulate,
-    stay,
     train_step,
 )
 from tests.conftest import cover
@@ -51,7 +51,7 @@ MOMENTUM_ON: list[Literal["local", "gossiped"]] = ["local", "gossiped"]
 
 
 def prepared(topology: Any, **settings: Any) -> GASLoC:
-    """Settings for a graph, without the check for stability: some tests want the unstable."""
+    """Settings for a graph, without the check of stability: some tests need unstable ones."""
     scale = topology.laplacian_scale
     step = 0.5 if topology.is_matching else 1.0
     return GASLoC(**{"gossip_step": step, **settings}, laplacian_scale=scale)
@@ -173,7 +173,7 @@ def test_gossiped_momentum_on_a_complete_graph_is_diloco_with_nesterov_on_gloo(p
 
 
 def test_on_equal_quadratics_the_mean_is_diloco_with_nesterov(subtests: pytest.Subtests) -> None:
-    """On any graph: the recursion of the mean does not know the graph."""
+    """On any graph, since the recursion of the mean does not depend on the graph."""
     targets = randn(8, 3)
     start = randn(3, seed=1).expand(8, 3)
     phase = move_to(targets, 0.3)
@@ -186,7 +186,7 @@ def test_on_equal_quadratics_the_mean_is_diloco_with_nesterov(subtests: pytest.S
 
 
 def rounds_with_schedule(algorithm: Algorithm, rates: list[float]) -> Tensor:
-    """One worker's rounds on a quadratic, with another outer_lr in each of them."""
+    """One worker's rounds on a quadratic, with a different outer_lr in each."""
     params = torch.ones(1, dtype=torch.float64)
     state = algorithm.init(params.clone())
     history = []
@@ -199,8 +199,8 @@ def rounds_with_schedule(algorithm: Algorithm, rates: list[float]) -> Tensor:
     return torch.cat(history)
 
 
-def test_an_outer_rate_that_changes_acts_otherwise_than_in_diloco() -> None:
-    """u_previous carries the old eta; torch's momentum buffer does not."""
+def test_a_schedule_of_the_outer_rate_differs_from_diloco() -> None:
+    """u_previous contains the old eta; torch's momentum buffer does not."""
     constant = [0.7] * 12
     cosine = [0.7 * (1 + math.cos(math.pi * t / 12)) / 2 for t in range(12)]
     cosine = [max(rate, 1e-3) for rate in cosine]
@@ -270,7 +270,7 @@ def test_without_edges_each_worker_is_lookahead_with_nesterov(subtests: pytest.S
 
 
 def gradients(params: Tensor, step: int) -> Tensor:
-    """The gradient of each worker at its row of params."""
+    """The gradient of each worker at its row of ``params``."""
     rows = []
     for worker, row in enumerate(params):
         model, position = make_model(), 0
@@ -299,8 +299,8 @@ def test_single_steps_of_sgd_are_adapt_then_combine(name: str) -> None:
 # ------------------------------------------------------------------ the mean and the consensus
 
 
-def test_the_mean_follows_a_recursion_of_its_own(subtests: pytest.Subtests) -> None:
-    """mean(theta') = mean(u) + gamma (mean(u) - mean(u_previous)), whatever the local phases do."""
+def test_the_mean_follows_its_own_recursion(subtests: pytest.Subtests) -> None:
+    """mean(theta') = mean(u) + gamma (mean(u) - mean(u_previous)), for any local steps."""
     drifts, starts = randn(10, 8, 3), randn(8, 3, seed=1)
     for name, momentum_on in itertools.product(ON_8, MOMENTUM_ON):
         with subtests.test(name, momentum_on=momentum_on):
@@ -314,7 +314,7 @@ def test_the_mean_follows_a_recursion_of_its_own(subtests: pytest.Subtests) -> N
                 previous = u
 
 
-def test_without_progress_the_mean_stays_and_all_workers_come_to_it(
+def test_without_progress_the_mean_is_kept_and_all_workers_converge_to_it(
     subtests: pytest.Subtests,
 ) -> None:
     starts = randn(8, 3)
@@ -323,13 +323,13 @@ def test_without_progress_the_mean_stays_and_all_workers_come_to_it(
             topology = get_topology(name)
             step = 0.25 if topology.is_matching else 0.5
             algorithm = GASLoC(0.7, step, momentum, momentum_on).prepare(8, topology)
-            history = flat_rounds(algorithm, starts, stay, 60, topology)
+            history = flat_rounds(algorithm, starts, no_progress, 60, topology)
             assert_close(history.mean(1), starts.mean(0).expand(61, 3))
             assert distances(history)[60] < 0.05 * distances(history)[0]
 
 
 def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Tensor:
-    """One local phase to a place of its own, then rounds without progress.
+    """Move each worker to a point of its own, then make rounds without progress.
 
     Returns:
         The parameters before the first round and after each.
@@ -349,7 +349,7 @@ def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Te
     ("name", "momentum"),
     cover(["ring", "star", "exponential", "random_matching"], [0.0, 0.5], strength=1),
 )
-def test_without_progress_the_mean_stays_on_gloo(pool: Pool, name: str, momentum: float) -> None:
+def test_without_progress_the_mean_is_kept_on_gloo(pool: Pool, name: str, momentum: float) -> None:
     history = torch.stack(pool.run(scatter_then_gossip, name, momentum, world=4), dim=1)
     mean, previous = history[0].mean(0), torch.zeros(3, dtype=torch.float64)
     for t in range(30):  # heavy ball; the drift of the first phase sets the mean moving
@@ -364,7 +364,7 @@ def test_without_drift_it_is_polyaks_heavy_ball_on_the_disagreement(topology: To
     alpha, gamma = 0.9, 0.6
     starts = randn(8, 2)
     algorithm = GASLoC(0.7, alpha, gamma).prepare(8, topology)
-    history = flat_rounds(algorithm, starts, stay, 40, topology)
+    history = flat_rounds(algorithm, starts, no_progress, 40, topology)
     laplacian = torch.eye(8, dtype=torch.float64) - topology.mixing_matrix(8)
     x = torch.nn.Parameter(starts.clone())
     optimizer = torch.optim.SGD([x], lr=alpha, momentum=gamma)
@@ -381,7 +381,7 @@ def fitted_rate(
     """exp of the slope of log(distance), over the rounds in which it falls from 1e-8 to 1e-20."""
     last = round(-20 * math.log(10) / math.log(expected))
     starts = randn(num_workers, 1)
-    history = flat_rounds(algorithm, starts - starts.mean(0), stay, last, topology)
+    history = flat_rounds(algorithm, starts - starts.mean(0), no_progress, last, topology)
     t = np.arange(2 * last // 5, last + 1)
     found = distances(history)[t].log().numpy()
     if double_root:  # the distance goes like t * rate^t
@@ -415,7 +415,7 @@ def test_after_exact_averaging_disagreement_decays_like_the_root_of_the_momentum
     algorithm = GASLoC(1.0, 1.0, momentum).prepare(4, Complete())
     starts = randn(4, 1)
     starts = starts - starts.mean(0)
-    found = distances(flat_rounds(algorithm, starts, stay, 120, Complete()))
+    found = distances(flat_rounds(algorithm, starts, no_progress, 120, Complete()))
     rate = (found[100:].max() / found[20:41].max()) ** (1 / 80)  # it swings as it decays
     assert rate.item() == pytest.approx(math.sqrt(momentum), rel=0.01)
 
@@ -485,7 +485,7 @@ def test_automatic_settings(subtests: pytest.Subtests) -> None:
             assert ready.prepare(8, get_topology(name)) == ready
 
 
-def test_automatic_momentum_on_what_gossip_has_made(subtests: pytest.Subtests) -> None:
+def test_automatic_momentum_on_gossiped(subtests: pytest.Subtests) -> None:
     rows = [
         ("ring", 4, 0.7),
         ("ring", 32, 0.7),
@@ -508,7 +508,7 @@ def test_automatic_momentum_on_what_gossip_has_made(subtests: pytest.Subtests) -
             assert radius <= max(plain, 0.85)
 
 
-def test_numbers_by_hand_are_kept() -> None:
+def test_given_numbers_are_kept() -> None:
     ready = GASLoC(0.3, 0.4, 0.1, "gossiped").prepare(4, Ring())
     assert ready == GASLoC(0.3, 0.4, 0.1, "gossiped", laplacian_scale=1.0)
 

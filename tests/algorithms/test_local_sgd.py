@@ -1,4 +1,4 @@
-"""Local SGD against synchronous training and against loops written out."""
+"""Local SGD against synchronous training and against plain loops."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_clipping_on_each_worker_is_not_clipping_of_the_mean() -> None:
     assert off.abs().max() > 1e-3
 
 
-def test_several_local_steps_are_training_alone_and_averaging() -> None:
+def test_several_local_steps_equal_training_alone_and_averaging() -> None:
     """The formula as a loop, with AdamW, whose state each worker keeps."""
     world, rounds, steps = 3, 4, 5
     models = [make_model() for _ in range(world)]
@@ -162,7 +162,7 @@ def test_sync_every_counts_optimizer_steps_not_batches(pool: Pool, run: Any) -> 
         assert_close(result, simulation.consensus())
 
 
-def test_it_takes_no_topology_and_no_overlap() -> None:
+def test_topology_and_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="LocalSGD averages over all workers and takes no topo"):
         LocalSGD().prepare(4, Ring())
     with pytest.raises(ValueError, match="overlap=True needs an algorithm with outer parameters"):

@@ -67,7 +67,7 @@ def test_without_momentum_and_with_a_full_step_it_is_gasloc(topology: Topology) 
     assert_close(*histories)
 
 
-def test_by_default_new_pairs_are_drawn_from_the_seed_of_the_run() -> None:
+def test_by_default_random_pairs_are_drawn_from_the_seed_of_the_run() -> None:
     models = [Point(torch.zeros(2)) for _ in range(4)]
     torch.manual_seed(11)
     assert Simulation(models, NoLoCo()).settings.topology == RandomMatching(11)
@@ -88,8 +88,10 @@ def test_numbers_out_of_range_are_refused(settings: dict[str, float], text: str)
         NoLoCo(**settings)
 
 
-def test_gossip_that_diverges_is_refused_or_warned_of() -> None:
-    with pytest.raises(ValueError, match="makes gossip of 8 workers diverge: .* Use less of both"):
+def test_gossip_that_diverges_is_refused_or_warned_about() -> None:
+    with pytest.raises(
+        ValueError, match="makes gossip of 8 workers diverge: .* Use lower values of both"
+    ):
         NoLoCo(outer_lr=2.9).prepare(8, Ring())
     with pytest.warns(UserWarning, match="gossip_step=1.9 with outer_momentum=0.9 makes gossip"):
         NoLoCo(0.9, gossip_step=1.9).prepare(8, RandomMatching())

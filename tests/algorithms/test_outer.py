@@ -1,4 +1,4 @@
-"""Any torch optimizer as outer optimizer: the same numbers as that optimizer on mean gradients."""
+"""Torch optimizers as outer optimizers: the numbers of that optimizer on mean gradients."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_a_round_after_every_step_is_data_parallel_training_with_that_optimizer(
 def test_a_round_after_every_step_is_that_optimizer_on_gloo(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    rows = {
+    calls = {
         name: (DiLoCo(outer_optimizer=ELEMENTWISE[name]), 6, {"sync_every": 1}, UNIT_STEP)
         for name in ("adamw", "adagrad", "nesterov", "rmsprop")
     }
-    for name, results in run_each(pool, run_engine, rows, world=3).items():
+    for name, results in run_each(pool, run_engine, calls, world=3).items():
         with subtests.test(name):
             expected = train_ddp(3, 6, ELEMENTWISE[name])
             for history in results:
@@ -73,8 +73,8 @@ def test_a_round_after_every_step_is_that_optimizer_on_gloo(
                 assert torch.equal(history, results[0])
 
 
-def test_one_round_late_it_steps_with_the_gradient_of_one_round_ago() -> None:
-    """All workers in one optimum: torch's Adagrad on delayed gradients, written out."""
+def test_with_overlap_it_steps_with_the_gradient_of_the_previous_round() -> None:
+    """Equal workers: a plain loop of torch's Adagrad on delayed gradients."""
     models = [Point(torch.full((2,), 3.0, dtype=torch.float64)) for _ in range(2)]
     make_optimizer = ELEMENTWISE["adagrad"]
     algorithm = DiLoCo(outer_optimizer=make_optimizer)
@@ -93,7 +93,7 @@ def test_one_round_late_it_steps_with_the_gradient_of_one_round_ago() -> None:
     assert_close(simulation.consensus(), outer.detach())
 
 
-def test_its_state_is_tensors_and_numbers_under_its_own_names() -> None:
+def test_its_state_is_tensors_and_numbers_with_a_prefix() -> None:
     algorithm = DiLoCo(outer_optimizer=torch.optim.AdamW)
     state = algorithm.init(torch.zeros(3))
     assert set(state) == {"outer"}
@@ -144,10 +144,10 @@ class Remembering(torch.optim.SGD):
             self.state[p]["past"] = [*self.state[p].get("past", []), p.grad.clone()]
 
 
-def test_an_optimizer_that_cannot_work_is_refused_before_training(
+def test_an_unsupported_optimizer_is_refused_before_training(
     subtests: pytest.Subtests,
 ) -> None:
-    """An error that a user understands: it names the setting, not the inside of the optimizer."""
+    """The error names the setting, not internals of the optimizer."""
     optimizers: dict[str, Any] = {
         "muon": torch.optim.Muon,
         "lbfgs": torch.optim.LBFGS,
@@ -163,8 +163,8 @@ def test_an_optimizer_that_cannot_work_is_refused_before_training(
             DiLoCo(outer_optimizer=make_optimizer).prepare(2, None)
 
 
-def test_an_optimizer_that_remembers_in_its_groups_is_refused() -> None:
-    """It is made anew in every round: what it keeps outside its state would be lost silently."""
+def test_an_optimizer_that_keeps_numbers_in_its_groups_is_refused() -> None:
+    """It is created for every round, so anything outside its state would be lost silently."""
     with pytest.raises((ValueError, TypeError), match="Averaged cannot be an outer optimizer"):
         DiLoCo(outer_optimizer=Averaged).prepare(2, None)
 
@@ -177,17 +177,17 @@ def refused_on_all_ranks(rank: int, world: int) -> str:
     return "accepted"
 
 
-def test_an_optimizer_that_cannot_work_is_refused_on_every_worker(pool: Pool) -> None:
+def test_an_unsupported_optimizer_is_refused_on_every_worker(pool: Pool) -> None:
     for message in pool.run(refused_on_all_ranks, world=2):
         assert "SparseAdam" in message
 
 
 @pytest.mark.parametrize("value", ["adamw", torch.optim.SGD([torch.zeros(1)], lr=0.1)], ids=type)
-def test_something_that_is_no_callable_is_refused(value: Any) -> None:
+def test_a_value_that_is_not_callable_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="outer_optimizer must be a callable from parameters to a"):
         DiLoCo(outer_optimizer=value)
 
 
-def test_it_sees_all_parameters_at_once() -> None:
+def test_it_is_called_with_the_whole_vector() -> None:
     assert DiLoCo().granularity == 1
     assert DiLoCo(outer_optimizer=torch.optim.AdamW).granularity is None

@@ -1,4 +1,4 @@
-"""Outer learning rates that change: their values, in every algorithm, resumed, logged, refused."""
+"""Schedules of the outer learning rate: values, algorithms, resume, logging, errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STARTS = randn(5, seed=1).expand(4, 5)
 
 
 def halved(round_index: int, first: float = 0.8) -> float:
-    """A schedule of a user's own."""
+    """A user's own schedule."""
     return first * 0.5**round_index
 
 
@@ -47,7 +47,7 @@ SCHEDULES: dict[str, OuterLR] = {
 # ------------------------------------------------------------------------------- the values
 
 
-def test_the_ways_of_the_schedules() -> None:
+def test_values_of_the_schedules() -> None:
     assert [Linear(1.0, 2.0, rounds=4)(t) for t in range(6)] == [1.0, 1.25, 1.5, 1.75, 2.0, 2.0]
     cosine = [0.1 + 0.8 * 0.5 * (1 + math.cos(math.pi * t / 8)) for t in range(9)]
     assert [Cosine(0.9, 0.1, rounds=8)(t) for t in range(9)] == pytest.approx(cosine)
@@ -103,7 +103,7 @@ def test_delayed_nesterov_takes_the_rate_of_the_round(subtests: pytest.Subtests)
                 assert_close(state["outer"], moved)
 
 
-def test_gasloc_takes_the_rate_of_the_round_and_momentum_carries_it_on(
+def test_gasloc_takes_the_rate_of_the_round_and_momentum_keeps_earlier_rates(
     subtests: pytest.Subtests,
 ) -> None:
     mixing = Ring().mixing_matrix(4, 0)
@@ -119,7 +119,7 @@ def test_gasloc_takes_the_rate_of_the_round_and_momentum_carries_it_on(
 
 
 def test_on_a_complete_graph_gasloc_is_diloco_without_momentum_only() -> None:
-    """Momentum on u has earlier rates in it, torch's buffer has none: constant rates are equal."""
+    """Momentum on u contains earlier rates, torch's buffer does not; equal for constant rates."""
 
     def apart(outer_lr: OuterLR, momentum: float) -> float:
         gossip = GASLoC(outer_lr, 1.0, momentum, "gossiped").prepare(4, Complete())
@@ -156,7 +156,7 @@ def test_a_number_needs_no_counter() -> None:
         assert algorithm.metrics(algorithm.init(randn(4))) == {}
 
 
-def test_what_lands_last_with_eager_updates_takes_the_rate_of_the_last_step() -> None:
+def test_the_last_correction_of_eager_diloco_takes_the_rate_of_the_last_step() -> None:
     algorithm = EagerDiLoCo(halved, 0.0, share=0.5)
     state = algorithm.init(torch.zeros(1, dtype=torch.float64))
     algorithm.on_send(torch.tensor([2.0]).double(), None, state)
@@ -169,8 +169,8 @@ def test_what_lands_last_with_eager_updates_takes_the_rate_of_the_last_step() ->
 # ------------------------------------------------------------------------------ in a Trainer
 
 
-class Noting(CommunicationMonitor):
-    """Keeps what is logged."""
+class Recorder(CommunicationMonitor):
+    """Records what is logged."""
 
     def __init__(self) -> None:
         super().__init__(prog_bar=True)
@@ -183,7 +183,7 @@ class Noting(CommunicationMonitor):
 
 
 def fit(rank: int, world: int, algorithm: Algorithm) -> list[float]:
-    monitor = Noting()
+    monitor = Recorder()
     strategy = LocoStrategy(algorithm, sync_every=2)
     trainer = make_trainer(
         strategy, max_steps=12, callbacks=[monitor], use_distributed_sampler=False
@@ -205,9 +205,9 @@ def broken_later(round_index: int) -> float:
     return 0.7 if round_index < 2 else -1.0
 
 
-def test_what_is_no_rate_is_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_rates_are_refused(subtests: pytest.Subtests) -> None:
     of_first_round = r"outer_lr\(0\), the rate of the first round,"
-    rows: list[tuple[Any, type[Exception], str]] = [
+    invalid: list[tuple[Any, type[Exception], str]] = [
         ("0.7", TypeError, r"outer_lr must be a number, or a schedule such as Cosine\("),
         (True, TypeError, "outer_lr must be a number"),
         (-0.1, ValueError, "outer_lr must be positive, got -0.1"),
@@ -215,14 +215,14 @@ def test_what_is_no_rate_is_refused(subtests: pytest.Subtests) -> None:
         (lambda t: "0.7", TypeError, f"{of_first_round} must be a number"),
     ]
     for kind in (DiLoCo, GASLoC, EagerDiLoCo, DelayedNesterov):
-        for outer_lr, error, message in rows:
+        for outer_lr, error, message in invalid:
             name = kind.__name__
             with subtests.test(name, message=message), pytest.raises(error, match=message):
                 kind(outer_lr)
 
 
-def test_schedules_of_what_is_no_rate_are_refused(subtests: pytest.Subtests) -> None:
-    rows: list[tuple[Any, type[Exception], str]] = [
+def test_schedules_of_invalid_rates_are_refused(subtests: pytest.Subtests) -> None:
+    invalid: list[tuple[Any, type[Exception], str]] = [
         (lambda: Cosine(0.9, 0.0, rounds=3), ValueError, "end must be positive, got 0.0"),
         (lambda: Linear(-1.0, 0.1, rounds=3), ValueError, "start must be positive, got -1.0"),
         (lambda: Linear(0.1, 0.2, rounds=0), ValueError, "rounds must be at least 1, got 0"),
@@ -234,21 +234,21 @@ def test_schedules_of_what_is_no_rate_are_refused(subtests: pytest.Subtests) -> 
         (lambda: Piecewise({0.5: 0.7}), TypeError, "begin at the number of a round, got 0.5"),
         (lambda: Piecewise([0.7]), TypeError, r"rates must be a mapping such as \{0: 0.7\}"),
     ]
-    for number, (make, error, message) in enumerate(rows):
+    for number, (make, error, message) in enumerate(invalid):
         with subtests.test(message, row=number), pytest.raises(error, match=message):
             make()
 
 
-def test_a_rate_that_breaks_later_is_named_with_its_round() -> None:
+def test_an_invalid_rate_in_a_later_round_is_named_with_its_round() -> None:
     with pytest.raises(RuntimeError, match="In round 2: outer_lr must be positive, got -1.0"):
         flat_rounds(DiLoCo(broken_later), STARTS, move_to(TARGETS, 0.4), 5)
 
 
-def test_an_outer_optimizer_has_a_rate_of_its_own() -> None:
+def test_a_schedule_with_an_outer_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="outer_optimizer has a rate of its own, and outer_lr="):
         DiLoCo(Cosine(0.9, 0.1, rounds=5), outer_optimizer=torch.optim.AdamW)
 
 
-def test_overlap_is_judged_by_the_highest_rate() -> None:
+def test_the_overlap_warning_uses_the_highest_rate() -> None:
     with pytest.warns(UserWarning, match="unstable with overlap"):
         DiLoCo(Linear(0.1, 0.7, rounds=50), 0.9).warn_overlap()

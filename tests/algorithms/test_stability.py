@@ -1,4 +1,4 @@
-"""What diverges is refused or warned about before training, and nothing else is."""
+"""Settings that diverge, and only those, are refused or warned about before training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from lightning_loco import DelayedNesterov, DiLoCo, GASLoC, Simulation
 from lightning_loco.algorithms import Algorithm, largest_stable_contraction
 from lightning_loco.topology import RandomMatching, RandomTwoPeer, Topology, get_topology
-from tests.algorithms.toys import Point, distances, flat_rounds, randn, stay
+from tests.algorithms.toys import Point, distances, flat_rounds, no_progress, randn
 from tests.conftest import cover
 
 MOMENTUM_ON: list[Literal["local", "gossiped"]] = ["local", "gossiped"]
@@ -94,19 +94,21 @@ def test_runs_diverge_right_above_the_limit_and_converge_right_below(
             assert error_after(algorithm, 1.05 * limit, rounds, overlap) > 10
 
 
-def said_about_overlap(algorithm: Algorithm) -> list[str]:
+def overlap_warnings(algorithm: Algorithm) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Simulation([Point(torch.zeros(1))], algorithm, overlap=True)
     return [str(warning.message) for warning in caught]
 
 
-def test_pairs_that_stand_a_delay_are_taken_in_silence(subtests: pytest.Subtests) -> None:
+def test_pairs_that_are_stable_with_a_delay_are_accepted_without_a_warning(
+    subtests: pytest.Subtests,
+) -> None:
     pairs = [(0.7, 0.0), (0.7, 0.3), (0.2, 0.9), (0.1, 0.9), (1.0, 0.0)]
     algorithms = [DiLoCo(*pair) for pair in pairs]
     for algorithm in (*algorithms, DiLoCo(outer_optimizer=torch.optim.Adagrad)):
         with subtests.test(str(algorithm)):
-            assert said_about_overlap(algorithm) == []
+            assert overlap_warnings(algorithm) == []
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_pairs_that_stand_a_delay_are_taken_in_silence(subtests: pytest.Subtests
     [(DiLoCo(0.7, 0.9), 36), (DiLoCo(0.4, 0.9), 63), (DiLoCo(0.7, 0.5), 80)],
     ids=str,
 )
-def test_pairs_that_may_not_stand_a_delay_are_warned_about_once(
+def test_pairs_that_may_be_unstable_with_a_delay_are_warned_about_once(
     algorithm: DiLoCo, percent: int
 ) -> None:
-    (message,) = said_about_overlap(algorithm)
+    (message,) = overlap_warnings(algorithm)
     assert (
         f"outer_lr={algorithm.outer_lr} with outer_momentum={algorithm.outer_momentum}" in message
     )
@@ -144,8 +146,8 @@ def verdict(algorithm: GASLoC, num_workers: int, topology: Topology) -> str:
     return "warned" if caught else "accepted"
 
 
-def unguarded(algorithm: GASLoC, topology: Topology) -> GASLoC:
-    """What prepare would return if it did not look."""
+def unchecked(algorithm: GASLoC, topology: Topology) -> GASLoC:
+    """What prepare would return without its checks."""
     return GASLoC(
         1.0,
         algorithm.gossip_step,
@@ -158,8 +160,8 @@ def unguarded(algorithm: GASLoC, topology: Topology) -> GASLoC:
 def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int) -> float:
     """Factor of the distance between the workers over the second half of a run without drift."""
     starts = randn(num_workers, 2)
-    ready = unguarded(algorithm, topology)
-    found = distances(flat_rounds(ready, starts - starts.mean(0), stay, rounds, topology))
+    ready = unchecked(algorithm, topology)
+    found = distances(flat_rounds(ready, starts - starts.mean(0), no_progress, rounds, topology))
     return float((found[-1] / found[rounds // 2]) ** (2 / rounds))
 
 
@@ -187,7 +189,7 @@ def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int)
         strength=1,
     ),
 )
-def test_what_is_refused_is_what_grows_in_a_run(
+def test_settings_are_refused_if_and_only_if_the_distance_grows_in_a_run(
     name: str, num_workers: int, momentum_on: Literal["local", "gossiped"]
 ) -> None:
     topology = get_topology(name)
@@ -195,7 +197,7 @@ def test_what_is_refused_is_what_grows_in_a_run(
     for gossip_step, momentum in itertools.product([0.4, 1.0, 1.7, 3.2], [0.0, 0.5, 0.9]):
         algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
         factor = growth(algorithm, num_workers, topology, 96)
-        if abs(factor - 1) > 0.02:  # closer to 1 a short run cannot tell
+        if abs(factor - 1) > 0.02:  # a short run cannot distinguish values closer to 1
             expected = "refused" if factor > 1 else "accepted"
             assert verdict(algorithm, num_workers, topology) == expected, (algorithm, factor)
             seen.add(expected)
@@ -218,11 +220,13 @@ def test_limit_of_a_fixed_graph_to_the_third_digit(subtests: pytest.Subtests) ->
                     below = GASLoC(1.0, 0.999 * limit / largest, momentum, momentum_on)
                     above = GASLoC(1.0, 1.001 * limit / largest, momentum, momentum_on)
                     assert verdict(below, 8, topology) == "accepted"
-                    with pytest.raises(ValueError, match=f"must stay below {limit:g}, and .* is "):
+                    with pytest.raises(
+                        ValueError, match=f"must be below {limit:g}, and .* is "
+                    ):
                         above.prepare(8, topology)
 
 
-def test_the_error_says_what_to_do() -> None:
+def test_the_error_contains_the_fix() -> None:
     with pytest.raises(ValueError, match=r"gossip_step=2 with momentum=0 .* Use gossip_step='auto"):
         GASLoC(gossip_step=2.0, momentum=0.0).prepare(8, get_topology("ring"))
 
@@ -254,7 +258,7 @@ def test_limits_on_random_matchings_of_8_workers(subtests: pytest.Subtests) -> N
 
 
 @pytest.mark.parametrize("topology", [RandomMatching, RandomTwoPeer])
-def test_workers_really_drift_apart_where_the_guard_warns(topology: Any) -> None:
+def test_workers_drift_apart_where_a_warning_says_so(topology: Any) -> None:
     """Mean square over a few draws of the pairs, without any drift of the workers."""
     unstable, stable = GASLoC(1.0, 1.0, 0.9), GASLoC(1.0, 0.5, 0.0)
     if topology is RandomTwoPeer:
@@ -264,8 +268,8 @@ def test_workers_really_drift_apart_where_the_guard_warns(topology: Any) -> None
         starts = randn(8, 1)
         runs = []
         for seed in range(6):
-            ready = unguarded(algorithm, topology())
-            runs.append(distances(flat_rounds(ready, starts, stay, 30, topology(seed))) ** 2)
+            ready = unchecked(algorithm, topology())
+            runs.append(distances(flat_rounds(ready, starts, no_progress, 30, topology(seed))) ** 2)
         means.append(torch.stack(runs).mean(0))
     assert verdict(unstable, 8, topology()) == "warned"
     assert verdict(stable, 8, topology()) == "accepted"
@@ -292,5 +296,5 @@ def test_automatic_settings_are_stable_everywhere(name: str, subtests: pytest.Su
             assert verdict(algorithm, num_workers, topology) == "accepted"
 
 
-def test_a_single_worker_has_nobody_to_diverge_from() -> None:
+def test_a_single_worker_never_diverges() -> None:
     assert verdict(GASLoC(gossip_step=50.0, momentum=0.9), 1, get_topology("ring")) == "accepted"

@@ -1,4 +1,4 @@
-"""Toy problems and plain loops that the tests of the algorithms share."""
+"""Toy problems and plain loops for the tests of the algorithms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain_step(
     step: int,
     clip: float | None = None,
 ) -> None:
-    """Descend on the worker's own batch."""
+    """Make an optimizer step on the worker's own batch."""
     train_step(model, optimizer, worker_batch(worker, step), clip=clip)
 
 
@@ -111,7 +111,7 @@ def run_engine(
     settings: dict[str, Any],
     inner: MakeOptimizer = SGD,
 ) -> Tensor:
-    """What :func:`simulate` does, by one of several processes: ``(rounds + 1, P)``."""
+    """Do what :func:`simulate` does in one of several processes: ``(rounds + 1, P)``."""
     model = make_model(seed=rank)  # the engine gives all workers the model of worker 0
     optimizer = inner(model.parameters())
     engine = StepEngine(model, algorithm, **settings)
@@ -149,7 +149,7 @@ def flat_rounds(
     rounds: int,
     topology: Any | None = None,
 ) -> Tensor:
-    """Run a prepared algorithm on bare vectors, from starts that may differ.
+    """Run a prepared algorithm on vectors, from starts that may differ.
 
     Args:
         algorithm: Prepared.
@@ -177,13 +177,13 @@ def flat_rounds(
     return torch.stack(history)
 
 
-def stay(worker: int, params: Tensor, round_index: int) -> Tensor:
+def no_progress(worker: int, params: Tensor, round_index: int) -> Tensor:
     """A local phase without progress."""
     return params
 
 
 def move_to(targets: Sequence[Tensor] | Tensor, fraction: float) -> Callable[..., Tensor]:
-    """A local phase that covers a fraction of the way to each worker's target.
+    """Return a local phase that moves each worker a fraction of the way to its target.
 
     What gradient descent does on a quadratic: its pseudo-gradient is ``fraction * (x - target)``.
     """
