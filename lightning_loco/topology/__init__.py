@@ -1,4 +1,4 @@
-"""Topologies: who mixes with whom, by how much, and how fast that brings all workers together."""
+"""Topologies: the graphs of gossip, their mixing matrices, and their rates of convergence."""
 
 from __future__ import annotations
 

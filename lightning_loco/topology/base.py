@@ -1,13 +1,13 @@
-"""What a topology is: who mixes with whom, and by how much, in every round.
+"""The base class of all topologies: which workers exchange in a round, and with which weights.
 
 The mixing matrix ``W`` of a round has one row per worker. ``W[i, j]`` is the share of worker
 ``j``'s message in what worker ``i`` receives, so one round of plain averaging is ``x <- W x``.
 Every ``W`` here is doubly stochastic: rows and columns sum to 1, the mean over the workers never
 moves, and repeated rounds bring all workers to it.
 
-Gossip with a step of its own size (GASLoC) speaks of the Laplacian
-``Lambda = laplacian_scale * (I - W)`` and mixes by ``x <- x - gossip_step * Lambda x``. The scale
-keeps both habits of the literature true with one meaning of ``W``:
+Gossip with a step size (GASLoC) uses the Laplacian ``Lambda = laplacian_scale * (I - W)`` and mixes
+by ``x <- x - gossip_step * Lambda x``. The scale makes both conventions of the literature agree
+with the same ``W``:
 
 ===============  ==============  ===================  ================================
 topology         row of ``W``    ``laplacian_scale``  ``gossip_step`` that gives ``W``
@@ -37,10 +37,10 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Topology(ABC):
-    """Who mixes with whom in each round, for any number of workers.
+    """The mixing matrix of each round, for any number of workers.
 
-    Subclasses are small frozen dataclasses of settings: comparable, hashable and picklable. A new
-    one has to define ``weights`` and, unless its graph is fixed, ``period``.
+    Subclasses are small frozen dataclasses of settings: comparable, hashable and picklable. They
+    must define ``weights`` and, unless the graph is fixed, ``period``.
 
     Example:
         >>> from lightning_loco.topology import Ring
@@ -52,38 +52,39 @@ class Topology(ABC):
 
     name: ClassVar[str] = "custom"
     is_matching: ClassVar[bool] = False
-    """True when each round is a set of disjoint pairs that average at 1/2."""
+    """Whether each round is a set of disjoint pairs that average with weights 1/2."""
     laplacian_scale: ClassVar[float] = 1.0
     """``Lambda = laplacian_scale * (I - W)``: 2.0 for pairs, 1.0 otherwise."""
 
     @abstractmethod
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
-        """Row ``worker`` of the round's mixing matrix: ``{j: W[worker, j]}``.
+        """Return row ``worker`` of the round's mixing matrix: ``{j: W[worker, j]}``.
 
-        Holds the worker itself and every other worker with a weight that is not zero, in ascending
+        It contains the worker itself and every other worker with a nonzero weight, in ascending
         order.
 
         Args:
-            worker: index in ``[0, num_workers)``.
-            num_workers: number of workers ``N``.
-            round_index: which round, from 0.
+            worker: Index in ``[0, num_workers)``.
+            num_workers: Number of workers N.
+            round_index: Index of the round, from 0.
 
         Raises:
-            ValueError: ``num_workers`` does not fit this topology, or an index is out of range.
+            ValueError: If the topology does not support ``num_workers``, or an index is out of
+                range.
         """
 
     def period(self, num_workers: int) -> int | None:
-        """After how many rounds the mixing matrices repeat: 1 for a fixed graph, None if random."""
+        """Return after how many rounds the matrices repeat: 1 if fixed, None if random."""
         return 1
 
     def receivers(self, worker: int, num_workers: int, round_index: int = 0) -> list[int]:
-        """The other workers that need this one's message: ``j`` with ``W[j, worker] != 0``."""
+        """Return the other workers that need this one's message: ``W[j, worker] != 0``."""
         self.require(worker, num_workers, round_index)
         others = (j for j in range(num_workers) if j != worker)
         return [j for j in others if worker in self.weights(j, num_workers, round_index)]
 
     def mixing_matrix(self, num_workers: int, round_index: int = 0) -> Tensor:
-        """The whole mixing matrix of a round, ``(N, N)`` float64."""
+        """Return the mixing matrix of a round, ``(N, N)`` float64."""
         matrix = torch.zeros(num_workers, num_workers, dtype=torch.float64)
         for worker in range(num_workers):
             row = self.weights(worker, num_workers, round_index)
@@ -91,19 +92,18 @@ class Topology(ABC):
         return matrix
 
     def check_num_workers(self, num_workers: int) -> None:
-        """Raises ValueError, with a mend, when this topology does not exist for so many workers."""
+        """Raise ValueError if this topology does not support this number of workers."""
         check_count(num_workers)
 
     def check(self, num_workers: int) -> None:
-        """Checks before training that gossip on this topology can reach the mean of all workers.
+        """Check before training that gossip on this topology converges to the mean of all workers.
 
         Args:
-            num_workers: number of workers ``N``.
+            num_workers: Number of workers N.
 
         Raises:
-            ValueError: ``N`` does not fit, a mixing matrix of the period is not doubly stochastic,
-                or some workers never hear of others (the union of the graphs over one period is not
-                connected).
+            ValueError: If the topology does not support N, a mixing matrix of the period is not
+                doubly stochastic, or the union of the graphs over one period is not connected.
         """
         self.check_num_workers(num_workers)
         period = self.period(num_workers)
@@ -116,7 +116,7 @@ class Topology(ABC):
             check_connected(f"Topology '{self.name}'", num_workers, edges)
 
     def require(self, worker: int, num_workers: int, round_index: int) -> None:
-        """Raises ValueError when an argument of ``weights`` or ``receivers`` is out of range."""
+        """Raise ValueError if an argument of ``weights`` or ``receivers`` is out of range."""
         self.check_num_workers(num_workers)
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker must be in [0, {num_workers}), got {worker}.")
@@ -125,7 +125,7 @@ class Topology(ABC):
 
 
 def check_count(count: int, name: str = "num_workers") -> None:
-    """Raises when ``count``, an argument called ``name``, is not a whole number of at least 1."""
+    """Raise if ``count``, the argument called ``name``, is not an integer of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{name} must be an int, got {count!r}.")
     if count < 1:
@@ -133,7 +133,7 @@ def check_count(count: int, name: str = "num_workers") -> None:
 
 
 def check_power_of_two(name: str, num_workers: int, instead: str) -> None:
-    """Raises when ``num_workers`` is not a power of two; ``instead`` names what to use then."""
+    """Raise if ``num_workers`` is not a power of two; ``instead`` names other topologies."""
     check_count(num_workers)
     if num_workers & (num_workers - 1):
         below = 1 << (num_workers.bit_length() - 1)
@@ -144,7 +144,7 @@ def check_power_of_two(name: str, num_workers: int, instead: str) -> None:
 
 
 def check_doubly_stochastic(what: str, rows: Sequence[Mapping[int, float]]) -> None:
-    """Raises when a row or column does not sum to 1 or a weight is not finite, named ``what``."""
+    """Raise if a row or column does not sum to 1 or a weight is not finite; ``what`` is a label."""
     columns = [0.0] * len(rows)
     for worker, row in enumerate(rows):
         if not all(map(math.isfinite, row.values())):
@@ -170,7 +170,7 @@ def check_doubly_stochastic(what: str, rows: Sequence[Mapping[int, float]]) -> N
 
 
 def check_connected(what: str, num_workers: int, edges: Iterable[tuple[int, int]]) -> None:
-    """Raises when the graph of ``edges`` on all workers, named ``what``, falls into parts."""
+    """Raise if the graph of ``edges`` on all workers is not connected; ``what`` is a label."""
     graph = nx.Graph(edges)
     graph.add_nodes_from(range(num_workers))
     parts = sorted(sorted(part) for part in nx.connected_components(graph))
@@ -182,5 +182,5 @@ def check_connected(what: str, num_workers: int, edges: Iterable[tuple[int, int]
         raise ValueError(
             f"{what} is not connected: it falls into {len(parts)} parts, "
             f"{', '.join(shown)}{', ...' * (len(parts) > 4)}, "
-            "which would never hear of each other. Add an edge between them."
+            "which would never exchange. Add an edge between them."
         )

@@ -1,6 +1,6 @@
-"""A user's own topology: from a mixing matrix, a networkx graph or a file of edges.
+"""Custom topologies: from a mixing matrix, a networkx graph or a file of edges.
 
-All check what they were given at construction, so that a mistake shows before any process starts.
+All check their input at construction, so errors are raised before any process starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = dict[int, float]
 
 @dataclass(frozen=True)
 class CustomTopology(Topology):
-    """A fixed mixing matrix for one number of workers, kept as sparse rows."""
+    """A fixed mixing matrix for one number of workers, stored as sparse rows."""
 
     num_workers: int = field(init=False)
     entries: tuple[tuple[tuple[int, float], ...], ...] = field(init=False, repr=False)
@@ -58,19 +58,18 @@ class CustomTopology(Topology):
 
 @dataclass(frozen=True)
 class FromMatrix(CustomTopology):
-    """A mixing matrix of your own, the same in every round.
+    """A user's mixing matrix, the same in every round.
 
     Args:
         matrix: ``(N, N)`` tensor, array or nested list; ``matrix[i][j]`` is the share of worker j's
             message in what worker i receives. Rows and columns sum to 1 within 1e-6; the diagonal
             may be zero or negative.
-        directed: accept a matrix that is not symmetric; it has to be doubly stochastic all the
-            same.
+        directed: Accept a matrix that is not symmetric; it must still be doubly stochastic.
 
     Raises:
-        ValueError: not a square matrix of finite numbers, rows or columns that do not sum to 1, not
-            symmetric, not connected, or powers that do not converge to the mean (an eigenvalue
-            outside (-1, 1]).
+        ValueError: If it is not a square matrix of finite numbers, a row or column does not sum to
+            1, it is not symmetric or not connected, or its powers do not converge to the mean (an
+            eigenvalue outside (-1, 1]).
 
     Example:
         >>> FromMatrix([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]).weights(0, 3)
@@ -114,22 +113,22 @@ class FromMatrix(CustomTopology):
 
 @dataclass(frozen=True)
 class FromGraph(CustomTopology):
-    """A networkx graph of your own whose nodes are the workers 0..N-1.
+    """A user's networkx graph, whose nodes are the workers 0..N-1.
 
-    In a directed graph an edge (i, j) means that i sends to j, degrees count incoming edges, and
-    every worker must give away as much weight as it takes: ``uniform`` needs as many outgoing as
-    incoming edges at each worker, ``metropolis`` also the same number everywhere.
+    In a directed graph an edge (i, j) means that i sends to j, and degrees count incoming edges.
+    The outgoing weights of every worker must sum to its incoming ones: ``uniform`` needs as many
+    outgoing as incoming edges at each worker, ``metropolis`` also the same number everywhere.
 
     Args:
         graph: ``networkx.Graph`` or ``DiGraph`` with nodes 0..N-1 and no self-loops.
-        weighting: the weight ``W[i, j]`` of an edge. ``"metropolis"``:
+        weighting: The weight ``W[i, j]`` of an edge. ``"metropolis"``:
             ``1 / (1 + max(degree_i, degree_j))``; ``"uniform"``: ``1 / (1 + max_degree)``;
-            ``"edges"``: the edge attribute ``weight``. The rest stays with the worker itself.
+            ``"edges"``: the edge attribute ``weight``. The worker's own weight is 1 minus the sum.
 
     Raises:
-        TypeError: not a networkx graph.
-        ValueError: nodes other than 0..N-1, self-loops, parallel edges, not connected, or a mixing
-            matrix that is not doubly stochastic or does not converge.
+        TypeError: If it is not a networkx graph.
+        ValueError: If there are nodes other than 0..N-1, self-loops or parallel edges, it is not
+            connected, or its mixing matrix is not doubly stochastic or does not converge.
 
     Example:
         >>> import networkx as nx
@@ -155,17 +154,17 @@ class FromGraph(CustomTopology):
 class FromFile(CustomTopology):
     """A graph read from an edge-list file with one edge ``i j`` or ``i j weight`` per line.
 
-    Workers are numbered from 0; ``#`` begins a comment. The file is read as ``networkx`` reads what
-    its ``write_edgelist`` and ``write_weighted_edgelist`` write. If the edges have weights, all of
-    them must, and the weights are the entries ``W[i, j] = W[j, i]`` of the mixing matrix; otherwise
-    Metropolis weights are taken.
+    Workers are numbered from 0; ``#`` begins a comment. The formats are those of networkx's
+    ``write_edgelist`` and ``write_weighted_edgelist``. Either all edges have a weight or none. The
+    weights are the entries ``W[i, j] = W[j, i]`` of the mixing matrix; without weights, Metropolis
+    weights are used.
 
     Args:
-        path: the file; it is read at construction.
+        path: The file; it is read at construction.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line that is no edge, or a graph that `FromGraph` refuses.
+        FileNotFoundError: If there is no such file.
+        ValueError: If a line is not an edge, or `FromGraph` refuses the graph.
 
     Example:
         >>> import tempfile
@@ -195,14 +194,13 @@ class FromFile(CustomTopology):
 def _read_edges(path: str) -> nx.Graph:
     try:
         return nx.read_edgelist(path, nodetype=int)
-    except TypeError:  # not what write_edgelist writes
+    except TypeError:  # not the format of write_edgelist
         pass
     try:
         return nx.read_weighted_edgelist(path, nodetype=int)
     except (TypeError, IndexError) as error:
         raise ValueError(
-            "Write one edge 'i j' or 'i j weight' per line, with whole numbers for the workers: "
-            f"{error}"
+            f"Write one edge 'i j' or 'i j weight' per line, with integers for the workers: {error}"
         ) from error
 
 
@@ -213,12 +211,12 @@ def _check_symmetric(dense: Tensor) -> None:
         raise ValueError(
             f"The matrix is not symmetric: entry [{i}, {j}] is {dense[i, j]:.7g} and [{j}, {i}] is "
             f"{dense[j, i]:.7g}. Make the two equal, or pass FromMatrix(matrix, directed=True) if "
-            "workers are to receive from others than they send to."
+            "workers may receive from other workers than they send to."
         )
 
 
 def _check_converges(what: str, dense: Tensor) -> None:
-    """Raises unless the powers of a doubly stochastic matrix tend to the mean."""
+    """Raise unless the powers of a doubly stochastic matrix converge to the mean."""
     rest = dense - 1 / len(dense)
     symmetric = torch.equal(rest, rest.T)
     eigenvalues = torch.linalg.eigvalsh(rest) if symmetric else torch.linalg.eigvals(rest)
@@ -227,12 +225,12 @@ def _check_converges(what: str, dense: Tensor) -> None:
         raise ValueError(
             f"Gossip with {what} does not converge to the mean: besides the 1 of the mean it has "
             f"an eigenvalue of size {largest:.7g}, and all must be below 1. "
-            "Give every worker more weight of its own, for example (W + I) / 2."
+            "Increase the diagonal, for example (W + I) / 2."
         )
 
 
 def _check_graph(graph: nx.Graph) -> None:
-    """Raises unless the graph is a connected one of workers 0..N-1, without loops and doubles."""
+    """Raise unless the graph is simple, connected and has the nodes 0..N-1."""
     if not isinstance(graph, nx.Graph):
         raise TypeError(
             f"FromGraph takes a networkx graph, got {type(graph).__name__}. "
@@ -241,7 +239,7 @@ def _check_graph(graph: nx.Graph) -> None:
     num_workers = graph.number_of_nodes()
     if not num_workers or set(graph) != set(range(num_workers)):
         raise ValueError(
-            f"The nodes of the graph must be the workers 0..N-1, got {_few(graph)}. "
+            f"The nodes of the graph must be the workers 0..N-1, got {_first_nodes(graph)}. "
             "networkx.convert_node_labels_to_integers(graph) numbers them."
         )
     if graph.is_multigraph():
@@ -252,14 +250,14 @@ def _check_graph(graph: nx.Graph) -> None:
     loops = list(nx.nodes_with_selfloops(graph))
     if loops:
         raise ValueError(
-            f"Worker {loops[0]} has an edge to itself. Drop self-loops: the weight that the edges "
-            "leave is always the worker's own."
+            f"Worker {loops[0]} has an edge to itself. Remove self-loops: the weight that the "
+            "edges leave is always the worker's own."
         )
     check_connected("The graph", num_workers, graph.edges)
 
 
 def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
-    """Sparse rows of the mixing matrix; an edge (j, i) of a directed graph fills ``W[i, j]``."""
+    """Return sparse rows of the mixing matrix; a directed edge (j, i) gives ``W[i, j]``."""
     senders = graph.pred if graph.is_directed() else graph.adj
     degrees = [len(senders[worker]) for worker in range(len(graph))]
     largest = max(degrees)
@@ -297,6 +295,6 @@ def _edge_weight(worker: int, peer: int, attributes: dict[str, Any]) -> float:
     return weight
 
 
-def _few(graph: nx.Graph) -> str:
+def _first_nodes(graph: nx.Graph) -> str:
     nodes = [repr(node) for node in graph]
     return ", ".join(nodes[:5] + ["..."] * (len(nodes) > 5)) or "none"

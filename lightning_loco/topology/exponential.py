@@ -1,7 +1,6 @@
-"""Directed exponential graphs: a worker sends to those 1, 2, 4, 8, ... places further.
+"""Directed exponential graphs: worker i sends to i + 1, i + 2, i + 4, ... (modulo N).
 
-They are not symmetric, but circulant: every worker gives what it gets, so the mixing matrix is
-doubly stochastic.
+They are not symmetric but circulant, so the mixing matrix is doubly stochastic.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from lightning_loco.topology.base import Topology
 
 
 def _num_shifts(num_workers: int) -> int:
-    """``ceil(log2 N)``, in whole numbers."""
+    """Return ``ceil(log2 N)``, computed with integers."""
     return (num_workers - 1).bit_length()
 
 
@@ -22,7 +21,7 @@ class Exponential(Topology):
     """Worker i sends to i + 1, i + 2, i + 4, ... (modulo N) in every round, all weights equal.
 
     ``W[i, i - 2^k] = W[i, i] = 1 / (tau + 1)`` with ``tau = ceil(log2 N)``; ``|lambda_2| = 1 - 2 /
-    (tau + 1)`` for even N. Gaps far smaller than a ring's for log2 N messages a round.
+    (tau + 1)`` for even N. Converges much faster than a ring, for log2 N messages a round.
 
     Source: Assran et al. (2019), "Stochastic gradient push"; Ying et al. (2021), "Exponential graph
         is provably efficient".
@@ -52,8 +51,8 @@ class OnePeerExponential(Topology):
     """The exponential graph one edge at a time: i sends to i + 2^k, ``k = t mod ceil(log2 N)``.
 
     ``W[i, i] = W[i, i - 2^k] = 1/2``: one message out and one in. A period of rounds gives the
-    exact mean if and only if N is a power of two; for other N a small rest stays (0.217 of the
-    distance for 6 workers, 0.209 for 12).
+    exact mean if and only if N is a power of two; for other N a part of the distance remains (0.217
+    for 6 workers, 0.209 for 12).
 
     Source: Ying et al. (2021), "Exponential graph is provably efficient for decentralized deep
         training".

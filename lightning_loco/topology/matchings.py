@@ -1,4 +1,4 @@
-"""Rounds of disjoint pairs: XOR partners, and random pairs that all workers draw alike."""
+"""Topologies of disjoint pairs: XOR partners, and random pairs that are equal on all workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_loco.topology.base import Topology, check_power_of_two
 
 @dataclass(frozen=True)
 class Matching(Topology):
-    """Each round is a set of disjoint pairs that average at 1/2; a worker without partner idles.
+    """Disjoint pairs in each round, which average with weights 1/2; a worker without partner idles.
 
-    A subclass defines ``partner``.
+    A subclass must define ``partner``.
     """
 
     is_matching: ClassVar[bool] = True
@@ -23,7 +23,7 @@ class Matching(Topology):
 
     @abstractmethod
     def partner(self, worker: int, num_workers: int, round_index: int = 0) -> int:
-        """The worker that ``worker`` averages with in this round; itself when it idles."""
+        """Return the worker that ``worker`` averages with in this round; itself if it idles."""
 
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
         self.require(worker, num_workers, round_index)
@@ -40,8 +40,8 @@ class Matching(Topology):
 class Xor(Matching):
     """In round t worker i averages with ``i XOR 2^k``, ``k = t mod log2 N``.
 
-    Needs a power of two workers and gives the exact mean after log2 N rounds with one message out
-    and one in each. With GASLoC it takes ``gossip_step=0.5``.
+    Needs a power of two workers. Gives the exact mean after log2 N rounds, with one message out and
+    one in per round. With GASLoC use ``gossip_step=0.5``.
 
     Example:
         >>> [Xor().partner(5, 8, t) for t in range(4)]
@@ -69,10 +69,10 @@ class RandomTopology(Topology):
     """Mixing matrices drawn in each round from ``(seed, round_index)``, the same on every worker.
 
     Args:
-        seed: any whole number; all workers must use the same one.
+        seed: Any integer; all workers must use the same one.
 
     Raises:
-        TypeError: ``seed`` is not an int.
+        TypeError: If ``seed`` is not an integer.
     """
 
     seed: int = 0
@@ -88,7 +88,7 @@ class RandomTopology(Topology):
 
     @abstractmethod
     def moments(self, num_workers: int, gossip_step: float) -> tuple[float, float]:
-        """First and second moment of ``A = I - gossip_step * Lambda`` among at least two workers.
+        """Return the first and second moment of ``A = I - gossip_step * Lambda``, N at least 2.
 
         For x of mean zero ``E[A x] = first * x`` and ``E[|A x|^2] = second * |x|^2``.
         """
@@ -96,14 +96,13 @@ class RandomTopology(Topology):
 
 @dataclass(frozen=True)
 class RandomMatching(Matching, RandomTopology):
-    """Each round a fresh, uniformly drawn perfect matching; of an odd number one worker idles.
+    """A new random perfect matching in each round; with an odd number one worker idles.
 
-    The mean square distance to the mean shrinks by ``(N - 2) / (2 (N - 1))`` a round for even N and
-    by ``1/2`` for odd N, whatever the number of workers: hardly any graph mixes better for one
-    message a round.
+    The mean square distance to the mean shrinks by ``(N - 2) / (2 (N - 1))`` per round for even N
+    and by ``1/2`` for odd N. Hardly any graph mixes better for one message per round.
 
     Args:
-        seed: any whole number; all workers must use the same one.
+        seed: Any integer; all workers must use the same one.
 
     Example:
         >>> matching = RandomMatching(seed=1)
@@ -125,14 +124,14 @@ class RandomMatching(Matching, RandomTopology):
 
 @dataclass(frozen=True)
 class RandomTwoPeer(RandomTopology):
-    """Two independent random matchings at once: a third each for oneself and the two peers.
+    """Two independent random matchings at once: weight 1/3 for the worker and for each peer.
 
     ``W = I - (L1 + L2) / 3``, where ``L1`` and ``L2`` are the pair Laplacians ([[1, -1], [-1, 1]]
-    on each pair). Where both matchings draw the same pair, the peer weighs 2/3; a worker that idles
-    in one of them keeps that third. Two messages a round in each direction.
+    on each pair). If both matchings draw the same pair, the weight of the peer is 2/3; a worker
+    that idles in one of them keeps that third. Two messages per round in each direction.
 
     Args:
-        seed: any whole number; all workers must use the same one.
+        seed: Any integer; all workers must use the same one.
 
     Example:
         >>> sorted(RandomTwoPeer(seed=0).weights(0, 8).values())
@@ -143,7 +142,7 @@ class RandomTwoPeer(RandomTopology):
     max_lambda: ClassVar[float] = 4 / 3
 
     def peers(self, worker: int, num_workers: int, round_index: int = 0) -> tuple[int, int]:
-        """The partners of ``worker`` in the two matchings; itself where it idles."""
+        """Return the partners of ``worker`` in the two matchings; itself where it idles."""
         first, second = (_draw(self.seed, round_index, stream, num_workers) for stream in (0, 1))
         return first[worker], second[worker]
 
@@ -165,17 +164,17 @@ class RandomTwoPeer(RandomTopology):
 
 
 def _mean_laplacian(num_workers: int) -> float:
-    """The factor l in ``E[L] = l (I - J)`` for one uniform matching of at least two workers."""
+    """Return l in ``E[L] = l (I - J)`` for one uniform matching of at least two workers."""
     return 1.0 if num_workers % 2 else num_workers / (num_workers - 1)
 
 
 @lru_cache(maxsize=16)
 def _draw(seed: int, round_index: int, stream: int, num_workers: int) -> tuple[int, ...]:
-    """The partner of every worker in one round.
+    """Return the partner of every worker in one round.
 
-    Uses only ``Random.random`` after seeding with a text: Python promises the same numbers for
-    these in every version and process, which it does not for ``shuffle``. Workers on different
-    machines have to draw the same pairs.
+    Workers on different hosts must draw the same pairs, so this uses only ``Random.random`` seeded
+    with a string: Python guarantees the same numbers in every version and process for it, but not
+    for ``shuffle``.
     """
     uniform = random.Random(f"{seed}/{round_index}/{stream}").random
     order = list(range(num_workers))

@@ -1,7 +1,7 @@
-"""Gossip with momentum: the best step and momentum of a graph, and whether a choice is stable.
+"""Gossip with momentum: the optimal step and momentum of a graph, and the stability of settings.
 
-Legend: ``Lambda = laplacian_scale * (I - W)``, ``A = I - gossip_step * Lambda``, ``J`` takes the
-mean. Two forms, with nothing but gossip moving the workers:
+Notation: ``Lambda = laplacian_scale * (I - W)``, ``A = I - gossip_step * Lambda``, ``J`` maps to
+the mean. Two forms, without local steps:
 
 - ``local``: ``x_{t+1} = A x_t + momentum (x_t - x_{t-1})``
 - ``gossiped``: ``x_{t+1} = z_t + momentum (z_t - z_{t-1})`` with ``z_t = A x_t``
@@ -24,7 +24,7 @@ MomentumOn = Literal["local", "gossiped"]
 
 
 class OptimalGossip(NamedTuple):
-    """Step and momentum that bring consensus fastest, and the factor per round that they reach."""
+    """Step and momentum that reach consensus fastest, and their factor per round."""
 
     gossip_step: float
     momentum: float
@@ -32,7 +32,7 @@ class OptimalGossip(NamedTuple):
 
 
 def optimal_gossip(topology: Topology, num_workers: int) -> OptimalGossip:
-    """The gossip step and momentum with which a fixed undirected graph reaches consensus fastest.
+    """Compute the gossip step and momentum that reach consensus fastest on a fixed graph.
 
     With the eigenvalues of ``Lambda`` on the disagreement in ``[mu, L]`` and ``chi = L / mu``::
 
@@ -40,10 +40,10 @@ def optimal_gossip(topology: Topology, num_workers: int) -> OptimalGossip:
         momentum    = ((sqrt(chi) - 1) / (sqrt(chi) + 1))^2
         rate        = sqrt(momentum)
 
-    Meant for momentum on ``local``; training may like less momentum than consensus alone.
+    For momentum on ``local``; training may need less momentum than this.
 
     Raises:
-        ValueError: the graph changes from round to round, or is directed.
+        ValueError: If the graph changes from round to round, or is directed.
 
     Source: Polyak (1964), the heavy-ball method, on ``x^T Lambda x / 2``.
 
@@ -65,21 +65,21 @@ def gossip_radius(
     momentum: float,
     momentum_on: MomentumOn = "local",
 ) -> float:
-    """Factor per round of the consensus distance under gossip with momentum, in the long run.
+    """Compute the asymptotic factor per round of the consensus distance under gossip with momentum.
 
-    1 or more does not converge. For random topologies it is the root of the factor of the expected
-    square.
+    Gossip converges if it is below 1. For random topologies it is the square root of the factor of
+    the expected squared distance.
 
     Args:
-        topology: a fixed, cyclic or random topology.
-        num_workers: number of workers ``N``.
+        topology: A fixed, cyclic or random topology.
+        num_workers: Number of workers N.
         gossip_step: alpha, in units in which 0.5 averages pairs and 1.0 is one round of any other
             ``W``.
         momentum: gamma, in [0, 1).
         momentum_on: ``"local"`` or ``"gossiped"``.
 
     Raises:
-        ValueError: ``N`` does not fit the topology, or unknown ``momentum_on``.
+        ValueError: If the topology does not support N, or ``momentum_on`` is unknown.
 
     Example:
         >>> from lightning_loco.topology import Ring
@@ -109,7 +109,7 @@ def gossip_radius(
 
 
 def _largest_root(factor: complex, momentum: float, momentum_on: MomentumOn) -> float:
-    """Largest root of the recursion of one mode that gossip multiplies by ``factor``."""
+    """Return the largest root of the recursion of a mode that gossip multiplies by ``factor``."""
     if momentum_on == "local":
         half, product = (factor + momentum) / 2, complex(momentum)
     else:
@@ -126,11 +126,10 @@ def _momentum_step(
     momentum: float,
     momentum_on: MomentumOn,
 ) -> Tensor:
-    """One round on the stacked state ``[x_t, x_{t-1}]`` or ``[x_t, z_{t-1}]``, ``(2 N, 2 N)``.
+    """Return a round as a matrix on ``[x_t, x_{t-1}]`` or ``[x_t, z_{t-1}]``, ``(2 N, 2 N)``.
 
-    J is taken off ``A``, which stops the mean. What is left of it moves by a factor of at most
-    sqrt(momentum); no disagreement can shrink faster than that under ``local``, and under
-    ``gossiped`` the mean vanishes.
+    J is subtracted from ``A`` to remove the mode of the mean. Its remaining factor is at most
+    sqrt(momentum) under ``local``, where no disagreement shrinks faster, and 0 under ``gossiped``.
     """
     identity = torch.eye(num_workers, dtype=torch.float64)
     laplacian = topology.laplacian_scale * (
@@ -147,7 +146,7 @@ def _momentum_step(
 def _mean_square_radius(
     first: float, second: float, momentum: float, momentum_on: MomentumOn
 ) -> float:
-    """Spectral radius of the recursion of the second moments ``(E|x|^2, E<x, y>, E|y|^2)``.
+    """Return the radius of the recursion of the second moments ``(E|x|^2, E<x, y>, E|y|^2)``.
 
     ``E[A] = first`` and ``E[A^T A] = second`` on the disagreement, ``g`` is the momentum.
 

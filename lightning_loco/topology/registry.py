@@ -1,4 +1,4 @@
-"""From what a user writes - a name, a file, a graph, a matrix - to a topology."""
+"""Topologies by name, and conversion of a name, file, graph or matrix to a topology."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TOPOLOGIES: dict[str, type[Topology]] = {
         RandomTwoPeer,
     )
 }
-"""The topologies that can be asked for by name."""
+"""The topologies by name."""
 
 
 def get_topology(name: str) -> Topology:
-    """The topology called ``name``, with its default settings.
+    """Return the topology called ``name``, with its default settings.
 
     Raises:
-        ValueError: no topology has this name; the message lists them.
+        ValueError: If no topology has this name; the message lists the names.
 
     Example:
         >>> get_topology("ring")
@@ -51,16 +51,15 @@ def get_topology(name: str) -> Topology:
 
 
 def as_topology(value: Any) -> Topology:
-    """Makes a topology of whatever describes one.
+    """Convert a value to a topology.
 
     Args:
-        value: a name, the path of an edge-list file, a networkx graph, an ``(N, N)`` mixing matrix
-            (tensor, array or nested list), or a topology, which is returned as it is.
+        value: A name, the path of an edge-list file, a networkx graph, an ``(N, N)`` mixing matrix
+            (tensor, array or nested list), or a topology, which is returned unchanged.
 
     Raises:
-        ValueError: an unknown name that is no file either, or a file, graph or matrix that is
-            refused.
-        TypeError: something else.
+        ValueError: If a string is neither a name nor a file, or a file, graph or matrix is invalid.
+        TypeError: If the value is anything else.
 
     Example:
         >>> as_topology("star").receivers(0, 4)
@@ -83,7 +82,7 @@ def as_topology(value: Any) -> Topology:
     if isinstance(value, type) and issubclass(value, Topology):
         raise TypeError(
             f"A topology must be an object, got the class {value.__name__}. Write "
-            f"{value.__name__}() with brackets."
+            f"{value.__name__}() with parentheses."
         )
     raise TypeError(
         "A topology must be a name, a Topology, a networkx graph, an (N, N) matrix or the path of "

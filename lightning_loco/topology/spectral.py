@@ -1,7 +1,7 @@
-"""How fast gossip brings the workers together: gaps, rates and condition numbers.
+"""Convergence of gossip: consensus rates, spectral gaps and condition numbers.
 
-Legend: ``J`` is the matrix that takes the mean, ``Lambda = laplacian_scale * (I - W)``. Dense
-linear algebra on ``(N, N)``: fine up to some thousand workers, and called once before training.
+Notation: ``J`` is the matrix that maps to the mean, ``Lambda = laplacian_scale * (I - W)``. Uses
+dense linear algebra on ``(N, N)``, for up to a few thousand workers, once before training.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lightning_loco.topology.matchings import RandomTopology
 
 
 def consensus_rate(topology: Topology, num_workers: int) -> float:
-    """Factor by which a round ``x <- W x`` shrinks the consensus distance, in the long run.
+    """Compute the asymptotic factor of the consensus distance per round ``x <- W x``.
 
     Fixed graph: ``|lambda_2(W)|``. Cycle of k matrices: ``||W_k ... W_1 - J||^(1/k)``. Random
-    matchings: root of the factor of the expected square. 0 is the exact mean after one period; with
-    1 workers stay as far apart as they were.
+    matchings: square root of the factor of the expected squared distance. 0 means the exact mean
+    after one period; 1 means no convergence.
 
     Args:
-        topology: a fixed, cyclic or random topology.
-        num_workers: number of workers ``N``.
+        topology: A fixed, cyclic or random topology.
+        num_workers: Number of workers N.
 
     Raises:
-        ValueError: ``N`` does not fit the topology.
+        ValueError: If the topology does not support N.
 
     Example:
         >>> from lightning_loco.topology import Ring
@@ -50,7 +50,7 @@ def consensus_rate(topology: Topology, num_workers: int) -> float:
 
 
 def spectral_gap(topology: Topology, num_workers: int) -> float:
-    """``1 - consensus_rate``: 1 is the exact mean, 0 no mixing at all.
+    """Compute ``1 - consensus_rate``: 1 for the exact mean, 0 for no mixing.
 
     Example:
         >>> from lightning_loco.topology import Complete
@@ -61,11 +61,11 @@ def spectral_gap(topology: Topology, num_workers: int) -> float:
 
 
 def lambda_max(topology: Topology, num_workers: int) -> float:
-    """Largest eigenvalue that ``Lambda`` has in any round.
+    """Compute the largest eigenvalue that ``Lambda`` has in any round.
 
-    Gossip without momentum is stable while ``gossip_step * lambda_max < 2``. Pairs have 2. For
-    directed graphs, whose eigenvalues are complex, it is ``max |lambda|^2 / Re(lambda)``, which
-    says the same about stability. 0 for a single worker.
+    Gossip without momentum is stable if ``gossip_step * lambda_max < 2``. For pairs it is 2. For
+    directed graphs, whose eigenvalues are complex, it is ``max |lambda|^2 / Re(lambda)``, for which
+    the same limit holds. 0 for a single worker.
 
     Example:
         >>> from lightning_loco.topology import Ring, Xor
@@ -88,13 +88,14 @@ def lambda_max(topology: Topology, num_workers: int) -> float:
 
 
 def chi(topology: Topology, num_workers: int) -> float:
-    """Condition number of a fixed undirected graph: largest over smallest positive eigenvalue.
+    """Compute the condition number of a fixed undirected graph.
 
-    Both are eigenvalues of ``Lambda``. Plain gossip needs of the order of chi rounds for a given
-    accuracy, gossip with momentum of sqrt(chi). 1 for a complete graph and for a single worker.
+    It is the ratio of the largest to the smallest positive eigenvalue of ``Lambda``. Plain gossip
+    needs O(chi) rounds for a given accuracy, gossip with momentum O(sqrt(chi)). 1 for a complete
+    graph and for a single worker.
 
     Raises:
-        ValueError: the graph changes from round to round, or is directed.
+        ValueError: If the graph changes from round to round, or is directed.
 
     Example:
         >>> from lightning_loco.topology import Ring
@@ -106,12 +107,12 @@ def chi(topology: Topology, num_workers: int) -> float:
 
 
 def cycle_length(topology: Topology, num_workers: int) -> int:
-    """After how many rounds the mixing matrices repeat, of a topology that is not random."""
+    """Return the period of a topology that is not random."""
     period = topology.period(num_workers)
     if period is None:
         raise ValueError(
             f"Topology '{topology.name}' is random, so its rate follows from expected values. "
-            "Derive it from RandomTopology and define moments() and max_lambda."
+            "Subclass RandomTopology and define moments() and max_lambda."
         )
     return period
 
@@ -127,14 +128,14 @@ def _eigenvalues(matrix: Tensor) -> Tensor:
 
 
 def laplacian_modes(topology: Topology, num_workers: int, round_index: int) -> list[complex]:
-    """Eigenvalues of ``Lambda`` on the disagreement: all but one zero, that of the mean."""
+    """Return the eigenvalues of ``Lambda`` without the zero that belongs to the mean."""
     mixing = _eigenvalues(topology.mixing_matrix(num_workers, round_index))
     modes = [topology.laplacian_scale * (1 - complex(value)) for value in mixing.tolist()]
     return sorted(modes, key=abs)[1:]
 
 
 def extreme_modes(topology: Topology, num_workers: int) -> tuple[float, float]:
-    """Smallest and largest eigenvalue on the disagreement, for a fixed undirected graph."""
+    """Return the smallest and largest positive eigenvalue of a fixed undirected graph."""
     topology.check(num_workers)
     if num_workers == 1:
         return 1.0, 1.0

@@ -1,7 +1,7 @@
 """Fixed undirected graphs: ring, complete, star, torus, grid, hypercube.
 
-A graph says who its neighbours are; the weights of its edges follow from the degrees, so no worker
-ever builds the whole matrix.
+A graph defines the neighbours of each worker. The weights follow from the degrees, so no worker
+needs the whole matrix.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lightning_loco.topology.base import Topology, check_count, check_power_of_t
 
 @dataclass(frozen=True)
 class FixedGraph(Topology):
-    """A graph that stays the same in every round, with Metropolis weights.
+    """A graph that is the same in every round, with Metropolis weights.
 
-    ``W[i, j] = 1 / (1 + max(degree_i, degree_j))``. The rest of each row stays with the worker
-    itself, so ``W`` is symmetric, doubly stochastic and has a positive diagonal. A subclass defines
-    ``neighbors``, and ``degree`` where counting them is slow.
+    ``W[i, j] = 1 / (1 + max(degree_i, degree_j))``, and the worker's own weight is 1 minus their
+    sum. So ``W`` is symmetric, doubly stochastic and has a positive diagonal. A subclass must
+    define ``neighbors``, and may define ``degree`` if counting neighbours is slow.
 
     Source: Xiao, Boyd and Kim (2007), "Distributed average consensus with least-mean-square
         deviation".
@@ -28,10 +28,10 @@ class FixedGraph(Topology):
 
     @abstractmethod
     def neighbors(self, worker: int, num_workers: int) -> list[int]:
-        """The other workers that share an edge with ``worker``, ascending."""
+        """Return the other workers that share an edge with ``worker``, in ascending order."""
 
     def degree(self, worker: int, num_workers: int) -> int:
-        """Number of neighbours of ``worker``."""
+        """Return the number of neighbours of ``worker``."""
         return len(self.neighbors(worker, num_workers))
 
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
@@ -51,8 +51,8 @@ class FixedGraph(Topology):
 class Ring(FixedGraph):
     """Each worker mixes with the one before and the one after it.
 
-    Two messages a round, whatever the number of workers. ``|lambda_2| = 1/3 + 2/3 cos(2 pi / N)``,
-    slow for many workers.
+    Two messages per round for any number of workers. ``|lambda_2| = 1/3 + 2/3 cos(2 pi / N)``,
+    which is slow for many workers.
 
     Example:
         >>> Ring().neighbors(0, 6)
@@ -67,7 +67,7 @@ class Ring(FixedGraph):
 
 @dataclass(frozen=True)
 class Complete(FixedGraph):
-    """Everybody mixes with everybody: one round is the exact mean.
+    """Each worker mixes with all others: one round gives the exact mean.
 
     Example:
         >>> Complete().weights(1, 4)
@@ -83,7 +83,7 @@ class Complete(FixedGraph):
         return num_workers - 1
 
     def check(self, num_workers: int) -> None:
-        # Connected and doubly stochastic for every N; N * N weights need no reading to know it.
+        # Connected and doubly stochastic for every N, so the N * N weights need not be checked.
         self.check_num_workers(num_workers)
 
 
@@ -110,8 +110,8 @@ class Grid(FixedGraph):
     """Workers on a rectangle, numbered row by row, mix with those above, below, left and right.
 
     Args:
-        rows: height of the rectangle; it must divide the number of workers. None takes the squarest
-            one (a prime number of workers lies in a single row).
+        rows: Height of the rectangle; it must divide the number of workers. None takes the shape
+            closest to a square (a single row if the number is prime).
 
     Example:
         >>> Grid().neighbors(4, 9), Grid().neighbors(0, 9)
@@ -135,7 +135,7 @@ class Grid(FixedGraph):
             )
 
     def shape(self, num_workers: int) -> tuple[int, int]:
-        """Rows and columns of the rectangle."""
+        """Return the rows and columns of the rectangle."""
         self.check_num_workers(num_workers)
         rows = self.rows or next(
             r for r in range(math.isqrt(num_workers), 0, -1) if num_workers % r == 0
@@ -151,13 +151,13 @@ class Grid(FixedGraph):
 
 @dataclass(frozen=True)
 class Torus(Grid):
-    """A grid whose rows and columns close to rings: four neighbours for every worker.
+    """A grid whose rows and columns are closed to rings: four neighbours for every worker.
 
     A square of side r has ``|lambda_2| = 3/5 + 2/5 cos(2 pi / r)``. A side of 2 gives one neighbour
     in that direction, a side of 1 none.
 
     Args:
-        rows: height of the rectangle, see `Grid`.
+        rows: Height of the rectangle, see `Grid`.
 
     Example:
         >>> Torus().neighbors(0, 9)
@@ -176,7 +176,7 @@ class Torus(Grid):
 
 @dataclass(frozen=True)
 class Hypercube(FixedGraph):
-    """Workers whose numbers differ in one binary digit are neighbours: log2 N messages a round.
+    """Workers whose indices differ in one bit are neighbours: log2 N messages per round.
 
     Needs a power of two workers. ``|lambda_2| = 1 - 2 / (1 + log2 N)``.
 

@@ -1,4 +1,4 @@
-"""What the base class does for a topology that only defines its weights."""
+"""The base class, for a topology that only defines its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own matrix or graph: what is taken, and what is refused with which words."""
+"""Custom matrices and graphs: what is accepted, and what is refused with which message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_float32_sums_are_good_enough() -> None:
     FromMatrix(Torus().mixing_matrix(12).float()).check(12)
 
 
-def test_zero_and_negative_diagonals_are_taken() -> None:
+def test_zero_and_negative_diagonals_are_accepted() -> None:
     triangle = FromMatrix([[0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
     assert triangle.weights(0, 3) == {0: 0.0, 1: 0.5, 2: 0.5}
     swing = FromMatrix([[-0.1, 0.55, 0.55], [0.55, -0.1, 0.55], [0.55, 0.55, -0.1]])

@@ -1,4 +1,4 @@
-"""Edge-list files: formats that are read, and lines that are not."""
+"""Edge-list files: supported formats and invalid lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exponential graphs: closed forms, and when one peer a round gives the exact mean."""
+"""Exponential graphs: closed forms, and when one peer per round gives the exact mean."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_peer_is_exact_for_powers_of_two_only(subtests: pytest.Subtests) -> 
 
 
 @pytest.mark.parametrize(("num_workers", "left"), [(6, 0.217), (12, 0.209)])
-def test_what_one_peer_leaves(num_workers: int, left: float) -> None:
+def test_distance_that_remains_with_one_peer(num_workers: int, left: float) -> None:
     period = OnePeerExponential().period(num_workers)
     rest = cycle_product(OnePeerExponential(), num_workers) - 1 / num_workers
     assert float(torch.linalg.matrix_norm(rest, ord=2)) == pytest.approx(left, abs=5e-4)

@@ -1,4 +1,4 @@
-"""Laws that every topology keeps, enumerated over all of them and N = 1..12."""
+"""Laws that hold for every topology, checked for all of them and N = 1..12."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from lightning_loco.topology import (
 )
 
 Make = Callable[[int], Topology]
-"""From a number of workers to the topology for it."""
+"""A function from a number of workers to a topology."""
 
 UP_TO_12 = range(1, 13)
 POWERS = (1, 2, 4, 8)
 
 
 def always(topology: Topology) -> tuple[Make, Sequence[int]]:
-    """The same topology for each number of workers that it can have."""
+    """The same topology for each number of workers that it supports."""
     sizes = POWERS if isinstance(topology, (Hypercube, Xor)) else UP_TO_12
     return lambda num_workers: topology, sizes
 
@@ -106,7 +106,7 @@ def test_mixing_matrix_is_doubly_stochastic_and_symmetric(
 def test_repeated_rounds_reach_the_mean(
     make: Make, sizes: Sequence[int], subtests: pytest.Subtests
 ) -> None:
-    """The mean of all workers never moves, and everybody gets there."""
+    """The mean of all workers does not change, and all workers converge to it."""
     for num_workers in sizes:
         with subtests.test(num_workers=num_workers):
             torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_weights_and_receivers_are_the_rows_and_columns_of_the_matrix(
                     assert topology.receivers(worker, num_workers, t) == others
 
 
-def test_one_worker_keeps_everything(subtests: pytest.Subtests) -> None:
+def test_a_single_worker_has_weight_one(subtests: pytest.Subtests) -> None:
     for name, (make, sizes) in ROWS.items():
         if 1 not in sizes:
             continue
@@ -191,7 +191,7 @@ def test_file_pickle_carries_the_graph(tmp_path) -> None:
     assert pickle.loads(pickle.dumps(topology)).weights(0, 2) == {0: 0.5, 1: 0.5}
 
 
-def test_large_numbers_of_workers_are_quick(subtests: pytest.Subtests) -> None:
+def test_large_numbers_of_workers_are_fast(subtests: pytest.Subtests) -> None:
     def seconds(topology: Topology) -> float:
         started = time.thread_time()
         for worker in (0, 1, 4095):

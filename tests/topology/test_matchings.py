@@ -1,4 +1,4 @@
-"""Pairs: XOR is exact, random matchings are uniform, agreed upon and as fast as predicted."""
+"""Pairs: XOR is exact; random matchings are uniform, the same everywhere, as fast as predicted."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_random_matching_is_an_involution(subtests: pytest.Subtests) -> None:
 
 
 def test_draws_never_change() -> None:
-    """Workers on other machines, Python versions and hash seeds must draw the same pairs."""
+    """Workers on other hosts, Python versions and hash seeds must draw the same pairs."""
     assert [RandomMatching(5).partner(i, 9, 4) for i in range(9)] == [6, 7, 5, 4, 3, 2, 0, 1, 8]
     peers = [RandomTwoPeer(5).peers(i, 6, 1000) for i in range(6)]
     assert peers == [(3, 1), (2, 0), (1, 4), (0, 5), (5, 2), (4, 3)]
 
 
-def test_drawing_leaves_global_random_states_alone() -> None:
+def test_drawing_does_not_change_global_random_states() -> None:
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     RandomMatching(11).weights(0, 50, 123)
     RandomTwoPeer(11).weights(0, 50, 123)
@@ -101,7 +101,7 @@ def predicted(num_workers: int) -> float:
 
 
 def test_random_matching_shrinks_the_square_as_predicted(subtests: pytest.Subtests) -> None:
-    """The sum over all directions is the same for each matching, so a single one decides it."""
+    """The sum over all directions is the same for each matching, so one matching is enough."""
     for num_workers in (3, 4, 7, 8):
         with subtests.test(num_workers=num_workers):
             expected = pytest.approx(predicted(num_workers), abs=1e-12)
@@ -135,7 +135,7 @@ def test_two_peers_of_eight() -> None:
     assert consensus_rate(RandomTwoPeer(), 8) ** 2 == pytest.approx(0.275, abs=1e-3)
 
 
-def test_two_peers_weigh_thirds() -> None:
+def test_two_peers_have_weights_of_thirds() -> None:
     third = pytest.approx(1 / 3)
     for t in range(30):
         for worker in range(6):

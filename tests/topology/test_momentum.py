@@ -1,4 +1,4 @@
-"""Gossip with momentum: best settings, stability limits, and both against simulation."""
+"""Gossip with momentum: optimal settings and stability limits, compared with simulation."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_radius_is_the_slope_of_a_run(subtests: pytest.Subtests) -> None:
                 assert slope == pytest.approx(radius, rel=5e-3)
 
 
-def test_exact_averaging_forgets_like_the_root_of_the_momentum() -> None:
+def test_with_exact_averaging_the_rate_is_the_root_of_the_momentum() -> None:
     assert gossip_radius(Complete(), 8, 1.0, 0.9) == pytest.approx(math.sqrt(0.9))
     assert gossip_radius(Complete(), 8, 1.0, 0.9, "gossiped") == pytest.approx(0, abs=1e-6)
 

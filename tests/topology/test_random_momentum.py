@@ -85,7 +85,7 @@ def second_moment_radius(
 
 
 def all_matchings(workers: list[int]) -> list[list[tuple[int, int]]]:
-    """Every perfect matching; an odd number leaves out each worker in turn."""
+    """All perfect matchings; with an odd number, each worker is left out in turn."""
     if len(workers) % 2:
         rests = [[w for w in workers if w != idle] for idle in workers]
         return [pairs for rest in rests for pairs in all_matchings(rest)]

@@ -1,4 +1,4 @@
-"""From what a user writes to a topology."""
+"""Topologies by name, and conversion of other values to topologies."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_a_name_wins_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert as_topology(Path("ring")) == FromFile("ring")
 
 
-def test_asymmetric_matrix_is_told_how_to_mend() -> None:
+def test_error_for_an_asymmetric_matrix_contains_the_fix() -> None:
     with pytest.raises(ValueError, match=r"FromMatrix\(matrix, directed=True\)"):
         as_topology([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]])
 
 
-def test_a_class_is_no_topology() -> None:
+def test_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got the class Ring\. Write Ring\(\)"):
         as_topology(Ring)
 
 
 @pytest.mark.parametrize("value", [None, 3, {"ring": 1}])
-def test_anything_else(value: object) -> None:
+def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match="A topology must be a name, a Topology, a networkx graph"):
         as_topology(value)

@@ -102,7 +102,7 @@ def test_pairs_have_lambda_max_two(subtests: pytest.Subtests) -> None:
                 assert lambda_max(Xor(), num_workers) == pytest.approx(2)
 
 
-def test_lambda_max_of_two_peers_is_reached_and_never_passed() -> None:
+def test_lambda_max_of_two_peers_is_reached_but_not_exceeded() -> None:
     topology = RandomTwoPeer(0)
     largest = max(
         float(torch.linalg.eigvalsh(torch.eye(6) - topology.mixing_matrix(6, t))[-1])
@@ -153,5 +153,5 @@ def test_random_topology_without_moments() -> None:
         def period(self, num_workers: int) -> None:
             return None
 
-    with pytest.raises(ValueError, match="Derive it from RandomTopology"):
+    with pytest.raises(ValueError, match="Subclass RandomTopology"):
         consensus_rate(Unknown(), 4)
