@@ -1,4 +1,4 @@
-"""N workers in one process: the same algorithm objects in lock step, without process groups."""
+"""The simulation of N workers in one process, without process groups."""
 
 from lightning_loco.simulation.simulation import Simulation
 

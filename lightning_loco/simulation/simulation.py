@@ -1,10 +1,11 @@
-"""Run any algorithm with any number of workers in one process, for tests, teaching and planning."""
+"""Simulates any number of workers in one process, for tests, teaching and planning."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,37 +14,39 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import IN_ROUND, KnownStatuses, WorkerStatus
+from lightning_loco.engine.buckets import Bucket, group_chunks
 from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.exchanges.base import Exchange, SeparateStatuses
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.parameters.schema import check_model, first_difference
 from lightning_loco.schedules import StepInfo, SyncEvery, by_steps
-from lightning_loco.simulation.hub import Hub
 
 
 class Simulation:
-    """Workers that take turns: local steps of each, then one round of all.
+    """Runs workers in turn: the local steps of each worker, then one round of all.
 
-    Computes what the processes of a real run compute, in the same order; only the exchange is
-    replaced by its :meth:`simulate`. Every worker starts from the parameters of the first one.
+    It computes the same numbers as the processes of a real run, in the same order; only the
+    exchange is replaced by its :meth:`simulate`. All workers start from the parameters of the first
+    one.
 
     Args:
-        models: One module per worker, all alike.
+        models: One module per worker, all with the same parameters.
         algorithm: What a round computes.
-        sync_every: Local steps between rounds, or one number per worker, or as it changes.
+        sync_every: Local steps between rounds: one number, one per worker, or a mapping.
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
-        topology: Neighbours, for gossip: a topology, a name, a graph or a matrix.
-        compression: How messages are written on the wire, as in ``LocoStrategy``.
+        topology: The graph of gossip: a topology, a name, a graph or a matrix.
+        compression: How messages are encoded, as in ``LocoStrategy``.
 
     Attributes:
         states: The algorithm's state of each worker.
         round_index: Number of completed rounds.
 
     Raises:
-        ValueError: If there is no model, or the settings do not fit.
+        ValueError: If there is no model, or the settings are invalid for these workers.
 
     Example:
         >>> import torch
@@ -73,10 +76,10 @@ class Simulation:
 
     @classmethod
     def from_settings(cls, models: Sequence[nn.Module], settings: RoundSettings) -> Simulation:
-        """A simulation of any schedule that goes by steps, with any codec and landing.
+        """Create a simulation with any schedule that counts steps, codec and merge policy.
 
         Raises:
-            ValueError: If the schedule goes by the clock, or as in the class.
+            ValueError: If the schedule follows the clock, or as in the class.
         """
         simulation = cls.__new__(cls)
         simulation._set_up(models, settings)  # noqa: SLF001
@@ -113,7 +116,7 @@ class Simulation:
         return FlatLayout(named, cuts)
 
     def _make_fragments(self) -> list[list[FragmentSync]]:
-        """The fragments of all workers, by fragment and worker; those of a row share one hub."""
+        """Create the fragments of all workers, indexed by fragment and worker."""
         settings, layouts = self.settings, self._layouts
         alone, statistics = WorkerGroup(0, 1), Statistics()
         exchange = make_exchange(
@@ -127,12 +130,12 @@ class Simulation:
         fragments = []
         for slices in settings.schedule.fragment_slices(layouts[0].sizes):
             hub = Hub(exchange, self.num_workers, longest, has_feedback)
-            row = []
+            of_workers = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]
                 memory = FragmentMemory(layout, slices, settings, state, residual, layout.numel)
-                row.append(FragmentSync(memory, settings, hub.of_worker(worker)))
-            fragments.append(row)
+                of_workers.append(FragmentSync(memory, settings, hub.of_worker(worker)))
+            fragments.append(of_workers)
         return fragments
 
     @property
@@ -141,27 +144,28 @@ class Simulation:
         return len(self._layouts)
 
     def run(self, local_step: Callable[[int], None], num_rounds: int) -> None:
-        """Alternate local phases and rounds.
+        """Alternate local steps and rounds.
 
         Args:
-            local_step: Called with the number of a worker; makes one optimizer step of its model.
-            num_rounds: How many rounds to make.
+            local_step: Called with the index of a worker; must make one optimizer step of its
+                model.
+            num_rounds: Number of rounds.
         """
         for _ in range(num_rounds):
             for worker in range(self.num_workers):
                 since_round = 0
-                while not self._turn(worker, since_round):
+                while not self._apply_due(worker, since_round):
                     local_step(worker)
                     self._steps[worker] += 1
                     since_round += 1
             self.make_round()
 
     @torch.no_grad()
-    def _turn(self, worker: int, since_round: int) -> bool:
-        """Apply the pending rounds of a worker that end now; whether it is to begin a round."""
+    def _apply_due(self, worker: int, since_round: int) -> bool:
+        """Apply the pending rounds of a worker that end now; return whether it begins a round."""
         schedule, begins = self._schedule.of_worker(worker), False
-        for index, row in enumerate(self._fragments):
-            fragment = row[worker]
+        for index, of_workers in enumerate(self._fragments):
+            fragment = of_workers[worker]
             counts = self._steps[worker], since_round, self.round_index
             begin, end = schedule.due(StepInfo(*counts, index, math.inf, fragment.pending))
             begins = begins or begin
@@ -171,7 +175,7 @@ class Simulation:
 
     @torch.no_grad()
     def make_round(self) -> None:
-        """Exchange and apply, for all workers."""
+        """Make one round of all workers."""
         fragments = self._fragments[self.round_index % len(self._fragments)]
         statuses = self._statuses(fragments)
         is_overlapped = self._schedule.is_overlapped(self.round_index)
@@ -192,20 +196,144 @@ class Simulation:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Apply what overlap has left under way, as :meth:`Engine.drain` does."""
-        for row in self._fragments:
-            for fragment in row:
+        """Apply all pending rounds, as :meth:`Engine.drain` does."""
+        for of_workers in self._fragments:
+            for fragment in of_workers:
                 fragment.apply()
 
     def params(self) -> list[Tensor]:
-        """A flat copy of each worker's parameters, ``(P,)``."""
+        """Return a flat copy of each worker's parameters, ``(P,)``."""
         return [layout.new_flat() for layout in self._layouts]
 
     def consensus(self) -> Tensor:
-        """The consensus parameters ``(P,)``: the mean over the workers."""
+        """Return the consensus parameters ``(P,)``: the mean over the workers."""
         return torch.stack(self.params()).mean(0)
 
     def consensus_distance(self) -> float:
-        """Root mean square distance of the workers' parameters to their mean."""
+        """Return the root mean square distance of the workers' parameters to their mean."""
         params = torch.stack(self.params()).double()
         return math.sqrt(float((params - params.mean(0)).square().sum(1).mean()))
+
+
+class Hub:
+    """Collects the messages of all workers of one fragment, and returns the exchange's results.
+
+    Here the whole message of a worker is one bucket. The exchange is applied to the buckets that
+    processes would send, so that the numbers are the same.
+
+    Args:
+        exchange: The exchange whose ``simulate`` computes what each worker receives.
+        num_workers: Number of workers N.
+        bucket_elements: Maximum length of the buckets of processes, in elements.
+        has_feedback: Whether the compression keeps what is lost of messages.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        num_workers: int,
+        bucket_elements: int,
+        has_feedback: bool = False,
+    ) -> None:
+        self.exchange = exchange
+        self.num_workers = num_workers
+        self.has_feedback = has_feedback
+        self._bucket_elements = bucket_elements
+        self._rounds: dict[tuple[int, int], HubRound] = {}
+
+    def of_worker(self, worker: int) -> HubExchange:
+        """Return the exchange of one worker."""
+        return HubExchange(self, worker)
+
+    def round_of(self, bucket: Bucket, index: int) -> HubRound:
+        """Return the messages of this bucket in a round; those of earlier rounds are deleted."""
+        key = (index, bucket.slices[0].start)
+        if key not in self._rounds:
+            groups = group_chunks([chunk.params for chunk in bucket.chunks], self._bucket_elements)
+            lengths = [sum(map(len, group)) for group in groups]
+            self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
+            self._rounds[key] = HubRound(self, index, lengths)
+        return self._rounds[key]
+
+
+@dataclasses.dataclass
+class HubRound:
+    """The messages of one bucket in one round.
+
+    Attributes:
+        hub: The hub that the workers share.
+        index: Index of the round.
+        lengths: Lengths of the buckets that processes would send.
+        messages: The messages by worker.
+        received: What each worker receives; empty until :meth:`get` is called.
+    """
+
+    hub: Hub
+    index: int
+    lengths: list[int]
+    messages: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    received: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all workers have sent their messages."""
+        return len(self.messages) == self.hub.num_workers
+
+    def get(self, worker: int) -> Tensor:
+        """Return what one worker receives; raises RuntimeError if a message is missing."""
+        if not self.is_complete:
+            raise RuntimeError("A simulated round ends before all workers have begun it.")
+        if not self.received:
+            workers, exchange = range(self.hub.num_workers), self.hub.exchange
+            messages = [torch.split_with_sizes(self.messages[w], self.lengths) for w in workers]
+            buckets = zip(*messages, strict=True)
+            received = [exchange.simulate(bucket, self.index) for bucket in buckets]
+            self.received = [torch.cat(parts) for parts in zip(*received, strict=True)]
+        return self.received[worker]
+
+
+class HubExchange(SeparateStatuses):
+    """The exchange of one worker; what it receives is already divided by the total weight.
+
+    Args:
+        hub: The hub that the workers share.
+        worker: Index of this worker.
+    """
+
+    def __init__(self, hub: Hub, worker: int) -> None:
+        super().__init__(WorkerGroup(0, 1), Statistics())
+        self._hub = hub
+        self._worker = worker
+
+    def start(self, bucket: Bucket, round_index: int) -> HubHandle:
+        """Send a copy of the worker's message to the hub."""
+        hub_round = self._hub.round_of(bucket, round_index)
+        hub_round.messages[self._worker] = bucket.wire.clone()
+        return HubHandle(hub_round, self._worker)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """Return what each worker receives, given all messages in order of the workers."""
+        return self._hub.exchange.simulate(messages, round_index)
+
+
+class HubHandle(NamedTuple):
+    """The handle of a bucket that a worker has sent to the hub."""
+
+    hub_round: HubRound
+    worker: int
+
+    @property
+    def lost(self) -> Tensor | None:
+        """What the codec has lost of the worker's message, if the compression keeps it."""
+        return self.hub_round.messages[self.worker] if self.hub_round.hub.has_feedback else None
+
+    def has_arrived(self) -> bool:
+        """Return whether all workers have sent their messages."""
+        return self.hub_round.is_complete
+
+    def wait(self) -> Tensor:
+        """Return what this worker receives."""
+        return self.hub_round.get(self.worker)
+
+    def release(self) -> None:
+        """Do nothing: the hub does not reuse memory."""

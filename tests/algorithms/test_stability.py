@@ -220,9 +220,7 @@ def test_limit_of_a_fixed_graph_to_the_third_digit(subtests: pytest.Subtests) ->
                     below = GASLoC(1.0, 0.999 * limit / largest, momentum, momentum_on)
                     above = GASLoC(1.0, 1.001 * limit / largest, momentum, momentum_on)
                     assert verdict(below, 8, topology) == "accepted"
-                    with pytest.raises(
-                        ValueError, match=f"must be below {limit:g}, and .* is "
-                    ):
+                    with pytest.raises(ValueError, match=f"must be below {limit:g}, and .* is "):
                         above.prepare(8, topology)
 
 

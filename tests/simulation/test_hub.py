@@ -1,4 +1,4 @@
-"""The hub: where the messages of simulated workers meet."""
+"""The hub, which exchanges the messages of simulated workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine.buckets import Bucket, BucketChunk
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.parameters.flat import Chunk
-from lightning_loco.simulation.hub import Hub
+from lightning_loco.simulation.simulation import Hub
 from lightning_loco.topology import Ring, Topology
 
 
@@ -27,13 +27,13 @@ def bucket(value: float, start: int = 0) -> Bucket:
     return Bucket(message, [BucketChunk(chunk, message, LocalSGD(), {})])
 
 
-def test_everyone_receives_what_the_exchange_makes_of_all_messages() -> None:
+def test_all_workers_receive_the_result_of_the_exchange() -> None:
     common = hub(3)
     handles = [common.of_worker(w).start(bucket(w), 0) for w in range(3)]
     assert [handle.wait().tolist() for handle in handles] == [[1.0, 1.0]] * 3
 
 
-def test_a_message_is_what_it_was_when_it_left() -> None:
+def test_a_message_is_copied_when_it_is_sent() -> None:
     common = hub(2)
     first = bucket(1.0)
     handle = common.of_worker(0).start(first, 0)
@@ -43,7 +43,7 @@ def test_a_message_is_what_it_was_when_it_left() -> None:
     handle.release()
 
 
-def test_it_has_arrived_when_all_have_sent_and_not_before() -> None:
+def test_it_has_arrived_once_all_workers_have_sent() -> None:
     common = hub(2)
     handle = common.of_worker(0).start(bucket(1.0), 0)
     assert not handle.has_arrived()
@@ -53,10 +53,10 @@ def test_it_has_arrived_when_all_have_sent_and_not_before() -> None:
     assert handle.has_arrived()
 
 
-def test_parcels_and_rounds_are_kept_apart_also_if_one_is_still_under_way() -> None:
+def test_buckets_and_rounds_are_separate_even_if_one_is_pending() -> None:
     common = hub(2, Ring())
-    late = [common.of_worker(w).start(bucket(w), 0) for w in range(2)]
+    earlier = [common.of_worker(w).start(bucket(w), 0) for w in range(2)]
     for start in (0, 2):
-        now = [common.of_worker(w).start(bucket(10.0 * w + start, start), 1) for w in range(2)]
-        assert [h.wait().tolist()[0] for h in now] == [5.0 + start] * 2
-    assert [h.wait().tolist() for h in late] == [[0.5, 0.5]] * 2
+        later = [common.of_worker(w).start(bucket(10.0 * w + start, start), 1) for w in range(2)]
+        assert [h.wait().tolist()[0] for h in later] == [5.0 + start] * 2
+    assert [h.wait().tolist() for h in earlier] == [[0.5, 0.5]] * 2

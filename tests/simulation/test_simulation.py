@@ -1,4 +1,4 @@
-"""The simulation: lock step, one start for all, the consensus and its distance."""
+"""The simulation: order of steps and rounds, common start, consensus and its distance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def points(num_workers: int, size: int = 3) -> list[Point]:
 
 
 class WithFrozenParts(nn.Module):
-    """Something to train, something frozen, a buffer."""
+    """A trainable parameter, a frozen one and a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def frozen_parts(rank: int, world: int) -> list[Tensor]:
 
 
 def test_frozen_parameters_and_buffers_start_from_the_first_worker_too(pool: Pool) -> None:
-    """As they do in a run of processes."""
+    """As in a run of processes."""
     expected = [tensor.detach() for tensor in WithFrozenParts(seed=0).state_dict().values()]
     for tensors in pool.run(frozen_parts, world=2):
         assert all(map(torch.equal, tensors, expected))
@@ -108,7 +108,7 @@ def test_the_consensus_is_the_mean() -> None:
         assert simulation.consensus().tolist() == [1.0, 1.0]
 
 
-def test_what_is_returned_is_a_copy() -> None:
+def test_returned_parameters_are_copies() -> None:
     models = points(2)
     simulation = Simulation(models, DiLoCo())
     before = simulation.params()[0].clone()
@@ -130,8 +130,8 @@ def test_without_overlap_there_is_nothing_to_drain(algorithm: Algorithm) -> None
     assert torch.equal(torch.stack(simulation.params()), before)
 
 
-def test_optimizers_of_the_models_go_on_working() -> None:
-    """Parameters are written in place: the tensors that an optimizer holds stay the model's."""
+def test_optimizers_of_the_models_keep_working() -> None:
+    """Parameters are written in place, so an optimizer still holds the model's tensors."""
     models = [nn.Linear(2, 1) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     simulation = Simulation(models, DiLoCo())
@@ -147,7 +147,7 @@ def test_optimizers_of_the_models_go_on_working() -> None:
     assert all(p.requires_grad for model in models for p in model.parameters())
 
 
-def test_settings_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     for models, settings, kind, message in (
         ([], {}, ValueError, "needs at least one model"),
         (points(2), {"sync_every": 0}, ValueError, "must be at least 1, got 0"),
