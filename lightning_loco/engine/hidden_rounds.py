@@ -1,4 +1,4 @@
-"""What the arguments of the methods mean whose rounds are hidden behind local steps."""
+"""Algorithm, schedule and merge policy for the arguments of async and streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_loco.schedules import Schedule, SyncEvery, hidden_rounds, streami
 
 
 class HiddenRounds(NamedTuple):
-    """The parts of a round that a method chooses."""
+    """The parts of the settings that async and streaming DiLoCo determine."""
 
     algorithm: DiLoCo
     schedule: Schedule
@@ -30,18 +30,18 @@ def async_diloco(
     delay: int | None,
     mix: float | None,
 ) -> HiddenRounds:
-    """As :class:`~lightning_loco.AsyncDiLoCoStrategy` describes them."""
-    is_late = fragments is None and delay is None
+    """Return the parts of :class:`~lightning_loco.AsyncDiLoCoStrategy`."""
+    is_one_round_late = fragments is None and delay is None
     algorithm = DiLoCo(
-        (0.7 if is_late else 0.6) if outer_lr is None else outer_lr,
-        (0.0 if is_late else 0.8) if outer_momentum is None else outer_momentum,
+        (0.7 if is_one_round_late else 0.6) if outer_lr is None else outer_lr,
+        (0.0 if is_one_round_late else 0.8) if outer_momentum is None else outer_momentum,
         nesterov,
         outer_optimizer,
     )
-    warm_start = is_late if warm_start is None else warm_start
+    warm_start = is_one_round_late if warm_start is None else warm_start
     schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
-    share = (0.0 if is_late else 0.25) if mix is None else mix
-    return HiddenRounds(algorithm, schedule, _mixed(share, schedule))
+    share = (0.0 if is_one_round_late else 0.25) if mix is None else mix
+    return HiddenRounds(algorithm, schedule, _merge_policy(share, schedule))
 
 
 def streaming_diloco(
@@ -55,17 +55,17 @@ def streaming_diloco(
     outer_optimizer: OuterOptimizer | None,
     pattern: Literal["strided", "contiguous", "even"] | Sequence[str],
 ) -> HiddenRounds:
-    """As :class:`~lightning_loco.StreamingDiLoCoStrategy` describes them."""
+    """Return the parts of :class:`~lightning_loco.StreamingDiLoCoStrategy`."""
     algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
     schedule = streaming_rounds(sync_every, fragments, delay, pattern)
-    return HiddenRounds(algorithm, schedule, _mixed(mix, schedule))
+    return HiddenRounds(algorithm, schedule, _merge_policy(mix, schedule))
 
 
-def _mixed(mix: float, schedule: Schedule) -> MergePolicy | None:
-    """The landing of late results with a local share; None for the algorithm's own.
+def _merge_policy(mix: float, schedule: Schedule) -> MergePolicy | None:
+    """Return the merge policy for a share of the local parameters; None for the algorithm's own.
 
-    A result that comes a whole phase late and is taken as it is loses no local steps that way: the
-    next message, which is made before, tells of them.
+    With ``mix=0`` and results that are a whole round late, the algorithm's ``Restart()`` loses no
+    local steps: they are in the next message, which is computed before the result is applied.
     """
     merge_policy = Mix(mix)
     return None if mix == 0 and schedule.is_whole_phase else merge_policy

@@ -1,4 +1,4 @@
-"""Exchanges that take as long as they would on slower links."""
+"""Emulation of slower links: exchanges whose results are delayed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LONGEST_NAP_S = 0.2
 
 
 class SendTimes:
-    """Every worker notes in the job's store when each of its messages leaves, before it does.
+    """Records in the job's store when each message of each worker is sent, before it is sent.
 
-    So whoever has received a message finds there when it left, without waiting. Times are those of
-    the clock's ``wall_time``, which is one clock on one machine. Notes are overwritten
+    So the receiver of a message can read its send time without waiting. Times are those of the
+    clock's ``wall_time``, which is the same for all processes of a host. Records are overwritten
     after 1024 messages.
 
     Args:
@@ -40,48 +40,48 @@ class SendTimes:
         self._store = group.own_store("departures")
         self._worker = group.worker
 
-    def note(self, number: int, at: float) -> None:
-        """Message ``number`` of this worker leaves then."""
-        publish(self._store, self._key(self._worker, number), f"{number} {at!r}")
+    def record(self, number: int, send_time: float) -> None:
+        """Record the send time of message ``number`` of this worker."""
+        publish(self._store, self._key(self._worker, number), f"{number} {send_time!r}")
 
     def latest(self, number: int, workers: Collection[int], own: float) -> float:
-        """When the last of these workers' messages ``number`` has left, or one's own has.
+        """Return the latest send time of message ``number`` among some workers and this one.
 
         Args:
-            number: As in :meth:`note`; the same message has the same number on all workers.
-            workers: The others; those who have noted nothing are left out.
-            own: When one's own has left.
+            number: As in :meth:`record`; the same message has the same number on all workers.
+            workers: The other workers; those without a record are ignored.
+            own: The send time of this worker.
         """
         keys = [self._key(worker, number) for worker in workers]
         if not keys or not self._store.check(keys):
             return own
-        noted = [_read(note, number) for note in self._store.get_all(keys)]
-        return max([own, *(at for at in noted if at is not None)])
+        times = [_parse_send_time(record, number) for record in self._store.get_all(keys)]
+        return max([own, *(time for time in times if time is not None)])
 
     def _key(self, worker: int, number: int) -> str:
         return f"{worker}/{number % _SLOTS}"
 
 
-def _read(note: bytes, number: int) -> float | None:
-    """When the message of this number has left, if the note says so."""
-    found = re.fullmatch(rb"(\d{1,18}) (\d{1,12}(?:\.\d{1,12})?)", note)
+def _parse_send_time(record: bytes, number: int) -> float | None:
+    """Return the send time in a record; None if it is invalid or of another message."""
+    found = re.fullmatch(rb"(\d{1,18}) (\d{1,12}(?:\.\d{1,12})?)", record)
     return float(found[2]) if found and int(found[1]) == number else None
 
 
 class LinkEmulator:
-    """An exchange whose messages arrive when they would have come over the workers' links.
+    """An exchange whose results are delayed until they would have arrived over the emulated links.
 
-    The messages travel at once, unchanged. What they bring is shown later: when the last of those
-    who send has sent, what this worker has sent before has left its link, and the time has passed
-    that the bytes take there. Until then :meth:`EmulatedHandle.has_arrived` says no, and
+    The messages are sent immediately and unchanged. Their result becomes available once the last
+    sender has sent, this worker's link is free of earlier messages, and the time has passed that
+    the bytes take on the link. Until then :meth:`EmulatedHandle.has_arrived` returns False, and
     :meth:`EmulatedHandle.wait` sleeps.
 
     Args:
-        exchange: What moves the messages.
-        links: Of the workers.
+        exchange: The exchange that sends the messages.
+        links: The links of the workers.
         group: The workers; at least two.
-        statistics: Where bytes are counted, and what the link takes.
-        topology: Who are neighbours; None if everybody exchanges with everybody.
+        statistics: Counts bytes and the time on the link.
+        topology: The neighbours; None if all workers exchange with all.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class LinkEmulator:
         self._count = 0
 
     def start(self, bucket: Bucket, round_index: int) -> EmulatedHandle:
-        """Send a bucket; RuntimeError if it would be under way for longer than the timeout."""
+        """Send a bucket; raises RuntimeError if it would take longer than the timeout."""
         group, number = self._group, self._count
         self._count += 1
         label, began = f"round {round_index}", group.clock.wall_time()
-        departure = max(began, self._link.free_at)
+        send_time = max(began, self._link.free_at)
         with ExplainErrors(group, label):
-            self._send_times.note(number, departure)
+            self._send_times.record(number, send_time)
         before = self._link.statistics.bytes_sent
         handle = self._exchange.start(bucket, round_index)
         num_bytes = self._link.statistics.bytes_sent - before
@@ -125,26 +125,26 @@ class LinkEmulator:
                 )
             return found
 
-        def departed() -> float:
+        def last_send_time() -> float:
             with ExplainErrors(group, label):
-                return self._send_times.latest(number, others, departure)
+                return self._send_times.latest(number, others, send_time)
 
         first = span(num_bytes)
-        self._link.free_at = departure + first.busy_s
-        return EmulatedHandle(handle, self._link, group, first, began, span, departed)
+        self._link.free_at = send_time + first.busy_s
+        return EmulatedHandle(handle, self._link, group, first, began, span, last_send_time)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What the exchange itself would bring: a link changes no number."""
+        """Return the results of the exchange itself: a link does not change numbers."""
         return self._exchange.simulate(messages, round_index)
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
-        """As the exchange does."""
+        """Write the status as the exchange does."""
         self._exchange.write_status(bucket, status, label)
 
     def read_statuses(
         self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
     ) -> PendingStatuses:
-        """The statuses behind the message, which arrive with it."""
+        """Return the statuses that arrive with the message."""
         return self._exchange.read_statuses(bucket, handle, status, label)
 
     def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
@@ -163,7 +163,7 @@ class LinkEmulator:
         return [worker for worker in senders if worker != own]
 
     def _span(self, num_bytes: int, whole_bytes: int, round_index: int) -> TransferTime:
-        """Of so many bytes that this worker has sent; ``whole_bytes`` are those of the message."""
+        """Return the time that ``num_bytes`` sent bytes of a message of ``whole_bytes`` take."""
         own, n = self._group.worker, self._group.num_workers
         if self._topology is None:
             exchange = self._exchange
@@ -177,13 +177,13 @@ class LinkEmulator:
 
 
 class LinkUse:
-    """One worker's link: until when it is busy, and what of its time was waited for.
+    """The use of one worker's link: when it is free, and how much of its time was waited for.
 
     Args:
-        statistics: Where that is counted.
+        statistics: Counts these times.
 
     Attributes:
-        free_at: When all that was sent has left, by the clock's ``wall_time``.
+        free_at: When all messages so far have left the link, by the clock's ``wall_time``.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -193,26 +193,26 @@ class LinkUse:
         statistics.start_emulation()
 
     def count(self, began: float, end: float, waited_from: float) -> None:
-        """Something was under way, and waited for from some time on; no second counts twice."""
+        """Count the time of a transfer and the waiting for it; overlapping times count once."""
         began, waited_from = max(began, self._counted_until), max(waited_from, self._counted_until)
         self.statistics.count_emulated(max(0.0, end - began), max(0.0, end - waited_from))
         self._counted_until = max(self._counted_until, end)
 
 
 class EmulatedHandle:
-    """A bucket that is here, perhaps, and not to be seen yet.
+    """The handle of a bucket whose result may have arrived, but is not available yet.
 
-    An exchange may send more while it is looked at or waited for. What it sends then leaves then,
-    after what it has sent before has arrived.
+    The exchange may send more bytes in calls of :meth:`has_arrived` or :meth:`wait`. These take
+    their time on the link after the bytes before them have arrived.
 
     Args:
-        handle: Of the exchange itself.
-        link: This worker's.
+        handle: The handle of the exchange itself.
+        link: The link of this worker.
         group: The workers.
-        first: What the bytes take that left at the start.
-        began: When they left, by the clock's ``wall_time``.
-        span: What further bytes take.
-        departed: When the last sender's message left, once the handle's has arrived.
+        first: The time that the bytes sent at the start take.
+        began: When they were sent, by the clock's ``wall_time``.
+        span: Returns the time that further bytes take.
+        last_send_time: Returns when the last sender sent, once the handle's result has arrived.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class EmulatedHandle:
         first: TransferTime,
         began: float,
         span: Callable[[int], TransferTime],
-        departed: Callable[[], float],
+        last_send_time: Callable[[], float],
     ) -> None:
         self._handle = handle
         self._link = link
@@ -231,47 +231,47 @@ class EmulatedHandle:
         self._clock = group.clock
         self._parts = [(began, first)]
         self._span = span
-        self._departed = departed
-        self._left_at = self._arrives_at = 0.0
+        self._last_send_time = last_send_time
+        self._sent_at = self._arrives_at = 0.0
         self._is_known = False
         self._received: Tensor | None = None
 
     @property
     def lost(self) -> Tensor | None:
-        """What was lost of the own message, as the handle of the exchange itself says."""
+        """What was lost of this worker's message, from the handle of the exchange itself."""
         lost: Tensor | None = self._handle.lost
         return lost
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once; never waits."""
+        """Return whether :meth:`wait` would return or raise immediately; never waits."""
         if self._received is not None:
             return True
         is_here = self._watched(self._handle.has_arrived)
         return is_here and self._clock.wall_time() >= self._arrival()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether the message itself comes soon: nobody who has sent has to be called."""
+        """Return whether the message itself arrives within ``seconds``."""
         return bool(self._watched(lambda: self._handle.arrives_within(seconds)))
 
     def wait(self) -> Tensor:
-        """Return what was received, once it would have come; later calls return it again."""
+        """Wait until the result would have arrived and return it; may be called repeatedly."""
         if self._received is None:
             entered = self._clock.wall_time()
             received: Tensor = self._watched(self._handle.wait)
             arrival = self._arrival()
             with WaitTimer(self._link.statistics, self._clock):
                 self._sleep_until(arrival)
-            self._link.count(self._left_at, arrival, entered)
+            self._link.count(self._sent_at, arrival, entered)
             self._received = received
         return self._received
 
     def release(self) -> None:
-        """What was received has been used, and its memory may serve again."""
+        """Release the memory of the result for reuse."""
         self._received = None
         self._handle.release()
 
     def _watched(self, call: Callable[[], Any]) -> Any:
-        """Call something that may send, and take note of what it has sent."""
+        """Call a function that may send, and record the bytes that it has sent."""
         statistics, now = self._link.statistics, self._clock.wall_time()
         before = statistics.bytes_sent
         result = call()
@@ -281,9 +281,9 @@ class EmulatedHandle:
         return result
 
     def _arrival(self) -> float:
-        """When what has arrived would have come; only then it is known who was the last to send."""
+        """Return when a result that is here would have arrived over the link."""
         if not self._is_known:
-            end = self._left_at = self._departed()
+            end = self._sent_at = self._last_send_time()
             for sent_at, span in self._parts:
                 busy_until = max(end, sent_at) + span.busy_s
                 self._link.free_at = max(self._link.free_at, busy_until)

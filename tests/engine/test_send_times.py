@@ -17,13 +17,13 @@ def note_and_read(rank: int, world: int) -> list[float]:
     others = [worker for worker in range(world) if worker != rank]
     found = [told.latest(5, others, own=7.5)]  # nobody has noted anything
     dist.barrier()
-    told.note(5, 100.0 + rank)
+    told.record(5, 100.0 + rank)
     dist.barrier()
     found += [told.latest(5, others, own=100.0 + rank), told.latest(5, [], own=7.5)]
     found += [told.latest(5, others, own=1000.0), told.latest(5, others[:1], own=7.5)]
     dist.barrier()
     later = 5 + link_emulator._SLOTS
-    told.note(later, 200.5 + rank)
+    told.record(later, 200.5 + rank)
     dist.barrier()
     found += [told.latest(5, others, own=7.5), told.latest(later, others, own=7.5)]
     for garbage in ("", "6", "6 inf", "6 nan", "6 -1", "x 3", "6 1e400", "6 3 9", "9" * 50 + " 1"):
