@@ -13,7 +13,6 @@ from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.merge import Restart
-from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
     check_outer_lr,
@@ -22,6 +21,7 @@ from lightning_loco.algorithms.outer_lr import (
     next_rate,
     outer_lr_metrics,
 )
+from lightning_loco.algorithms.outer_optimizer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_loco import ClockEngine, DiLoCo, GASLoC, PairwiseEngine, StepEngine
 from lightning_loco.algorithms.base import State
-from lightning_loco.algorithms.outer import step_outer_optimizer
+from lightning_loco.algorithms.outer_optimizer import step_outer_optimizer
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.engine import Engine
