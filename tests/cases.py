@@ -1,14 +1,14 @@
-"""One table of methods: a new algorithm needs one row here and is put through every common test.
+"""The table of test cases: one row for each algorithm, on which every common test runs.
 
-- "laws": what holds for every algorithm (tests/algorithms/test_common.py);
-- "same numbers": equal in the simulation, on raw groups and in Trainer.fit
+- "laws": laws that hold for every algorithm (tests/algorithms/test_common.py);
+- "same numbers": equal in the simulation, in a plain loop and in Trainer.fit
   (tests/strategies/test_same_numbers.py);
-- "resume": a resumed run equals an unbroken one (tests/strategies/test_checkpoint.py);
+- "resume": a resumed run equals an uninterrupted one (tests/strategies/test_checkpoint.py);
 - "uneven": workers with different numbers of batches (tests/strategies/test_uneven.py);
-- "alone": one worker computes what many workers that do the same compute;
+- "alone": one worker computes the same as several workers with equal local steps;
 - "nan": a worker with NaN is left out (tests/strategies/test_nan.py).
 
-tests/test_cases.py checks that no method, no algorithm and no row is forgotten.
+tests/test_cases.py checks that no method, algorithm or row is missing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology, get_topology
 
-BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
-BY_FRAGMENTS = "its schedule is tests/engine/test_staggered.py's, and its algorithm has a row"
-DECAYS = "the decay of the weights moves them by itself"
+BY_CLOCK = "its rounds follow the clock, so that no two runs are equal"
+BY_FRAGMENTS = (
+    "its schedule is tested in tests/engine/test_staggered.py, and its algorithm has a row"
+)
+DECAYS = "weight decay changes the parameters without progress"
 SLOW = (
     "same numbers",
     "resume",
@@ -52,26 +54,27 @@ SLOW = (
     "chunks",
 )
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
-"""The only reasons for which a row is left out; with any other one the test must fail."""
+"""The reasons for which a row is left out of a test; with any other reason it must fail there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An algorithm, and how its rounds are made.
+    """An algorithm and the settings of its rounds.
 
     Args:
         algorithm: What a round computes.
-        topology: Neighbours, by name.
+        topology: Name of the topology.
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
-        fragments: How many parts take turns, if that is the schedule.
-        delay: Local steps after which their results land, if a phase is longer.
-        mix: The local share in that.
-        compression: How messages are written.
-        accuracy: How near it comes to the optimum of some quadratics within 300 rounds.
-        variant_of: The row from which this one differs by its formula alone; what is slow and does
-            not depend on the formula is left to that row.
-        not_in: Why tests of a name are left out or fail on this row.
+        fragments: Number of fragments, if the schedule is ``Staggered``.
+        delay: Local steps after which their results are applied, at most one less than
+            ``sync_every``.
+        mix: Share of the local parameters when a result is applied.
+        compression: How messages are encoded.
+        accuracy: Distance to the optimum of some quadratics after 300 rounds.
+        variant_of: The row that differs from this one only by its formula. Slow tests that do not
+            depend on the formula run on that row.
+        not_in: Names of tests in which this row is left out or fails, with the reasons.
     """
 
     algorithm: Algorithm
@@ -88,30 +91,31 @@ class Case:
 
     @property
     def by_clock(self) -> bool:
-        """Whether rounds fall by the clock instead of every so many steps."""
+        """Whether rounds follow the clock instead of counting steps."""
         return isinstance(self.algorithm, ModelAverage) and not self.overlap
 
     @property
     def consensus_key(self) -> str | None:
-        """The entry of the state that is the consensus; None for the workers' mean."""
+        """The state entry that is the consensus; None for the mean of the workers."""
         return self._prepared(2).consensus_key
 
     def prepared(self, num_workers: int) -> Algorithm:
-        """The algorithm with its automatic settings filled in."""
+        """Return the algorithm with its automatic settings filled in."""
         return self._prepared(num_workers).algorithm
 
     def _prepared(self, num_workers: int) -> RoundSettings:
-        made = RoundSettings(self.algorithm, topology=self.topology, compression=self.compression)
-        return made.prepare(num_workers)
+        return RoundSettings(
+            self.algorithm, topology=self.topology, compression=self.compression
+        ).prepare(num_workers)
 
     @property
     def graph(self) -> Topology | None:
-        """Who exchanges with whom when the seed of the run is 0."""
-        own = self.algorithm.default_topology(seed=0)
-        return own if self.topology is None else get_topology(self.topology)
+        """The topology if the seed of the run is 0."""
+        default = self.algorithm.default_topology(seed=0)
+        return default if self.topology is None else get_topology(self.topology)
 
     def settings(self, **others: Any) -> dict[str, Any]:
-        """Keywords for an engine of rounds by the step or a simulation."""
+        """Return the keyword arguments for a StepEngine or a Simulation."""
         return {
             "topology": self.topology,
             "overlap": self.overlap,
@@ -121,37 +125,39 @@ class Case:
         }
 
     def strategy(self, sync_every: int, **others: Any) -> loco.LocoStrategy:
-        """The strategy that runs it; one by the clock makes a round whenever it can."""
+        """Return the strategy; one that follows the clock makes rounds without a pause."""
         if self.by_clock:
             return AsyncModelAverageStrategy(0.0, topology=self.topology, **others)
         if self.fragments is not None:
             assert isinstance(self.algorithm, DiLoCo)
             outer = self.algorithm.outer_lr, self.algorithm.outer_momentum
-            late = min(self.delay, sync_every - 1), self.mix
-            return StreamingDiLoCoStrategy(sync_every, self.fragments, *late, *outer, **others)
+            delay_and_mix = min(self.delay, sync_every - 1), self.mix
+            return StreamingDiLoCoStrategy(
+                sync_every, self.fragments, *delay_and_mix, *outer, **others
+            )
         return loco.LocoStrategy(self.algorithm, **self.settings(sync_every=sync_every, **others))
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An outer optimizer with a state of its own, and a function that can be pickled."""
+    """A picklable function that creates an outer optimizer with a state."""
     return torch.optim.Adam(params, lr=0.05)
 
 
 def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One that makes its state when it is made, not at its first step."""
+    """An optimizer that creates its state in its constructor instead of its first step."""
     return torch.optim.Adagrad(params, lr=0.5)
 
 
 CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
 FRAGMENTS = dict.fromkeys(("laws", "same numbers", "nan by hand"), BY_FRAGMENTS)
 ROUNDED = {
-    "alone": "a worker alone sends nothing, so nothing is rounded",
+    "alone": "a single worker sends nothing, so nothing is rounded",
     "nan by hand": "the plain loop does not round",
 }
-COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
+COUNTS_WORKERS = {"alone": "the share that is applied without delay depends on the workers"}
 
 CASES = {
-    # Each method under its registered name, with its own defaults; async DiLoCo a phase late.
+    # Each method under its registered name, with its defaults; async DiLoCo a phase late.
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
@@ -161,7 +167,7 @@ CASES = {
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
-    # Other settings of them; in slow tests they run in the long suite.
+    # Other settings; in slow tests these rows run in the soak only.
     "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
     "delayed_nesterov_schedule": Case(
         loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
@@ -212,13 +218,13 @@ CASES = {
     ),
     "gasloc_cycle": Case(GASLoC(), "one_peer_exponential", variant_of="gasloc_matching"),
     "neighbor_average": Case(NeighborAverage(), "ring", not_in=CLOCK),
-    # Fewer bytes.
+    # Compressed messages.
     "diloco_compressed": Case(
         DiLoCo(),
         compression="e3m0",
         accuracy=0.1,
         variant_of="diloco",
-        not_in={**ROUNDED, "chunks": "each bucket has other workers who keep what sums lose"},
+        not_in={**ROUNDED, "chunks": "buckets determine which worker keeps the residual of a sum"},
     ),
     "async_diloco_compressed": Case(
         DiLoCo(outer_momentum=0.0),
@@ -245,7 +251,7 @@ CASES = {
         variant_of="gasloc",
         not_in={"nan by hand": ROUNDED["nan by hand"]},
     ),
-    # Late results under the progress made meanwhile.
+    # Overlap with the merge policy KeepProgress.
     "gasloc_overlap": Case(GASLoC(), "ring", overlap=True),
     "gasloc_overlap_cold": Case(
         GASLoC(momentum_on="gossiped"),
@@ -262,8 +268,8 @@ CASES = {
 KINDS = (
     "local_sgd", "async_diloco", "streaming_diloco", "gasloc", "noloco", "async_model_average"
 )  # fmt: skip
-"""One method of each kind of round: of all workers, one round late, of fragments, with neighbours,
-with one peer, and by the clock. Enough for tests that do not depend on formulas."""
+"""One method of each kind of round: of all workers, with overlap, of fragments, with neighbours, in
+random pairs, and by the clock. Enough for tests that do not depend on formulas."""
 
 
 def rows(
@@ -276,12 +282,13 @@ def rows(
 def params(
     test: str, names: Iterable[str] = CASES, often: Collection[str] = METHODS
 ) -> list[ParameterSet]:
-    """The rows of a test, with the marks that they have in it.
+    """Return the rows of a test with their marks.
 
     Args:
-        test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
-        names: Another choice of rows.
-        often: Of a slow test, those that run for every change; the others are in the soak.
+        test: Its name in ``not_in``. Rows with a reason of ``LEFT_OUT`` are left out; rows with
+            another reason must fail.
+        names: The rows to choose from.
+        often: Rows of a slow test that run in the test suite; the others run in the soak.
     """
     chosen = []
     for name in names:
@@ -295,5 +302,5 @@ def params(
 
 
 def without_variants() -> list[str]:
-    """Names of the rows that are not mere variants of others."""
+    """Return the names of the rows that are not variants of others."""
     return [name for name, case in CASES.items() if case.variant_of is None]

@@ -1,4 +1,4 @@
-"""The table of methods is complete, and every common test runs all of it."""
+"""The table of test cases is complete, and every common test runs on all of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_loco.schedules import EveryInterval
 from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, params
 
-# Methods that make no rounds; each has tests of its own.
+# Methods without rounds; each has its own tests.
 WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
-# Where each common test is; the name is the one in `rows(...)` and in the field `not_in`.
+# The module of each common test, by its name in `rows(...)` and in the field `not_in`.
 TESTS = {
     "laws": "tests.algorithms.test_common",
     "same numbers": "tests.strategies.test_same_numbers",
@@ -27,7 +27,7 @@ TESTS = {
     "nan by hand": "tests.strategies.test_nan",
 }
 NAMES = {id(case): name for name, case in CASES.items()}
-# Common tests of which a part of the rows has a choice of its own.
+# Common tests that run on some rows only.
 OF_SOME = {
     "alone",
     "chunks",
@@ -45,7 +45,7 @@ def test_every_algorithm_with_rounds_has_a_row() -> None:
         kind
         for kind in public
         if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
-        if kind.exchange != "pull"  # has no rounds
+        if kind.exchange != "pull"  # pulls have no rounds
     }
     assert algorithms == {type(case.algorithm) for case in CASES.values()}
 
@@ -54,15 +54,15 @@ def test_every_method_with_rounds_has_a_row() -> None:
     assert set(METHODS) <= {*CASES, *WITHOUT_ROUNDS}
 
 
-def test_the_row_of_a_method_is_what_its_strategy_does(subtests: pytest.Subtests) -> None:
+def test_the_row_of_a_method_has_the_settings_of_its_strategy(subtests: pytest.Subtests) -> None:
     for name in sorted(set(METHODS) - WITHOUT_ROUNDS):
         with subtests.test(name):
             case, strategy = CASES[name], METHODS[name]
             settings: dict[str, Any] = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
             if case.fragments is not None:
-                settings["fragments"] = 2  # the models of tests have two layers
+                settings["fragments"] = 2  # test models have two layers
             if name == "streaming_diloco":
-                settings["delay"] = 5  # its own with enough local steps
+                settings["delay"] = 5  # its default for a larger sync_every
             if name == "async_diloco":
                 settings["fragments"] = None  # with them it is streaming_diloco: test_streaming.py
             assert strategy(**settings).settings == case.strategy(7).settings
@@ -76,8 +76,8 @@ def test_methods_without_rounds_have_none(name: str) -> None:
     assert name not in CASES
 
 
-def statuses_of(module: str) -> list[set[str]]:
-    """The rows that each test of a module runs, whatever else it is parametrized by."""
+def rows_of(module: str) -> list[set[str]]:
+    """Return the rows on which each test of a module runs."""
     found = []
     for function in vars(importlib.import_module(module)).values():
         if isinstance(function, FunctionType) and function.__name__.startswith("test_"):
@@ -91,12 +91,12 @@ def statuses_of(module: str) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("test", TESTS)
-def test_every_row_is_run_or_says_why_not(test: str) -> None:
+def test_every_row_is_run_or_has_a_reason(test: str) -> None:
     left_out = {name for name, case in CASES.items() if case.not_in.get(test) in LEFT_OUT}
-    assert set(CASES) - left_out in statuses_of(TESTS[test])
+    assert set(CASES) - left_out in rows_of(TESTS[test])
 
 
-def test_the_reasons_of_a_row_hold(subtests: pytest.Subtests) -> None:
+def test_the_reasons_of_a_row_are_true(subtests: pytest.Subtests) -> None:
     for name, case in CASES.items():
         with subtests.test(name):
             assert set(case.not_in) <= {*TESTS, *OF_SOME}
