@@ -50,7 +50,7 @@ class BackgroundThread(threading.Thread):
         return self._exit_timeout_s
 
 
-def begin(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S) -> Future[T]:
+def run_in_thread(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S) -> Future[T]:
     """Call a function in a new background thread.
 
     Args:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.clock import Clock
 from tests.limits import HARNESS_S
 
@@ -72,7 +72,7 @@ class ManualClock(Clock):
 
     def pass_during(self, call: Callable[[], T], others: int = 0) -> T:
         """What a call returns; while it and so many others wait, the clock moves to who is next."""
-        future = begin(call)
+        future = run_in_thread(call)
         while True:
             with self._changed:
                 self._hold(lambda: future.done() or len(self._ends()) > others, "waits")

@@ -14,7 +14,7 @@ from tests.sources import PACKAGE
 RUNNING = """
 import threading
 import torch
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 
 values = torch.ones(1_000_000)
 
@@ -25,7 +25,7 @@ def work():
         values.mul_(1.0)
     print("ready", flush=True)
 
-begin(work)
+run_in_thread(work)
 """
 HUNG = """
 import threading, time
@@ -69,7 +69,7 @@ import time
 
 import torch
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 
 
 class Slow:
@@ -84,7 +84,7 @@ def work():
 
 slow = Slow()
 values = torch.ones(1_000_000)
-begin(work, exit_timeout_s=0.1)
+run_in_thread(work, exit_timeout_s=0.1)
 time.sleep(0.5)
 print("ready", flush=True)
 """

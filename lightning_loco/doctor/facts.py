@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_loco.__about__ import __version__
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ async def in_thread(limit_s: float, call: Callable[[], T]) -> T:
         TimeoutError: If it does not return in time. Its thread ends with the process.
     """
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(begin(call)), max(limit_s, 0))
+        return await asyncio.wait_for(asyncio.wrap_future(run_in_thread(call)), max(limit_s, 0))
     except TIMEOUTS as error:
         raise TimeoutError(f"no answer within {limit_s:g} s") from error
 

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.background import BackgroundThread, begin
+from lightning_loco.background import BackgroundThread, run_in_thread
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.elastic.quorum import Plan
 from lightning_loco.fault_points import reach
@@ -213,7 +213,7 @@ class MemberGroup:
     def announce_finished(self) -> None:
         """Announce to the members of the last group that this worker has finished."""
         others = self._last_others()
-        wait([begin(functools.partial(_announce, *other)) for other in others], _ANNOUNCE_S)
+        wait([run_in_thread(functools.partial(_announce, *other)) for other in others], _ANNOUNCE_S)
 
     def _last_others(self) -> list[tuple[str, str]]:
         """Return store and name of the other members of the last group."""
@@ -344,7 +344,7 @@ class MemberMonitor:
 
         The call that creates it cannot be cancelled: after a loss it ends in the background.
         """
-        creating = begin(create)
+        creating = run_in_thread(create)
         try:
             self._wait_or_raise(creating, 0.0)
         except RuntimeError:
@@ -358,7 +358,7 @@ class MemberMonitor:
         After a loss the exchange is left alone, in its thread. A member that has ended may have
         sent everything before, so the exchange gets a moment for data that is still on its way.
         """
-        running = begin(exchange)
+        running = run_in_thread(exchange)
         try:
             self._wait_or_raise(running, _GRACE_S)
             return running.result()
@@ -379,7 +379,7 @@ class MemberMonitor:
         if wait([work], _WATCH_AFTER_S).done:
             return
         is_over = threading.Event()
-        loss: Future[Any] = begin(lambda: self._watch_next(is_over))
+        loss: Future[Any] = run_in_thread(lambda: self._watch_next(is_over))
         try:
             wait([work, loss], return_when=FIRST_COMPLETED)
             is_over.set()
@@ -456,7 +456,7 @@ def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
     """
     deadline = time.monotonic() + timeout_s
     is_given_up = threading.Event()
-    connecting = begin(
+    connecting = run_in_thread(
         lambda: _connect(store, timeout_s, deadline, is_given_up), exit_timeout_s=_LAST_ATTEMPT_S
     )
     try:

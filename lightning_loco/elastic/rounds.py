@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.background import BackgroundThread, begin
+from lightning_loco.background import BackgroundThread, run_in_thread
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
 from lightning_loco.elastic.exchanges import MemberExchange
@@ -252,7 +252,7 @@ class RoundThread(BackgroundThread):
             if plan.is_new:
                 self._data_shard.reassign(plan.data_position, plan.rank, len(plan.names))
             copy = functools.partial(self._copy_state, request, plan)
-            copying = begin(copy) if plan.joining else None  # while the group is created
+            copying = run_in_thread(copy) if plan.joining else None  # while the group is created
             try:
                 self._group.open(plan)
                 self._attempt(request, plan, copying)
@@ -484,7 +484,7 @@ class QuorumRequester:
             names_members = waits and self._lighthouse.uptime.has_restarted(UNRESPONSIVE_S)
             return info._replace(awaited=self._live_members() if names_members else []).to_dict()
 
-        requesting = begin(
+        requesting = run_in_thread(
             lambda: self._lighthouse.quorum(make_data, timeout_s), exit_timeout_s=0.0
         )
         try:

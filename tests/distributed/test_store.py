@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.distributed import store as module
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from tests.distributed.workers import threads_named, wait_until
@@ -77,7 +77,7 @@ def test_a_call_to_a_frozen_server_times_out_and_a_later_one_succeeds() -> None:
         store.set("a", "1")
         assert store.get("a") == b"1"
         freeze_process(pid)
-        futures = [begin(lambda: store.check(["a"], timeout_s=0.25)) for _ in range(2)]
+        futures = [run_in_thread(lambda: store.check(["a"], timeout_s=0.25)) for _ in range(2)]
         clock.wait_until_waiting(2)
         wait_until(
             lambda: store._thread._calls.qsize() == 1 and store._thread.started_at is not None
@@ -97,7 +97,9 @@ def test_closing_does_not_wait_for_a_frozen_server() -> None:
     clock = ManualClock()
     with server_in_a_process(clock) as (store, pid):
         freeze_process(pid)
-        futures = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two wait in the queue
+        futures = [
+            run_in_thread(lambda: store.check(["a"])) for _ in range(3)
+        ]  # two wait in the queue
         clock.wait_until_waiting(3)
         wait_until(lambda: store._thread._calls.qsize() == 2)
         store.close()
@@ -157,7 +159,7 @@ def test_closing_waits_for_a_call_that_has_just_started() -> None:
     late, clock = LateStore(), ManualClock()
     store = TimeoutStore(late, clock=clock)
     late.thread = store._thread
-    future = begin(lambda: store.check(["key"]))
+    future = run_in_thread(lambda: store.check(["key"]))
     wait_until(lambda: store._thread.started_at is not None)
     store.close()
     assert not threads_named("loco-store")
@@ -170,7 +172,7 @@ import os, signal, subprocess, sys, time
 
 import torch.distributed as dist
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.distributed import store as module
 from lightning_loco.distributed.store import TimeoutStore, StoreTimeout
 

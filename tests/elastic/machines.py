@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from tests.conftest import ROOT
 from tests.networks import Network, address
 from tests.programs import Program
@@ -20,7 +20,7 @@ def start_lighthouse(network: Network) -> None:
     lighthouse = network.run(0, *command)
     lighthouse.wait_for("listening")
     assert lighthouse.process.stdout is not None
-    begin(lighthouse.process.stdout.read)  # or it would block once the pipe is full
+    run_in_thread(lighthouse.process.stdout.read)  # or it would block once the pipe is full
 
 
 def start_worker(network: Network, rank: int, folder: Path, *settings: str) -> Program:

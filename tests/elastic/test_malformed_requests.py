@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_loco import Elastic, StepEngine
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.elastic.lighthouse import Lighthouse
 from tests.elastic import cluster
 from tests.elastic.test_quorum import info
@@ -25,7 +25,7 @@ def test_a_worker_with_an_invalid_address_is_named_and_ignored(
     request = {**info(7), "store": "somewhere"}
     try:
         other = Lighthouse(address, "mallory")
-        requesting = begin(lambda: other.quorum(lambda: request, TIMEOUT_S))
+        requesting = run_in_thread(lambda: other.quorum(lambda: request, TIMEOUT_S))
         membership = Elastic(
             address, min_workers=1, name="w0", host="127.0.0.1", timeout_s=TIMEOUT_S
         )

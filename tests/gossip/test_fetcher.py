@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_loco import Link, PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery
 from lightning_loco.gossip import fetcher as fetcher_module
@@ -117,7 +117,7 @@ def test_fetch_from_a_silent_peer_ends_at_the_deadline_or_the_timeout(
     nodes, clock = peers(2), ManualClock()
     settings = {"fetch_timeout_s": fetch_timeout_s, "clock": clock}
     with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, selector):
-        future = begin(lambda: fetcher.fetch(limit_s))
+        future = run_in_thread(lambda: fetcher.fetch(limit_s))
         with request_received(server):
             clock.advance(0.19)
             clock.wait_until_read()
@@ -137,7 +137,7 @@ def test_next_peer_is_tried_after_half_of_the_timeout() -> None:
     ):
         for _ in range(3):
             selector.record_failure("p2")  # so that the silent one is tried first
-        future = begin(lambda: fetcher.fetch(0.8))
+        future = run_in_thread(lambda: fetcher.fetch(0.8))
         with request_received(server):
             clock.advance(0.39)
             clock.wait_until_read()
@@ -176,7 +176,7 @@ def test_reply_without_parameters_ends_the_fetch_immediately(
         replying(nodes[1].port, lambda requested: (pack_reply(ReplyHeader(kind, requested)), b"")),
         fetching(nodes, fetch_timeout_s=LONG_S, clock=ManualClock()) as (fetcher, selector),
     ):
-        future = begin(lambda: fetcher.fetch(LONG_S))
+        future = run_in_thread(lambda: fetcher.fetch(LONG_S))
         assert future.result(HARNESS_S) is None  # the clock does not advance
         assert fetcher.counts.timeouts == 0
         assert getattr(fetcher.counts, count) == 1
@@ -234,7 +234,7 @@ def test_slow_peer_is_logged_once(
         fetching(nodes, fetch_timeout_s=0.25, clock=clock) as (fetcher, _),
     ):
         for count in (800, 1600):
-            future = begin(lambda: fetcher.fetch(clock.now() + 0.25))
+            future = run_in_thread(lambda: fetcher.fetch(clock.now() + 0.25))
             wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has arrived")
             clock.advance(0.3)
             assert future.result(HARNESS_S) is None
@@ -246,7 +246,7 @@ def test_slow_peer_is_logged_once(
 def test_fetch_can_be_stopped_from_another_thread() -> None:
     nodes, settings = peers(2), {"fetch_timeout_s": LONG_S, "clock": ManualClock()}
     with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, _):
-        future = begin(lambda: fetcher.fetch(LONG_S))
+        future = run_in_thread(lambda: fetcher.fetch(LONG_S))
         with request_received(server):
             fetcher.stop()
             with pytest.raises(FetcherStopped):
@@ -428,7 +428,7 @@ def fetching_later(seconds: float, **settings: Any) -> Iterator[tuple[Fetcher, M
 
 def test_fetch_ends_when_it_would_on_the_emulated_link() -> None:
     with fetching_later(0.5, fetch_timeout_s=LONG_S) as (fetcher, clock):
-        future = begin(lambda: fetcher.fetch(LONG_S))
+        future = run_in_thread(lambda: fetcher.fetch(LONG_S))
         clock.wait_until_waiting()
         assert clock.asked == [0.5]
         clock.advance(0.5)
@@ -470,7 +470,7 @@ def test_emulated_duration_gets_peer_bytes_and_number() -> None:
 
 def test_fetch_longer_than_the_timeout_is_counted_as_timeout() -> None:
     with fetching_later(LONG_S, fetch_timeout_s=0.5) as (fetcher, clock):
-        future = begin(lambda: fetcher.fetch(0.5))
+        future = run_in_thread(lambda: fetcher.fetch(0.5))
         clock.wait_until_waiting()
         assert clock.asked == [0.5]
         clock.advance(0.5)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.transport import (
     MAX_HEADER_BYTES,
     Client,
@@ -166,7 +166,7 @@ def test_request_to_a_silent_server_ends_with_its_timeout_or_an_abort(
                 reply = client.request(b"head", timeout_s=5)
                 reply.receive_into(memoryview(bytearray(reply.body_bytes)), timeout_s=5)
 
-            request = begin(ask)
+            request = run_in_thread(ask)
             clock.wait_until_read()
             assert not request.done()
             interrupt(client, clock, request, abort)
@@ -188,7 +188,7 @@ def test_abort_or_timeout_ends_a_connection_attempt() -> None:
         clock = ManualClock()
         for abort in (False, True):
             client = Client(HOST, listener.getsockname()[1], clock=clock)
-            request = begin(lambda client=client: client.request(b"head", timeout_s=5))
+            request = run_in_thread(lambda client=client: client.request(b"head", timeout_s=5))
             clock.wait_until_read()
             interrupt(client, clock, request, abort)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.compression import Compression
 from lightning_loco.compression.sums import add_up, shards, subtract_written
 from lightning_loco.distributed.statistics import Statistics
@@ -180,7 +180,7 @@ class CompressedAllReduce(SeparateStatuses):
         n = group.num_workers
         statistics.count_compressed(under_way.num_bytes, 2 * (n - 1) * message.nbytes // n)
         if self._is_overlapped:
-            self._last = begin(_in_turn(self._last, run, message.device))
+            self._last = run_in_thread(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None
         coming = self._last if self._is_overlapped else None
         timed = WaitTimer(statistics, group.clock)

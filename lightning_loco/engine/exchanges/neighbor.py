@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.background import begin
+from lightning_loco.background import run_in_thread
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
@@ -133,7 +133,7 @@ class NeighborHandle:
         if not self._host_waits:
             return self._works.is_completed()
         if self._coming is None:
-            self._coming = begin(self._works.wait)
+            self._coming = run_in_thread(self._works.wait)
         return self._coming.done()
 
     def wait(self) -> Tensor:
