@@ -1,4 +1,4 @@
-"""What another run has saved: one with other settings, or on another number of workers."""
+"""The saved state of another run: one with other settings, or another number of workers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.worker import Worker
 
-_PLACE = "the mean of what other workers have saved"
+_LABEL = "the mean of what other workers have saved"
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlierRun:
-    """The engines' states of an earlier run.
+    """The state of an earlier run.
 
     Attributes:
-        state: What this worker has saved; what worker 0 has, if this one is new.
-        algorithm: The name of its class.
-        settings: Of that run, as plain values.
-        num_workers: How many workers wrote it.
+        state: State that this worker has saved; that of worker 0 if this worker is new.
+        algorithm: Name of the class of its algorithm.
+        settings: Its settings, as plain values.
+        num_workers: Number of its workers.
         consensus_key: The entry of the algorithm's state that was the consensus; None if that was
             the mean of the local parameters.
-        is_shared: Whether what stands under ``"shared"`` was equal on all workers.
-        read: Reads the state of any worker that wrote it.
-        readers: Who reads whose state for a mean; by default, each worker reads its share. A state
-            that nobody reads is left out.
+        is_shared: Whether the entry ``"shared"`` was equal on all workers.
+        read: Reads the state of any of its workers.
+        readers: For each of its workers, the worker that reads its state for a mean. Default: each
+            worker reads its share. A state without a reader is left out.
     """
 
     state: dict[str, Any]
@@ -42,12 +42,12 @@ class EarlierRun:
     readers: dict[int, int] | None = None
 
     def fits(self, num_workers: int) -> bool:
-        """Whether each of so many workers has a state of its own in it."""
+        """Whether each of ``num_workers`` workers has a state of its own in it."""
         is_whole = self.readers is None or len(self.readers) >= self.num_workers
         return is_whole and self.num_workers == num_workers
 
     def share_of(self, worker: int, num_workers: int) -> Sequence[int]:
-        """Whose states a worker reads for a mean."""
+        """The workers of the earlier run whose states a worker reads for a mean."""
         if self.readers is None:
             return range(worker, self.num_workers, num_workers)
         return [writer for writer, reader in self.readers.items() if reader == worker]
@@ -57,7 +57,7 @@ class EarlierRun:
         return self.algorithm == type(algorithm).__name__
 
     def forgotten(self) -> list[str]:
-        """What another algorithm, which begins at the consensus, cannot take over, in words."""
+        """What another algorithm, which starts at the consensus, does not take over, in words."""
         notes = ["all workers begin at the consensus"]
         states = [shared["state"] for shared in self.state.get("shared", ())]
         if names := sorted(set().union(*states) - {self.consensus_key}):
@@ -96,10 +96,10 @@ def settings_with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:
-    """Entries of the saved states, with the mean over all that wrote them instead of each vector.
+    """Return entries of the saved states with the mean over the earlier workers for each vector.
 
-    Each worker reads its share of the files; all must call it. Values that are not finite are left
-    out. Plain numbers, and tensors of integers, are those of ``saved.state``.
+    Each worker reads its share of the files; all must call it. Vectors that are not finite are left
+    out. Plain numbers and tensors of integers are those of ``saved.state``.
 
     Args:
         worker: This worker.
@@ -114,7 +114,7 @@ def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> d
     template = {name: saved.state[name] for name in names}
     sums = [torch.zeros_like(vector) for vector in _vectors(template)]
     counts = [0] * len(sums)
-    with group.errors_shared(_PLACE):
+    with group.errors_shared(_LABEL):
         for number in saved.share_of(group.worker, group.num_workers):
             state = saved.state if number == group.worker else saved.read(number)
             found = _vectors({name: state[name] for name in template})
@@ -122,10 +122,10 @@ def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> d
                 if bool(torch.isfinite(vector).all()):
                     total.add_(vector)
                     counts[index] += 1
-    totals = [sum(column) for column in zip(*group.gather_objects(counts, _PLACE), strict=True)]
+    totals = [sum(column) for column in zip(*group.gather_objects(counts, _LABEL), strict=True)]
     device = worker.replica.layout.device
     for flat, count in zip(sums, totals, strict=True):
-        whole = AllReduceSum(group, worker.statistics, flat.to(device), _PLACE).wait()
+        whole = AllReduceSum(group, worker.statistics, flat.to(device), _LABEL).wait()
         flat.copy_(whole.div_(max(count, 1)))
     means: dict[str, Any] = _replaced(template, iter(sums))
     return means

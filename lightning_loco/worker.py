@@ -47,21 +47,24 @@ class Settings(Protocol):
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
-        """How to cut parameters of these names and sizes into chunks; after :meth:`prepare`.
+        """How to cut parameters into chunks; after :meth:`prepare`.
 
-        ``longest``: elements of a chunk that the device works on best.
+        Args:
+            sizes: Elements of each parameter, by name.
+            itemsize: Bytes of an element.
+            longest: Elements of a chunk that is best for the device.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Everything as plain values, for a comparison between workers."""
+        """All settings as plain values, to compare them between workers."""
 
     @property
     def link(self) -> Links | None:
-        """Links that are emulated, the same on all workers; of no meaning to a checkpoint."""
+        """Links to emulate, equal on all workers; not part of a checkpoint."""
 
     @property
     def outer_device(self) -> Literal["cpu"] | None:
-        """Where messages are made, likewise; None: where the parameters are."""
+        """Where messages are made, likewise; None for the device of the parameters."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -73,16 +76,16 @@ class Worker:
     Args:
         group: The workers.
         replica: This worker's copy of the model.
-        checksum: Of the initial model, equal on all workers.
+        checksum: Checksum of the initial model, equal on all workers.
 
     Attributes:
-        statistics: What communication cost so far.
+        statistics: What communication has cost so far.
         stop: This worker's part in the agreement to stop.
         steps: Local steps so far.
         steps_since_round: Local steps since the last round began.
         round_index: Rounds begun.
-        was_finite: Whether this worker's parameters were finite when it last looked.
-        companions: What belongs to the consensus beside the replica.
+        was_finite: Whether this worker's parameters were finite when they were read last.
+        averaged_copies: Averaged copies of the model and pruning masks, part of the consensus.
     """
 
     def __init__(self, group: WorkerGroup, replica: Replica, checksum: int) -> None:
@@ -106,10 +109,16 @@ class Worker:
         group: WorkerGroup,
         optimized: Iterable[Tensor] | None = None,
     ) -> tuple[Worker, S]:
-        """Check model and settings on all workers, and share the start of worker 0.
+        """Check model and settings on all workers, and broadcast the model of worker 0.
 
-        Of the parameters that require gradients, those in ``optimized`` are exchanged, or all.
-        A ValueError or TypeError is raised on every worker if anything does not fit on one of them.
+        Args:
+            model: The module to train.
+            make_settings: Makes the settings; may raise.
+            group: The workers.
+            optimized: Of the parameters that require gradients, those to exchange. Default: all.
+
+        Raises:
+            ValueError: Or TypeError, on every worker, if anything does not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed(), "the set-up")[0] % 2**31
         with group.errors_shared("the set-up"), warnings.catch_warnings():
@@ -128,8 +137,8 @@ class Worker:
             cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
             replica = Replica(model, cuts, trainable.values(), outer)
             replica.layout.chunks()
-        here = {"link": plain(settings.link), "outer_device": settings.outer_device}
-        check_same_settings({**settings.describe(), **here}, group)
+        emulated = {"link": plain(settings.link), "outer_device": settings.outer_device}
+        check_same_settings({**settings.describe(), **emulated}, group)
         check_same_schema(replica.layout, group)
         check_same_tensors(model, group.gather_objects)
         return cls(group, replica, broadcast_model(model, group)), settings
@@ -147,7 +156,7 @@ class Worker:
 
     @property
     def last_loss(self) -> float | Tensor:
-        """Set it to the last training loss, to have it travel with the rounds."""
+        """The last training loss; set it to send it with the rounds."""
         return self._last_loss
 
     @last_loss.setter
@@ -160,9 +169,10 @@ class Worker:
         return self.stop.agreed
 
     def count_step(self, sync_every: int | None = None) -> None:
-        """Count one local step, and see whether to stop after it.
+        """Count one local step, and check whether to stop after it.
 
-        ``sync_every``: local steps of this worker between rounds, if rounds go by steps.
+        Args:
+            sync_every: Local steps of this worker between rounds, if rounds are made by steps.
         """
         reach("local step")
         self.steps += 1
@@ -233,7 +243,7 @@ class Worker:
         if broken and self.group.worker == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
-                "exchange; it goes on from the start of the round.",
+                "exchange; it continues from the start of the round.",
                 ", ".join(map(str, broken)),
                 statuses[0].round_index,
             )
@@ -281,7 +291,7 @@ class Worker:
         self.replica.show_local()
 
     def measure_consensus(self, max_elements: int) -> float:
-        """Root mean square distance to the mean, from a sample of elements, the same everywhere."""
+        """Return the consensus distance, estimated from a sample of elements."""
         sample = self.replica.sample(max_elements, self.round_index)
         n = self.group.num_workers
         sums = torch.cat([sample, sample.square().sum().view(1)])
@@ -290,7 +300,7 @@ class Worker:
         return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker is, and its local parameters and buffers."""
+        """Return the counters, and the local parameters and buffers."""
         params, buffers = self.replica.local()
         return {
             "round_index": self.round_index,
@@ -305,15 +315,15 @@ class Worker:
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict` of the same worker."""
-        self.go_on_counting(saved)
+        """Load a state of :meth:`state_dict` of the same worker."""
+        self.load_counters(saved)
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
             self.replica.untracked.load(*saved["others"])
         self.replica.running_statistics.load_state_dict(saved.get("running", {}))
 
-    def go_on_counting(self, saved: dict[str, Any]) -> None:
-        """Take the counters alone from a state of :meth:`state_dict`."""
+    def load_counters(self, saved: dict[str, Any]) -> None:
+        """Load the counters of a state of :meth:`state_dict`."""
         self.round_index = saved["round_index"]
         self.steps = saved["steps"]
         self.steps_since_round = saved["steps_since_round"]

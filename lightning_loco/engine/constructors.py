@@ -29,16 +29,15 @@ class StepEngine(Engine):
             as it changes, ``{0: 10, 1000: 50}``.
         overlap: Apply a round's result one round later, and hide its communication.
         warm_start: With overlap, make the first round a blocking one.
-        topology: Who is whose neighbour. Default: the algorithm's own.
-        bucket_bytes: Memory for messages under way, in bytes.
-        compression: How messages are written on the wire: ``"int8"``, another name of
+        topology: The neighbours of each worker. Default: the algorithm's own.
+        bucket_bytes: Memory for messages that are being sent, in bytes.
+        compression: How messages are compressed: ``"int8"``, another name of
             :data:`~lightning_loco.compression.CODECS`, a codec, an ``ErrorFeedback`` or
-            ``Compensated``. Default: as they are.
+            ``Compensated``. Default: not at all.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
-        membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
+        membership: ``Elastic(...)`` if workers join and leave. This job is then one
             worker; call :meth:`join` before the first step.
-        link: Links that rounds are to take as long as on, as in
-            :func:`~lightning_loco.links.as_links`. Default: those that there are.
+        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
         outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory,
             and send them by gloo. Default: where the parameters are.
 
@@ -94,7 +93,7 @@ class StepEngine(Engine):
 
 
 class ClockEngine(Engine):
-    r"""An engine that averages the workers' models again and again while training goes on.
+    r"""An engine that averages the workers' models again and again during training.
 
     A round begins at the end of a local step: a snapshot of the parameters is sent. It ends at the
     end of the first local step after the mean of all snapshots has arrived: the parameters then
@@ -105,14 +104,13 @@ class ClockEngine(Engine):
 
     Args:
         model: The module to train; its trainable parameters are exchanged.
-        interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
+        interval_s: Seconds between the end of a round and the next one; 0 for no pause.
         warmup_steps: Local steps at the start in which :meth:`average_gradients` is to be called
             before the optimizer's step, which makes them steps of DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
-        compression: How messages are written on the wire, ``"int8"`` say. Default: as they are.
+        compression: How messages are compressed, e.g. ``"int8"``. Default: not at all.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
-        link: Links that rounds are to take as long as on, as in
-            :func:`~lightning_loco.links.as_links`. Default: those that there are.
+        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.

@@ -60,7 +60,7 @@ def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
 
 def _start_at_consensus(engine: Engine, saved: EarlierRun) -> list[str]:
     worker, algorithm = engine.worker, engine.settings.algorithm
-    worker.go_on_counting(saved.state)
+    worker.load_counters(saved.state)
     worker.round_index = worker.steps_since_round = 0
     engine.reset()
     notes = saved.forgotten()

@@ -1,4 +1,4 @@
-"""What a user says about rounds, checked before any process or tensor exists."""
+"""The settings of rounds, checked before any process or tensor exists."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ PENDING_BUCKETS = 2
 BUCKET_BYTES = 64 * 2**20
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
-"""A bucket that holds any model: one bucket, one thing to wait for."""
+"""Enough for any model to be one bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundSettings:
-    """How a run makes its rounds.
+    """How rounds are made.
 
     Args:
         algorithm: What a round computes.
         schedule: When rounds begin and end.
         topology: Who exchanges with whom. Default: the algorithm's own.
-        compression: How messages are written on the wire: a codec, its name, an
-            ``ErrorFeedback`` or ``Compensated``. Default: as they are.
-        landing: What becomes of late results. Default: what the algorithm names.
-        bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
+        compression: How messages are compressed: a codec, its name, an ``ErrorFeedback`` or
+            ``Compensated``. Default: not at all.
+        merge_policy: How a late result and the local steps made since become local parameters.
+            Default: that of the algorithm.
+        bucket_bytes: Memory for messages that are being sent, in bytes. Overlapped rounds take as
             much as they need.
         num_workers: Set by :meth:`prepare`.
-        membership: Who takes part. Default: all ranks, from begin to end.
-        link: Links that exchanges are to take as long as on. Default: those that there are.
+        membership: Which workers take part. Default: all ranks, during the whole run.
+        link: Links to emulate. Default: none.
         outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory.
             Default: where the parameters are.
 
@@ -85,15 +86,15 @@ class RoundSettings:
             )
         if self.link is not None and self.membership is not None:
             raise ValueError(
-                "link=... delays the exchanges of workers that are there from begin to end, and "
-                "not those of members that come and go. Drop link or membership."
+                "link=... delays the exchanges of workers that are there during the whole run, and "
+                "not those of elastic members. Drop link or membership."
             )
         if self.is_overlapped:
             self.algorithm.check_overlap()
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether rounds are under way while local steps go on, after the first ones at least."""
+        """Whether local steps are made while rounds are pending, at least after the first ones."""
         return self.schedule.is_overlapped(2**31)
 
     def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
@@ -101,11 +102,11 @@ class RoundSettings:
 
         Args:
             num_workers: Number of workers N.
-            seed: Of the run, equal on all workers: for a topology that is drawn by default. Workers
-                that come and go have seeds of their own, and take 0.
+            seed: Seed of the run, equal on all workers, for random default topologies. Elastic
+                members, whose seeds differ, take 0.
 
         Raises:
-            ValueError: If something does not fit; before training starts.
+            ValueError: If settings do not fit each other or the number of workers.
         """
         topology = None if self.topology is None else as_topology(self.topology)
         if topology is None:
@@ -125,11 +126,13 @@ class RoundSettings:
             )
         merge_policy = self.merge_policy or algorithm.merge_policy or Restart()
         if not isinstance(merge_policy, MergePolicy):
-            raise TypeError(f"A landing is an object such as KeepProgress(), got {merge_policy!r}.")
-        says_where = type(algorithm).on_send is not Algorithm.on_send
-        if self.is_overlapped and merge_policy.keeps_progress and says_where:
+            raise TypeError(
+                f"merge_policy must be an object such as KeepProgress(), got {merge_policy!r}."
+            )
+        has_own_start = type(algorithm).on_send is not Algorithm.on_send
+        if self.is_overlapped and merge_policy.keeps_progress and has_own_start:
             raise ValueError(
-                f"{type(algorithm).__name__} says itself where local steps begin again, and takes "
+                f"{type(algorithm).__name__} decides itself where local steps restart, and takes "
                 f"no merge policy but Restart(), got {merge_policy!r}. Leave it out, or use DiLoCo."
             )
         if self.is_overlapped and isinstance(merge_policy, Restart):
@@ -153,13 +156,13 @@ class RoundSettings:
             and made.stays_in_model
             and (self.is_overlapped or self.membership is not None)
         ):
-            reason = "members that come and go know nothing of it"
+            reason = "elastic members do not know of it"
             if self.is_overlapped:
-                reason = "results that come late would overwrite it"
+                reason = "results that are applied late would overwrite it"
             raise ValueError(
                 f"{self.compression} leaves what is lost in the worker's model, and {reason}. Use "
-                f"compression=ErrorFeedback({made.codec}), or blocking rounds of workers that are "
-                "there from begin to end."
+                f"compression=ErrorFeedback({made.codec}), or blocking rounds of a fixed "
+                "number of workers."
             )
         return made
 
@@ -170,11 +173,11 @@ class RoundSettings:
         return None if is_mean else self.algorithm.consensus_key
 
     def init_residual(self, params: Tensor) -> State:
-        """What a worker remembers because of compression; ``params`` ``(P,)`` are equal on all."""
+        """The compression's state of a worker; ``params`` ``(P,)`` are equal on all workers."""
         return {} if self.compression is None else self.compression.init(params)
 
     def describe(self) -> dict[str, Any]:
-        """What is computed, as plain values, for a comparison of workers and for checkpoints."""
+        """All that affects numbers, as plain values, to compare workers and for checkpoints."""
         fields = dataclasses.fields(self.algorithm)
         return {
             "algorithm": type(self.algorithm).__name__,
@@ -196,7 +199,7 @@ class RoundSettings:
         return math.lcm(own, self.compression.codec.block)
 
     def bucket_elements(self, numel: int, itemsize: int) -> int:
-        """Longest bucket, out of ``numel``, such that all buckets under way fit into the bucket."""
+        """Longest bucket, in elements, such that all that are being sent fit ``bucket_bytes``."""
         if self.granularity is None or self.membership is not None:
             return max(1, numel)
         topology, copies = self.topology, 1
@@ -204,13 +207,16 @@ class RoundSettings:
             workers = range(self.num_workers)
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
         if not self.is_overlapped:
-            copies *= self.schedule.num_fragments  # each has places of its own
+            copies *= self.schedule.num_fragments  # each has memory of its own
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PENDING_BUCKETS * copies * itemsize))
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
-        """Where to cut parameters of these sizes: small chunks, none of them short if possible.
+        """Where to cut parameters of these sizes into chunks of equal length, if possible.
 
-        ``longest``: about the elements of a chunk.
+        Args:
+            sizes: Elements of each parameter, by name.
+            itemsize: Bytes of an element.
+            longest: About how many elements a chunk has.
         """
         numel = sum(sizes.values())
         if self.granularity is None:
@@ -224,13 +230,10 @@ class RoundSettings:
     def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Where fragments begin; ValueError unless they cover each parameter once."""
         fragments = self.schedule.fragment_slices(sizes)
-        stretches = sorted(
-            (part.start, part.stop) for fragment in fragments for part in fragment if part
-        )
-        starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
-        if [0, *ends] != [*starts, sum(sizes.values())] or not all(
-            any(fragment) for fragment in fragments
-        ):
+        slices = sorted((p.start, p.stop) for fragment in fragments for p in fragment if p)
+        starts, ends = [start for start, _ in slices], [end for _, end in slices]
+        is_covered = [0, *ends] == [*starts, sum(sizes.values())]
+        if not is_covered or not all(any(fragment) for fragment in fragments):
             raise ValueError(f"The fragments of {self.schedule} do not cover each parameter once.")
         granularity = self.algorithm.granularity or 1
         if any(start % granularity for start in starts):

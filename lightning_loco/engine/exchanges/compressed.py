@@ -1,4 +1,4 @@
-"""The mean over all workers, of compressed messages: two swaps of bytes, or one of sparse ones."""
+"""The mean of compressed messages: two all-to-all exchanges of bytes, or one if they are sparse."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.base import Arrived, SeparateStatuses
 
 Swap = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
-"""Sends each worker its tensor, and fills the memory for what each has sent; an empty one does not
-travel."""
+"""Sends each worker its tensor and receives one from each; empty tensors are not sent."""
 
 _LONGEST_JOIN_S = 5.0
 
 
 class CompressedSum:
-    """One message on its way to the sum of all.
+    """The exchange of one compressed message, which ends with the sum of all.
 
     Args:
-        compression: How it is written.
-        message: Flat; left alone until :meth:`run`.
+        compression: How it is compressed.
+        message: Flat; not changed before :meth:`run`.
         worker: Number of this worker.
         num_workers: Number of workers N.
-        memory: Where the sum is read to, if what is lost is fed back. Otherwise it takes the
-            message's place.
+        memory: For the sum, if what is lost is fed back. Default: the message's memory.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class CompressedSum:
 
     @property
     def num_bytes(self) -> int:
-        """What this worker sends."""
+        """Bytes that this worker sends."""
         others, size = self._num_workers - 1, self._wire.numel()
         if self._codec.is_sparse:
             return others * size
@@ -64,7 +62,7 @@ class CompressedSum:
         return size - length + others * length
 
     def run(self, swap: Swap) -> Tensor:
-        """Exchange; what is lost is left in the message's place, if it is fed back.
+        """Exchange; what is lost is left in the message's memory, if it is fed back.
 
         Returns:
             The sum over all workers, equal on all of them.
@@ -107,10 +105,10 @@ class CompressedSum:
 
 
 def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor:
-    """What every worker reads of the sum; what is lost, if it is fed back, is left in its message.
+    """Return the sum that every worker decodes; what is lost is left in the messages if fed back.
 
     Args:
-        compression: How messages are written.
+        compression: How messages are compressed.
         messages: Of all workers, in order.
     """
     codec, total = compression.codec, torch.empty_like(messages[0])
@@ -131,11 +129,11 @@ def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor
 
 
 class CompressedAllReduce(SeparateStatuses):
-    """Everyone receives the sum of the messages, to be divided by the total weight.
+    """Every worker receives the sum of the messages, to be divided by the total weight.
 
-    Between its two swaps of bytes a worker has to add up. If rounds stay under way, a thread does
-    it beside the local steps, bucket after bucket, so that all workers make their calls in one
-    order; otherwise whoever waits for the bucket does.
+    Between its two exchanges of bytes a worker has to add up. If rounds are overlapped, a thread
+    does it during the local steps, bucket by bucket, so that all workers make their calls in one
+    order; otherwise :meth:`CompressedHandle.wait` does.
 
     Args:
         group: The workers.
@@ -160,13 +158,13 @@ class CompressedAllReduce(SeparateStatuses):
         self._last: Future[Tensor] | None = None  # of the bucket that was sent last
 
     def start(self, bucket: Bucket, round_index: int) -> CompressedHandle | Arrived:
-        """Write the message; a worker of weight 0 must send zeros."""
+        """Encode the message; a worker of weight 0 must send zeros."""
         group, message = self._group, bucket.wire
         if group.num_workers == 1:
             lost = torch.zeros_like(message) if self._compression.has_feedback else None
             return Arrived(message, lost)
         memory = self._take(message) if self._compression.has_feedback else None
-        under_way = CompressedSum(
+        exchange = CompressedSum(
             self._compression, message, group.worker, group.num_workers, memory
         )
         label, statistics = f"round {round_index}", self._statistics
@@ -175,10 +173,10 @@ class CompressedAllReduce(SeparateStatuses):
             self._swap(label, sent, inbox)
 
         def run() -> Tensor:
-            return under_way.run(swap)
+            return exchange.run(swap)
 
         n = group.num_workers
-        statistics.count_compressed(under_way.num_bytes, 2 * (n - 1) * message.nbytes // n)
+        statistics.count_compressed(exchange.num_bytes, 2 * (n - 1) * message.nbytes // n)
         if self._is_overlapped:
             self._last = run_in_thread(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None
@@ -192,7 +190,7 @@ class CompressedAllReduce(SeparateStatuses):
         return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Read the sum, then divide; what is lost is left in the messages, if it is fed back."""
+        """Decode the sum, then divide; what is lost is left in the messages if it is fed back."""
         if len(messages) == 1:
             mean = messages[0].clone()
             messages[0].zero_()
@@ -232,7 +230,7 @@ class CompressedAllReduce(SeparateStatuses):
 def _in_turn(
     before: Future[Tensor] | None, run: Callable[[], Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """Run after what was begun before; on a GPU in a stream of its own, to the end."""
+    """Run after an earlier call; on a GPU in a stream of its own, and wait for it."""
     is_cuda = device.type == "cuda"
     ready = torch.cuda.current_stream(device).record_event() if is_cuda else None
 
@@ -251,12 +249,12 @@ def _in_turn(
 
 
 class CompressedHandle:
-    """The sum of a bucket's messages, under way.
+    """The sum of a bucket's messages, which is being computed.
 
     Args:
         run: Exchanges, and returns the sum.
-        coming: What comes of it, if a thread runs it.
-        lost: Where it leaves what is lost of the own message; None if nobody asks.
+        coming: Its result, if a thread runs it.
+        lost: Memory of what is lost of the own message; None if it is not fed back.
         timed: Counts the seconds of the wait.
         give_back: Gives memory back.
     """
@@ -285,7 +283,7 @@ class CompressedHandle:
             return self._run() if self._coming is None else self._coming.result()
 
     def release(self) -> None:
-        """Let the memory serve again; a thread gets a moment to end once its works have failed."""
+        """Give the memory back; a thread gets a moment to end once its works have failed."""
         if self._coming is not None:
             wait([self._coming], _LONGEST_JOIN_S)
         self._give_back()
