@@ -16,7 +16,7 @@ repetitions, which take everything once in random order, and over the jobs for t
   ring         a blocking round of GASLoC on a ring: the number of workers should not matter
   one-peer     the same on the one-peer exponential graph
   gather       one all-gather of the rows that a sync point exchanges
-  sync point      Worker.meet(), as before every validation
+  sync point      Engine.sync_point(), as before every validation
   checkpoint   a sync point, the consensus, and each worker's own state in a file
 
 How to read it: there are more workers than cores, so everything waits for the processor, the raw
@@ -211,7 +211,7 @@ def main() -> None:
     print_table(["seconds", "init", "connect", "groups", "set-up", "bound"], set_ups)
     header = ["milliseconds", "all-reduce", "round", "round/all-reduce", "ring", "one-peer"]
     print_table(
-        [*header, "gather", "meeting", "sync point/gather", "bound", "checkpoint"],
+        [*header, "gather", "sync point", "sync point/gather", "bound", "checkpoint"],
         rows,
     )
 
