@@ -173,7 +173,7 @@ def test_unknown_compression_and_error_feedback_are_refused(subtests: pytest.Sub
     for given, error, text in (
         ("bfloat16", ValueError, "one of none, bf16, fp16, int8, .* got 'bfloat16'"),
         (torch.bfloat16, TypeError, "a codec such as Int8.*got torch.bfloat16"),
-        (ErrorFeedback(Int8()), ValueError, "nobody knows which peer.*codec alone"),
+        (ErrorFeedback(Int8()), ValueError, "does not track who has read what.*codec alone"),
     ):
         with subtests.test(given=given), pytest.raises(error, match=text):
             pull_codec(given)
