@@ -13,8 +13,8 @@ from lightning_loco.algorithms.local_sgd import LocalSGD
 from lightning_loco.algorithms.merge import KeepProgress, MergePolicy, Mix, Restart
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
+from lightning_loco.algorithms.outer_optimizer import largest_stable_contraction
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
-from lightning_loco.algorithms.stability import largest_stable_contraction
 
 __all__ = [
     "Algorithm",

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
-    check_outer_lr,
     highest_rate,
     new_counter,
     next_rate,
     outer_lr_metrics,
 )
-from lightning_loco.algorithms.outer_optimizer import check_outer_optimizer, step_outer_optimizer
-from lightning_loco.algorithms.stability import largest_stable_contraction
+from lightning_loco.algorithms.outer_optimizer import (
+    OuterOptimizer,
+    check_outer_optimizer,
+    check_outer_sgd,
+    largest_stable_contraction,
+    step_outer_optimizer,
+    step_outer_sgd,
+)
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
-
-OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,53 +163,3 @@ class DiLoCo(Algorithm):
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """Return the mean pseudo-gradient."""
         return received
-
-
-def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float) -> None:
-    """Check the settings of outer SGD.
-
-    Raises:
-        TypeError: If the rate is neither a number nor a schedule.
-        ValueError: If the rate is not positive and finite, or the momentum not in [0, 1).
-    """
-    check_outer_lr(outer_lr)
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(
-            f"outer_momentum must be in [0, 1), got {outer_momentum}. "
-            "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
-        )
-
-
-def step_outer_sgd(
-    outer: Tensor,
-    gradient: Tensor,
-    buffer: Tensor | None,
-    outer_lr: float,
-    outer_momentum: float,
-    nesterov: bool,
-) -> None:
-    """Make one step of SGD on the outer parameters, in place.
-
-    Args:
-        outer: Outer parameters ``(P,)``.
-        gradient: Mean pseudo-gradient ``(P,)``; may be overwritten.
-        buffer: The momentum buffer ``(P,)``, changed in place; None for no momentum.
-        outer_lr: Outer learning rate.
-        outer_momentum: In [0, 1).
-        nesterov: Nesterov momentum; False is heavy ball.
-    """
-    if buffer is None:
-        outer.add_(gradient, alpha=-outer_lr)
-        return
-    sgd(
-        [outer],
-        [gradient],
-        [buffer],
-        fused=True,
-        weight_decay=0.0,
-        momentum=outer_momentum,
-        lr=outer_lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-    )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.diloco import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
@@ -21,7 +20,11 @@ from lightning_loco.algorithms.outer_lr import (
     outer_lr_metrics,
     rate_at,
 )
-from lightning_loco.algorithms.stability import largest_stable_contraction
+from lightning_loco.algorithms.outer_optimizer import (
+    check_outer_sgd,
+    largest_stable_contraction,
+    step_outer_sgd,
+)
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology

@@ -77,7 +77,7 @@ class NoLoCo(Algorithm):
                 raise ValueError(f"{name} must be positive, got {value}. A common value is 0.7.")
 
     def default_topology(self, seed: int) -> Topology:
-        """Return random pairs, drawn anew in every round."""
+        """Return random pairs, which are new in every round."""
         return RandomMatching(seed)
 
     def prepare(self, num_workers: int, topology: Topology | None) -> NoLoCo:

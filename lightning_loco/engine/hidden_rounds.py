@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lightning_loco.algorithms import DiLoCo, MergePolicy, Mix
-from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.schedules import Schedule, SyncEvery, hidden_rounds, streaming_rounds
 
 

@@ -32,7 +32,7 @@ class Staggered(Schedule):
             to the smallest ``sync_every``.
         pattern: ``"strided"``: layer i is in fragment ``i % fragments``. ``"contiguous"``:
             neighbouring layers together, in fragments of about the same size. ``"even"``: equal
-            parts of the vector of all parameters, whatever the layers are. A list: one regular
+            parts of the vector of all parameters, regardless of layers. A list: one regular
             expression per fragment, searched in the names of the parameters. A layer is a numbered
             block (``blocks.3``) or, for parameters outside of one, a module.
         warm_start: The first round of each fragment ends at once.

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
-from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import ClockEngine, clock_settings

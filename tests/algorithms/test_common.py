@@ -265,13 +265,13 @@ def law_restart_gives_the_start_of_the_round(case: Case) -> None:
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
-    knows = algorithm.restart(state) is not None
+    has_start = algorithm.restart(state) is not None
     for t in range(4):
         began = params.clone()
         params.add_(randn(6, seed=t), alpha=0.1)
         message = algorithm.propose(params, state).clone()
         start = algorithm.restart(state)
-        assert torch.equal(start, began) if knows else start is None
+        assert torch.equal(start, began) if has_start else start is None
         params = message.clone()
         algorithm.apply(params, message + randn(6, seed=10 + t), state)
 
@@ -342,7 +342,7 @@ def test_a_worker_alone_computes_what_equal_workers_compute(case: Case) -> None:
     assert_close(histories[0], histories[1])
 
 
-LARGE = 5000  # five chunks of at most 1024 elements, with four under way
+LARGE = 5000  # five chunks of at most 1024 elements, of which four are pending
 
 
 def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:

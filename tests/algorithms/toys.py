@@ -70,8 +70,8 @@ def simulate(
         inner: Makes the optimizer of a worker.
         step: What a worker does in one of its local steps.
         make: Makes the model of a worker; the tiny one by default.
-        last_round: Whether the last round is made, and what is under way applied. A Trainer ends
-            right before it.
+        last_round: Whether to make the last round and apply pending rounds. A Trainer ends right
+            before the last round.
         **settings: Of the simulation.
 
     Returns:
