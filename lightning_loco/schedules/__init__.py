@@ -2,10 +2,14 @@
 
 from lightning_loco.schedules.base import Schedule, StepInfo
 from lightning_loco.schedules.every_interval import EveryInterval
-from lightning_loco.schedules.every_steps import EverySteps, steps_by_speed
-from lightning_loco.schedules.hidden_rounds import hidden_rounds, streaming_rounds
-from lightning_loco.schedules.staggered import Staggered
-from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_steps
+from lightning_loco.schedules.every_steps import (
+    EverySteps,
+    SyncEvery,
+    VaryingSteps,
+    by_steps,
+    steps_by_speed,
+)
+from lightning_loco.schedules.staggered import Staggered, hidden_rounds, streaming_rounds
 
 __all__ = [
     "EveryInterval",

@@ -74,7 +74,7 @@ def file_order(world: int, phases: int, steps: int, inner: Any, warm: bool = Fal
         ``(phases + 1, P)``: outer parameters after each phase, and after the last mean is applied.
     """
     workers = Workers(world, steps, inner)
-    under_way = None
+    pending = None
     history = []
     for phase in range(phases):
         workers.train()
@@ -82,13 +82,13 @@ def file_order(world: int, phases: int, steps: int, inner: Any, warm: bool = Fal
         if warm and phase == 0:
             workers.outer_step(fresh)
             fresh = None
-        elif under_way is not None:
-            workers.outer_step(under_way)
+        elif pending is not None:
+            workers.outer_step(pending)
         workers.reset_local()
-        under_way = fresh
+        pending = fresh
         history.append(flat(workers.outer))
-    if under_way is not None:
-        workers.outer_step(under_way)
+    if pending is not None:
+        workers.outer_step(pending)
     return torch.stack([*history, flat(workers.outer)])
 
 
@@ -99,15 +99,15 @@ def printed_order(world: int, phases: int, steps: int, inner: Any) -> Tensor:
         ``(phases, P)``: outer parameters at the beginning of each phase.
     """
     workers = Workers(world, steps, inner)
-    under_way = None
+    pending = None
     history = []
     for _ in range(phases):
-        if under_way is not None:
-            workers.outer_step(under_way)
+        if pending is not None:
+            workers.outer_step(pending)
             workers.reset_local()
         history.append(flat(workers.outer))
         workers.train()
-        under_way = workers.mean_pseudo_gradient()
+        pending = workers.mean_pseudo_gradient()
     return torch.stack(history)
 
 

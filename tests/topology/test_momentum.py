@@ -82,10 +82,10 @@ FORMS = ("local", "gossiped")
 def slopes_of_a_run(
     topology: Topology, num_workers: int, gossip_step: float, momentum: float
 ) -> dict[str, float]:
-    """Factor per round of the recursion written out, between rounds 120 and 720, for each form.
+    """Measure the factor per round of the recursion, between rounds 120 and 720, for each form.
 
-    What is left of the mean by rounding is taken off and the state brought to length 1 after each
-    round, so that neither hides the slope.
+    After each round the mean, which rounding leaves, is subtracted and the state is normalized, so
+    that neither affects the slope.
     """
     torch.manual_seed(3)
     identity = torch.eye(num_workers, dtype=torch.float64)

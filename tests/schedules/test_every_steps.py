@@ -1,4 +1,4 @@
-"""Local steps between rounds that change during a run: on all workers, resumed, and logged."""
+"""Local steps between rounds in proportion to speed, and changing during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_loco import CommunicationMonitor, DiLoCo, DiLoCoStrategy, LocoStrategy, StepEngine
 from lightning_loco.algorithms import Algorithm, GASLoC
 from lightning_loco.engine import RoundSettings
-from lightning_loco.schedules import EverySteps, StepInfo, VaryingSteps, by_steps
+from lightning_loco.schedules import EverySteps, StepInfo, VaryingSteps, by_steps, steps_by_speed
 from tests.algorithms.toys import assert_close
 from tests.engine.toys import approach, flat, run_each, simulate, train, zeros
 from tests.pool import Pool, make_trainer
@@ -242,3 +242,45 @@ def test_invalid_mappings_are_refused(subtests: pytest.Subtests) -> None:
             DiLoCoStrategy(sync_every=sync_every)
     with pytest.raises(TypeError, match=r"must be a mapping such as \{0: 10, 1000: 50\}, got 10"):
         VaryingSteps(10)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------ steps by speed
+
+
+def test_the_fastest_worker_makes_sync_every_steps_and_others_their_share(
+    subtests: pytest.Subtests,
+) -> None:
+    for speeds, sync_every, expected in (
+        ([4.1, 4.0, 1.0], 50, [50, 48, 12]),
+        ([1.0], 7, [7]),
+        ([2, 2, 2], 10, [10, 10, 10]),
+        ([0.1, 0.3], 3, [1, 3]),  # 0.1 / 0.3 * 3 is a little below 1 in floating point
+        ([1e-6, 1.0], 100, [1, 100]),  # at least one step
+    ):
+        with subtests.test(speeds=speeds, sync_every=sync_every):
+            assert steps_by_speed(speeds, sync_every) == expected
+            assert steps_by_speed([speed * 3.7 for speed in speeds], sync_every) == expected
+
+
+def test_no_worker_waits_for_a_slower_one_by_more_than_a_step() -> None:
+    speeds = [3.0, 2.3, 1.1, 0.7]
+    steps = steps_by_speed(speeds, 40)
+    seconds = [count / speed for count, speed in zip(steps, speeds, strict=True)]
+    for took, speed in zip(seconds, speeds, strict=True):
+        assert 0 <= max(seconds) - took < 1 / speed
+    EverySteps(steps).check(4)
+
+
+def test_invalid_speeds_are_refused(subtests: pytest.Subtests) -> None:
+    for speeds, sync_every, message in (
+        ([], 10, r"speeds must be positive, one per worker, got \[\]"),
+        ([1.0, 0.0], 10, r"speeds must be positive, one per worker, got \[1.0, 0.0\]"),
+        ([1.0, float("nan")], 10, "speeds must be positive"),
+        ([1.0, float("inf")], 10, "speeds must be positive"),
+        ([1.0], 0, "sync_every must be at least 1, got 0"),
+    ):
+        with (
+            subtests.test(speeds=speeds, sync_every=sync_every),
+            pytest.raises(ValueError, match=message),
+        ):
+            steps_by_speed(speeds, sync_every)
