@@ -59,14 +59,14 @@ def hidden_rounds(
             f"{dict(sync_every)}. Use fragments=None without delay, or one number."
         )
     check_sync_every(sync_every)
-    steps = _fewest_steps(sync_every)
-    count = 1 if fragments is None else min(FRAGMENTS, steps) if fragments == "auto" else fragments
-    schedule = Staggered(sync_every, count, 0 if delay is None else delay, "even", warm_start)
-    return (
-        schedule
-        if delay is not None
-        else dataclasses.replace(schedule, delay=schedule.shortest_gap)
-    )
+    if fragments is None:
+        fragments = 1
+    elif fragments == "auto":
+        fragments = min(FRAGMENTS, _fewest_steps(sync_every))
+    schedule = Staggered(sync_every, fragments, 0 if delay is None else delay, "even", warm_start)
+    if delay is None:
+        return dataclasses.replace(schedule, delay=schedule.shortest_gap)
+    return schedule
 
 
 def streaming_rounds(
