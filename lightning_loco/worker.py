@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from lightning_loco.distributed.devices import CPU, device_of
 from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import GatheredStatuses, WorkerStatus, sync_point_id
 from lightning_loco.fault_points import reach
 from lightning_loco.links import Links
-from lightning_loco.parameters.consensus import AveragedCopies, average
+from lightning_loco.parameters.consensus import AveragedCopies, average, consensus_distance
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.parameters.schema import (
@@ -64,7 +63,7 @@ class Settings(Protocol):
 
     @property
     def outer_device(self) -> Literal["cpu"] | None:
-        """Where messages are made, likewise; None for the device of the parameters."""
+        """Device of messages, equal on all workers; None for that of the parameters."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -291,13 +290,9 @@ class Worker:
         self.replica.show_local()
 
     def measure_consensus(self, max_elements: int) -> float:
-        """Return the consensus distance, estimated from a sample of elements."""
+        """Return the consensus distance, estimated from at most so many elements."""
         sample = self.replica.sample(max_elements, self.round_index)
-        n = self.group.num_workers
-        sums = torch.cat([sample, sample.square().sum().view(1)])
-        AllReduceSum(self.group, self.statistics, sums, "the consensus distance").wait()
-        variance = (sums[-1] / n - (sums[:-1] / n).square().sum()).clamp_(min=0)
-        return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
+        return consensus_distance(sample, self.replica.layout.numel, self.group, self.statistics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, and the local parameters and buffers."""

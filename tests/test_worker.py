@@ -1,4 +1,4 @@
-"""A worker without an engine: where all meet, agree, and show what they have in common."""
+"""A worker without an engine: sync points, checks of the model, and the consensus."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def sync_point(rank: int, world: int) -> tuple[list[float], list[float]]:
     return [status.steps for status in statuses], [status.loss for status in statuses]
 
 
-def test_a_meeting_tells_where_everyone_is(pool: Pool) -> None:
+def test_a_sync_point_returns_the_statuses_of_all(pool: Pool) -> None:
     assert pool.run(sync_point, world=3) == [([1, 2, 3], [0.0, 0.5, 1.0])] * 3
 
 
@@ -125,7 +125,7 @@ def miss_each_other(rank: int, world: int) -> None:
         worker.group.close()
 
 
-def test_workers_at_different_meetings_part_with_an_error(pool: Pool) -> None:
+def test_workers_at_different_sync_points_get_an_error(pool: Pool) -> None:
     text = "worker 0 in a checkpoint after 1 local steps; worker 1 in validation after 1 local"
     with pytest.raises(PoolError, match=text) as error:
         pool.run(miss_each_other, world=2)

@@ -68,7 +68,7 @@ class StoreBarrier:
             RuntimeError: If the store holds something else.
         """
         deadline = time.monotonic() + timeout_s
-        # No worker changes its numbers before the last one of this exchange has read them.
+        # They may be overwritten: the last worker of the exchange before has read the old ones.
         own = notes.write(list(map(float, numbers))).decode()
         self._store.set(self._key_of(self._worker), own, timeout_s)
         num_missing = self._come(1, timeout_s)
@@ -106,7 +106,7 @@ class StoreBarrier:
             store.set(f"{number}/all", result.decode(), timeout_s)
         if num_present == 1:
             self._counted.append(number)
-        # Whoever has begun an exchange has read everything of those before the previous one.
+        # A worker in exchange n has read all results up to n - 2.
         while self._counted and self._counted[0] < number - 1:
             old = self._counted.pop(0)
             for key in (f"{old}/count", f"{old}/all"):

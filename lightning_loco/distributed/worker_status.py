@@ -111,8 +111,8 @@ class GatheredStatuses:
         statistics: Where seconds are counted.
         status: Of this worker; it is sent at once.
         label: What it is for: ``"round 12"``, ``"validation"``.
-        needs_weights: Whether statuses without weight are exchanged again in a round: those of
-            workers that were at a sync point and had not looked at their parameters.
+        needs_weights: Whether to gather again if a worker at a sync point has sent no weight to a
+            round, because it had not read its parameters.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class BucketChunk:
             self._compression.add_reference(received, self.residual)
 
     def record_received(self, received: Tensor) -> None:
-        """Show the compression what the algorithm is about to get."""
+        """Let the compression update its reference with the decoded result."""
         if self._compression is not None:
             self._compression.update_reference(received, self.residual)
 

@@ -160,7 +160,7 @@ class Engine:
 
     @torch.no_grad()
     def make_round(self) -> None:
-        """Apply the pending rounds that end and begin the round that is due; at least begin one."""
+        """Apply pending rounds that are due; begin a round if one is due or none was applied."""
         if self.connection is not None:
             self._record_statuses()
         dues = self._due()
@@ -443,7 +443,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that this worker needs to resume exactly, also within a round.
 
-        What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
+        The entry ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._record_statuses()
         shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
@@ -514,8 +514,8 @@ def connect_to_members(worker: Worker, settings: RoundSettings) -> MemberConnect
 def make_group_exchange(worker: Worker, settings: RoundSettings) -> Exchange:
     """The exchange between all ranks, on emulated links if the settings say so.
 
-    An all-reduce carries the statuses if its rounds are waited for until they end, as workers at a
-    sync point must be called when a round is late.
+    An all-reduce carries the statuses only if this worker waits for its end: only a worker that
+    waits calls those at a sync point.
     """
     group, schedule = worker.group, settings.schedule
     exchange = make_exchange(

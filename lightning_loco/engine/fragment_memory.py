@@ -18,8 +18,8 @@ from lightning_loco.parameters.flat import Chunk, FlatLayout
 class FragmentMemory:
     """The buckets of a fragment and the state of the algorithm and of the compression.
 
-    A fragment with overlapped rounds, or whose messages fit into ``bucket_bytes``, has memory for
-    every bucket. Others use the memory of two buckets in turn.
+    If rounds are overlapped, or all messages fit ``bucket_bytes``, every bucket has memory of its
+    own. Otherwise all buckets use the memory of two in turn.
 
     Args:
         layout: The trainable parameters, cut where fragments begin.
@@ -128,7 +128,7 @@ class FragmentMemory:
         )
 
     def take_back_state(self) -> None:
-        """Copy entries that are not cut back from the first chunk.
+        """Update the state from the first chunk's copies of entries that are not sliced.
 
         Raises:
             RuntimeError: If a round has made or dropped an entry of the state.

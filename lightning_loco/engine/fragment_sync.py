@@ -5,9 +5,12 @@ messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
 :meth:`FragmentSync.apply`. In a blocking round, :meth:`FragmentSync.make_blocking`, both happen
 before the next local step; in an overlapped one, local steps lie in between.
 
-A round that fails before ``apply`` leaves parameters and state as they were: everything has been
-received before anything changes. The exception is a blocking round that is larger than
-``bucket_bytes``. It is applied bucket by bucket, and one that fails in between is marked as torn.
+Everything has been received before ``apply`` changes anything. So a round that fails while it waits
+leaves the algorithm's state, and the parameters, as ``begin`` has left them; in a blocking round
+these are the parameters of before. Two kinds of rounds change some buckets while others are still
+to be sent or received: a blocking round that is larger than ``bucket_bytes``, and an overlapped one
+whose message is made while the round before is applied. A failure in between marks the fragment as
+torn, and it is not saved.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ class PendingRound:
         received: What they have brought; None before :meth:`FragmentSync.wait`.
         is_overlapped: Whether local steps are made while it is pending.
         scalars: The algorithm's own numbers of all workers; None before they are known.
-        is_divided: Whether what was received is divided by the total weight already, and what was
-            lost on the wire is kept already.
+        is_divided: Whether ``received`` has been divided by the total weight and decoded, and the
+            residuals have been updated.
         finite: Whether this worker's parameters were finite when it began.
     """
 
@@ -67,7 +70,7 @@ class PendingRound:
     finite: bool = True
 
     def has_arrived(self) -> bool:
-        """Whether everything has been received; never waits, but calls workers that are late."""
+        """Whether everything has arrived; never waits, but calls workers at a sync point."""
         have_statuses_arrived = self.statuses.has_arrived()  # also if no bucket has: it calls them
         return all(handle.has_arrived() for handle in self.handles) and have_statuses_arrived
 
@@ -108,8 +111,8 @@ class FragmentSync:
     Attributes:
         pending: The round that has begun and is not applied yet, or None.
         began_at: Local steps of this worker when the last round began.
-        fresh_at: Local steps after which this worker has progress to send; those of ``began_at``,
-            unless its parameters have come from another worker since.
+        fresh_at: Local steps from which progress counts: ``began_at``, or later if the parameters
+            were replaced by those of another worker.
         applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
@@ -141,8 +144,9 @@ class FragmentSync:
     def prepare(self) -> bool:
         """Do what needs no other worker, and return whether the parameters are finite.
 
-        Messages whose memory is free are made here. Their sums, taken while they are in the cache,
-        show whether all values are finite; otherwise the parameters are read for that.
+        If every bucket has memory of its own and no round is pending, the messages are made here;
+        the sums of their chunks show whether all values are finite. Otherwise the parameters are
+        read for that.
         """
         self._make_writable()
         memory, sums = self.memory, [math.nan]
@@ -167,8 +171,8 @@ class FragmentSync:
         """Go back to where the last round began if the parameters hold NaN or infinity.
 
         For fragments without a round now: one local step spreads NaN over all parameters, so that a
-        fragment cannot get rid of it alone. The result of a pending round is taken without what
-        local steps have made since.
+        fragment cannot get rid of it alone. The result of a pending round then replaces the
+        parameters, and the local steps made since are lost.
         """
         self.memory.refresh()
         chunks = self.memory.chunks
@@ -225,8 +229,8 @@ class FragmentSync:
         """Send the other buckets, and apply the round before, if one is pending.
 
         With a merge policy that keeps progress, the round before is applied first. Otherwise the
-        message must hold the progress made since, so each chunk is proposed right before the result
-        of the round before replaces it.
+        new message must hold the local steps made since that round began, so the message of each
+        chunk is made right before the result of that round overwrites it.
         """
         before = self.pending
         pending.is_overlapped, pending.finite = is_overlapped, self._is_finite
@@ -367,7 +371,7 @@ class FragmentSync:
         return total_weight(pending.statuses.wait(), pending.statuses.label)
 
     def _commit(self, pending: PendingRound, chunks: list[BucketChunk]) -> None:
-        """From here on the round counts: these chunks wait for no other worker any more."""
+        """From here on the round counts: everything for these chunks has been received."""
         reach("outer step")
         self.is_torn = True
         if pending.scalars is not None:

@@ -1,8 +1,8 @@
 """Rounds that resume from another run: with other settings, or another number of workers.
 
-With another algorithm, rounds start at the consensus as if there had been none. With another number
-of workers, everything that differed between the workers is replaced by its mean. Rounds work on the
-mean, so nothing that was learned is lost, and the mean moves on as it would have.
+With another algorithm, training starts at the consensus with a new state. With another number of
+workers, everything that differed between the workers is replaced by its mean. Rounds work on the
+mean, so it continues as if the number of workers had not changed.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class RoundSettings:
 
     @property
     def granularity(self) -> int | None:
-        """What the length of a slice must be a multiple of; None for the whole vector."""
+        """Lengths of slices are multiples of this; None if the vector cannot be sliced."""
         own = self.algorithm.granularity
         if own is None or self.compression is None:
             return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -65,6 +66,28 @@ def average(
         pending.append((chunk, AllReduceSum(group, statistics, flat, "the average")))
     while pending:
         finish_first()
+
+
+def consensus_distance(
+    sample: Tensor, numel: int, group: WorkerGroup, statistics: Statistics
+) -> float:
+    r"""Estimate the root mean square distance of the workers' parameters to their mean.
+
+    .. math:: \sqrt{\tfrac{1}{N} \sum_i \lVert \theta_i - \bar\theta \rVert^2}
+
+    All workers must call it. It costs one all-reduce of the sample.
+
+    Args:
+        sample: The same elements of the parameters on all workers, float64.
+        numel: Number of elements of the parameters.
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+    """
+    n = group.num_workers
+    sums = torch.cat([sample, sample.square().sum().view(1)])
+    AllReduceSum(group, statistics, sums, "the consensus distance").wait()
+    variance = (sums[-1] / n - (sums[:-1] / n).square().sum()).clamp_(min=0)
+    return math.sqrt(float(variance) * numel / max(sample.numel(), 1))
 
 
 class AveragedCopies:

@@ -76,7 +76,7 @@ def reaches_a_sync_point(
     )
 
 
-def test_if_all_are_at_a_sync_point_nobody_makes_a_round(store: TimeoutStore) -> None:
+def test_if_all_are_at_a_sync_point_no_worker_makes_a_round(store: TimeoutStore) -> None:
     with make_watchdogs(3) as watchdogs:
         all_barriers = barriers(store, 3)
         answers = on_every_worker(3, lambda w: reaches_a_sync_point(all_barriers[w], watchdogs[w]))

@@ -1,4 +1,4 @@
-"""Rows: the few numbers that all workers tell each other."""
+"""Worker statuses: the few numbers that every worker sends to all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import Pool, PoolError
 
 
 def table_of(*statuses: WorkerStatus) -> Tensor:
-    """What all workers' rows add up to."""
+    """The sum of the tables of all workers."""
     width = WorkerStatus.width(len(statuses[0].scalars))
     total = torch.zeros(len(statuses), width, dtype=torch.float64)
     for worker, status in enumerate(statuses):
@@ -64,7 +64,7 @@ def test_statuses_come_back_as_they_were_written() -> None:
     assert exchanged(*statuses) == statuses
 
 
-def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
+def test_what_a_worker_has_not_measured_is_nan() -> None:
     (status,) = exchanged(WorkerStatus(7.0, 4, 10))
     assert (status.sync_point, status.round_index, status.steps) == (7, 4, 10)
     assert all(
@@ -72,7 +72,7 @@ def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
     )
 
 
-def test_one_workers_nan_leaves_the_rows_of_others_alone() -> None:
+def test_one_workers_nan_leaves_the_statuses_of_others_alone() -> None:
     first, second = exchanged(WorkerStatus(IN_ROUND, 4, 1, 1.0, 1.0), WorkerStatus(IN_ROUND, 4, 1))
     assert (first.weight, first.finite) == (1, 1)
     assert math.isnan(second.weight)

@@ -131,7 +131,7 @@ def test_neighbors_mix_with_the_rows_of_the_mixing_matrix(pool: Pool) -> None:
         torch.testing.assert_close(values, mixed[rank], rtol=0, atol=1e-13)
 
 
-# ------------------------------------------------------------------------- nobody waits
+# ----------------------------------------------------------------------- no worker waits
 
 
 def with_straggler(rank: int, world: int, topology: str | None) -> int:
@@ -151,7 +151,7 @@ def with_straggler(rank: int, world: int, topology: str | None) -> int:
 
 
 @every_topology
-def test_a_straggler_slows_nobody(pool: Pool, topology: str | None) -> None:
+def test_a_straggler_slows_no_other_worker(pool: Pool, topology: str | None) -> None:
     _, *fast = pool.run(with_straggler, topology, world=3)
     if topology != "random_matching":  # which brings those two together
         assert fast == [0, 0]

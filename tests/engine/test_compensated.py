@@ -128,7 +128,7 @@ def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest
 
 
 @pytest.mark.recovery
-def test_a_resumed_run_is_the_unbroken_one_in_several_parcels(
+def test_a_resumed_run_is_the_unbroken_one_in_several_buckets(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     rows = {
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_unbroken_one_in_several_parcels(
 
 
 def in_bfloat16(rank: int, world: int, codec: Codec) -> list[Tensor]:
-    """Rounds in which nobody moves: only what the narrow parameters round away could."""
+    """Rounds in which no worker moves, up to what narrow parameters round away."""
     model = Point(torch.zeros(NUMEL, dtype=torch.bfloat16))
     engine = Engine.from_settings(
         model, RoundSettings(DiLoCo(1.0, 0.0), EverySteps(1), compression=Compensated(codec))
@@ -219,7 +219,7 @@ def work_alone(rank: int, world: int) -> bool:
     return kept
 
 
-def test_who_has_no_data_left_keeps_what_it_has_not_told(pool: Pool) -> None:
+def test_a_worker_without_data_keeps_what_it_has_not_sent(pool: Pool) -> None:
     assert pool.run(work_alone, world=3) == [True, False, False]
 
 

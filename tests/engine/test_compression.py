@@ -88,7 +88,7 @@ def test_same_numbers_in_processes_and_in_the_simulation(
             assert (exact - expected).abs().max() > 1e-6
 
 
-def test_in_several_parcels_too(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_in_several_buckets_too(pool: Pool, subtests: pytest.Subtests) -> None:
     """What is lost of a sum stays with the worker that has added it up, which buckets decide."""
     settings = {
         name: RoundSettings(*way, compression=rounding(way[0]), bucket_bytes=SMALL_BUCKET)
@@ -282,7 +282,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
 def test_gossip_keeps_the_mean_and_comes_together(
     pool: Pool, topology: str, subtests: pytest.Subtests
 ) -> None:
-    """Up to where two numbers are written alike: what is closer is not told apart any more."""
+    """Up to where two numbers are encoded alike."""
     starts = torch.stack([randn(150, seed=worker) for worker in range(4)])
     for codec, step in ((BFloat16(), 2**-7), (Float16(), 2**-10), (Int8(8), 1 / 127)):
         with subtests.test(str(codec)):
@@ -385,7 +385,7 @@ def stumble(rank: int, world: int, overlap: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_worker_with_nan_keeps_its_residual_and_spoils_nobody(pool: Pool, overlap: bool) -> None:
+def test_a_worker_with_nan_keeps_its_residual_and_harms_no_other(pool: Pool, overlap: bool) -> None:
     first, second, third = pool.run(stumble, overlap, world=3)
     assert torch.isfinite(first["params"]).all()
     assert torch.equal(first["params"], second["params"])

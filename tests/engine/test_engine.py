@@ -41,7 +41,7 @@ TALKS: dict[str, tuple[Algorithm, bool]] = {
 }
 
 
-def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_own_scalars_of_all_workers_are_received(pool: Pool, subtests: pytest.Subtests) -> None:
     """In every kind of round, in the simulation, and after a resume with a pending round."""
     settings_of = {
         name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in TALKS.items()
@@ -78,13 +78,13 @@ def receive_scalars(
     return state["heard"], state["rounds"]
 
 
-def test_numbers_are_in_the_order_of_the_workers_and_heard_once_a_round(
+def test_scalars_are_in_the_order_of_the_workers_and_received_once_a_round(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     for name, results in run_each(pool, receive_scalars, TALKS, world=3).items():
         with subtests.test(name):
             _, overlap = TALKS[name]
-            told = 1 if overlap else 2  # rounds that had landed when the last message was made
+            told = 1 if overlap else 2  # rounds applied when the last message was made
             assert results == [(1 + 4 + 9 + 3 * told, 3)] * 3
 
 
@@ -114,7 +114,7 @@ def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1)
 
 
-MEETINGS: dict[str, tuple[Algorithm, bool]] = {
+SYNC_POINTS: dict[str, tuple[Algorithm, bool]] = {
     "riding": (DiLoCo(), False),
     "riding whole": (DiLoCo(outer_optimizer=adamw), False),
     "travelling": (DiLoCo(0.7, 0.0), True),
@@ -126,7 +126,7 @@ MEETINGS: dict[str, tuple[Algorithm, bool]] = {
 def sync_point(
     rank: int, world: int, algorithm: Algorithm, overlap: bool, steps: int, broken: bool
 ) -> dict[str, Any]:
-    """Worker 1 makes some steps more than worker 0 before they meet, by twos."""
+    """Worker 1 makes some steps more than worker 0 before a sync point, by twos."""
     model = Point(torch.zeros(50, dtype=torch.float64))
     engine = StepEngine(model, algorithm, sync_every=2, overlap=overlap)
     for _ in range(2 + steps * rank):
@@ -137,13 +137,13 @@ def sync_point(
     with pytest.MonkeyPatch.context() as monkeypatch:
         passes = Passes(monkeypatch)
         statuses = engine.sync_point("a barrier")
-        at_meeting = passes.count
+        at_sync_point = passes.count
     rounds, finite = engine.statistics.rounds, engine.worker.was_finite
     engine.finish()
     result = flat(model)
     engine.close()
     return {
-        "passes": at_meeting,
+        "passes": at_sync_point,
         "steps": [status.steps for status in statuses],
         "rounds": rounds,
         "finite": finite,
@@ -151,17 +151,17 @@ def sync_point(
     }
 
 
-def every_meeting(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
+def every_sync_point(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
     """The results of both workers for each kind of sync point."""
-    rows = {name: (*meeting, steps, broken) for name, meeting in MEETINGS.items()}
+    rows = {name: (*kind, steps, broken) for name, kind in SYNC_POINTS.items()}
     return run_each(pool, sync_point, rows, world=2).items()
 
 
-def test_a_meeting_without_a_round_makes_no_pass_over_the_model(
+def test_a_sync_point_without_a_round_makes_no_pass_over_the_model(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     for steps in (0, 1):
-        for name, results in every_meeting(pool, steps, broken=False):
+        for name, results in every_sync_point(pool, steps, broken=False):
             with subtests.test(name, steps=steps):
                 for result in results:
                     assert result["passes"] == 0
@@ -169,10 +169,10 @@ def test_a_meeting_without_a_round_makes_no_pass_over_the_model(
                     assert result["steps"] == [0, steps]
 
 
-def test_those_at_a_meeting_take_part_in_the_rounds_of_others(
+def test_workers_at_a_sync_point_take_part_in_the_rounds_of_others(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    for name, (first, second) in every_meeting(pool, 5, broken=False):
+    for name, (first, second) in every_sync_point(pool, 5, broken=False):
         with subtests.test(name):
             for result in (first, second):
                 assert result["rounds"] == 3
@@ -182,16 +182,16 @@ def test_those_at_a_meeting_take_part_in_the_rounds_of_others(
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN")
-def test_a_worker_with_nan_at_a_meeting_has_no_weight(
+def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """It learns of its state only when another worker makes a round, and then says so."""
-    for name, (first, second) in every_meeting(pool, 5, broken=True):
+    for name, (first, second) in every_sync_point(pool, 5, broken=True):
         with subtests.test(name):
             assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds
             assert torch.equal(first["model"], second["model"])
             assert torch.isfinite(first["model"]).all()
-            algorithm, overlap = MEETINGS[name]
+            algorithm, overlap = SYNC_POINTS[name]
             if algorithm.exchange == "mean" and not overlap:
                 expected = meet_alone(algorithm)
                 assert_close(first["model"], expected)

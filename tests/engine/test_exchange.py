@@ -234,8 +234,8 @@ def test_algorithms_get_the_exchange_they_name() -> None:
     assert isinstance(exchange, NeighborExchange)
 
 
-def meet_and_count(rank: int, world: int) -> tuple[list[float], int]:
-    """The losses that all have told, and how many messages went between the workers meanwhile."""
+def sync_and_count(rank: int, world: int) -> tuple[list[float], int]:
+    """The losses of all workers, and the number of all-gathers at the sync point."""
     model = torch.nn.Linear(1, 1)
     engine = StepEngine(model, LocalSGD(), sync_every=5)
     engine.worker.last_loss = 0.1 * rank
@@ -255,8 +255,8 @@ def meet_and_count(rank: int, world: int) -> tuple[list[float], int]:
     return [status.loss for status in statuses], sent
 
 
-def test_those_at_a_meeting_tell_their_rows_with_their_notices(pool: Pool) -> None:
-    assert pool.run(meet_and_count, world=3) == [([0.0, 0.1, 0.2], 0)] * 3
+def test_statuses_at_a_sync_point_go_through_the_store_barrier(pool: Pool) -> None:
+    assert pool.run(sync_and_count, world=3) == [([0.0, 0.1, 0.2], 0)] * 3
 
 
 def test_neighbours_without_a_topology_are_refused_and_not_a_mean() -> None:

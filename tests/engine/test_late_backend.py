@@ -78,7 +78,7 @@ def test_compressed_rounds_give_the_numbers_of_gloo(pool: Pool, subtests: pytest
 def train_by_clock(
     rank: int, world: int, topology: str | None, late: bool
 ) -> tuple[list[Tensor], float]:
-    """Each round lands one local step after it has begun."""
+    """Each round is applied one local step after it has begun."""
     model = zeros()
     engine = ClockEngine(
         model, interval_s=0, warmup_steps=2, topology=topology, group=make_group(late)
@@ -204,7 +204,7 @@ def raise_what_is_said(rank: int, world: int, name: str) -> None:
 
 
 def report(rank: int, world: int) -> tuple[str, float]:
-    """Worker 1 fails by itself, and tells."""
+    """Worker 1 fails by itself, and reports it."""
     model = Point(torch.zeros(10, dtype=torch.float64))
     engine = StepEngine(model, DiLoCo(), sync_every=1, group=late_group(timeout_s=30))
     if rank == 1:
@@ -221,7 +221,7 @@ def report(rank: int, world: int) -> tuple[str, float]:
     return error, time.monotonic() - began
 
 
-def test_a_failure_that_is_told_ends_the_wait_at_once(pool: Pool) -> None:
+def test_a_reported_failure_ends_the_wait_at_once(pool: Pool) -> None:
     (error, lasted_s), _ = pool.run(report, world=2)
     assert error == "Worker 1 failed:\nValueError: a bad batch"
     assert lasted_s < 10
@@ -263,7 +263,7 @@ def wait_for_the_device(rank: int, world: int) -> int:
     return engine.statistics.rounds
 
 
-def test_those_at_a_meeting_are_told_of_a_round_before_it_begins(pool: Pool) -> None:
+def test_workers_at_a_sync_point_are_called_before_a_round_begins(pool: Pool) -> None:
     assert pool.run(wait_for_the_device, world=2, timeout_s=20) == [1, 1]
 
 
@@ -286,6 +286,6 @@ def test_a_backend_that_ends_processes_has_more_patience_than_we(pool: Pool) -> 
         assert not was_aborted
 
 
-def test_the_table_has_rounds_that_land_late() -> None:
+def test_the_table_has_rounds_that_are_applied_late() -> None:
     merge_policy = [case for case in map(CASES.get, without_variants()) if case and case.overlap]
     assert {type(case.algorithm) for case in merge_policy} >= {DiLoCo, GASLoC, ModelAverage}

@@ -373,7 +373,7 @@ def test_a_run_goes_on_exactly_with_and_without_a_link(
 
 
 class TwiceHandle:
-    """Adds up a second time, what is here, once somebody waits for it."""
+    """Adds up a second time when it is waited for."""
 
     def __init__(self, group: WorkerGroup, statistics: Statistics, wire: Tensor) -> None:
         self._send = lambda: AllReduceSum(group, statistics, wire, "round 0")
@@ -417,7 +417,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
 
 
 def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
-    """The first part is hidden by 0.3 s, in which nobody looks; the second one is not."""
+    """The first part is hidden by 0.3 s without a look; the second one is not."""
     for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
         assert (value, sent) == (4.0, 2 * MEGABYTE)
         check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
@@ -442,7 +442,7 @@ class AwaitingFailure(SkippingClock):
 
 
 def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
-    """For how long worker 0 slept on its link before it heard of worker 1."""
+    """How long worker 0 slept on its link before it learned that worker 1 had failed."""
     group = WorkerGroup.create(timeout_s=60)
     group.clock = clock = AwaitingFailure(group)
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
@@ -460,7 +460,7 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
     return clock.asked
 
 
-def test_a_worker_that_sleeps_hears_of_a_failure(pool: Pool) -> None:
+def test_a_worker_that_sleeps_learns_of_a_failure(pool: Pool) -> None:
     slept_s, _ = pool.run(fail_while_another_sleeps, world=2)
     assert slept_s == [0.2]
 

@@ -1,4 +1,4 @@
-"""Late results land under the progress made meanwhile, or make local steps begin again."""
+"""Merge policies: late results keep the local steps made since, or restart them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
                 assert whole == [1.0, 2.0]
 
 
-def test_algorithms_get_the_landing_they_name(subtests: pytest.Subtests) -> None:
+def test_algorithms_get_the_merge_policy_they_name(subtests: pytest.Subtests) -> None:
     rows: list[tuple[Algorithm, MergePolicy]] = [
         (DiLoCo(), Restart()),
         (LocalSGD(), Restart()),
@@ -105,7 +105,7 @@ def test_algorithms_get_the_landing_they_name(subtests: pytest.Subtests) -> None
             assert RoundSettings(algorithm).prepare(num_workers=2).merge_policy == merge_policy
 
 
-def test_a_landing_must_be_one() -> None:
+def test_a_merge_policy_must_be_one() -> None:
     with pytest.raises(TypeError, match=r"such as KeepProgress\(\), got 'restart'"):
         RoundSettings(DiLoCo(), merge_policy="restart").prepare(2)  # type: ignore[arg-type]
 
@@ -139,7 +139,7 @@ def averaged_late(warm_start: bool) -> Tensor:
 
 
 def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
-    """Each round of gossip lands when the next message leaves: ``(ROUNDS + 1, N, P)``."""
+    """Each round of gossip is applied when the next message is sent: ``(ROUNDS + 1, N, P)``."""
     matrix = get_topology("ring").mixing_matrix(WORLD)
     targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
     start = torch.zeros_like(targets)

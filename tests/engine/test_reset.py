@@ -1,4 +1,4 @@
-"""Rounds that begin anew equal the first rounds of a new engine."""
+"""Rounds after a reset equal the first rounds of a new engine."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_nothing_of_the_past_is_left(pool: Pool, subtests: pytest.Subtests) -> N
 
 
 @pytest.mark.parametrize("overlapping", ["async_diloco_cold", "gasloc_overlap_cold"])
-def test_a_flight_under_way_is_dropped(pool: Pool, overlapping: str) -> None:
+def test_a_pending_round_is_dropped(pool: Pool, overlapping: str) -> None:
     for weights, _ in pool.run(train, CASES[overlapping], world=2):
         assert torch.isfinite(weights).all()

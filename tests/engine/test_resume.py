@@ -203,5 +203,5 @@ def test_a_pending_round_is_applied_where_none_may_be_pending(
         assert all(fragment["pending"] is None for fragment in taken["fragments"])
         assert not torch.equal(taken["params"], own["params"])
     for name, value in states[0]["shared"][0]["state"].items():
-        if isinstance(value, int):  # rounds that were made and heard of
+        if isinstance(value, int):  # rounds that were made and received
             assert found[0][1]["shared"][0]["state"][name] == value + 1

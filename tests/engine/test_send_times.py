@@ -1,4 +1,4 @@
-"""When messages have left: told by every worker, known to whoever has received one."""
+"""Send times: every worker records when a message was sent, and receivers read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def note_and_read(rank: int, world: int) -> list[float]:
     group = WorkerGroup.create(timeout_s=20)
     told = SendTimes(group)
     others = [worker for worker in range(world) if worker != rank]
-    found = [told.latest(5, others, own=7.5)]  # nobody has noted anything
+    found = [told.latest(5, others, own=7.5)]  # nothing is recorded
     dist.barrier()
     told.record(5, 100.0 + rank)
     dist.barrier()

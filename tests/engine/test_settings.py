@@ -75,7 +75,7 @@ def test_the_default_topology_is_the_algorithms_own_with_the_runs_seed(
 
 
 @pytest.mark.parametrize("drive", [StepEngine, Simulation])
-def test_neighbours_nobody_names_are_an_error_and_not_a_mean(drive: Any) -> None:
+def test_missing_neighbours_are_an_error_and_not_a_mean(drive: Any) -> None:
     model = Point(torch.zeros(3))
     with pytest.raises(ValueError, match="Lonely exchanges with neighbours and has no default"):
         drive([model] if drive is Simulation else model, Lonely())
@@ -174,7 +174,7 @@ def test_lanes_that_do_not_fit_are_refused(schedule: Halves, text: str) -> None:
 # ---------------------------------------------------------------------------------- memory
 
 
-def test_all_parcels_under_way_fit_into_the_bucket() -> None:
+def test_all_buckets_that_are_being_sent_fit_bucket_bytes() -> None:
     megabyte = 2**20
     mean = RoundSettings(LocalSGD(), bucket_bytes=megabyte).prepare(4)
     assert PENDING_BUCKETS * 4 * mean.bucket_elements(10**7, 4) == megabyte
@@ -186,7 +186,7 @@ def test_all_parcels_under_way_fit_into_the_bucket() -> None:
     assert whole.bucket_elements(10**7, 4) == 10**7
 
 
-def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:
+def test_chunks_are_for_the_cache_and_end_where_fragments_do() -> None:
     sizes = {"first": 3 * CHUNK_ELEMENTS, "last": 1001}
     cuts = RoundSettings(SignBlocks(), Halves(2)).prepare(2).cuts(sizes, 4)
     assert cuts.granularity == 4
@@ -196,7 +196,7 @@ def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:
     assert RoundSettings(Counting(whole=True)).prepare(2).cuts(sizes, 4).chunk_elements is None
 
 
-def test_what_is_described_tells_codecs_and_schedules_apart() -> None:
+def test_descriptions_of_codecs_and_schedules_differ() -> None:
     plain = RoundSettings(LocalSGD(), EverySteps(2)).describe()
     with_codec = RoundSettings(LocalSGD(), compression="int8").describe()
     assert plain["compression"] != with_codec["compression"]

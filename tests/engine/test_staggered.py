@@ -1,4 +1,4 @@
-"""Fragments that take turns and land late: streaming DiLoCo, step by step."""
+"""Fragments that take turns and are applied late: streaming DiLoCo, step by step."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def lag(rank: int, world: int) -> float:
 
 
 @pytest.mark.alone
-def test_a_landing_waits_for_no_round_that_has_begun_since(pool: Pool) -> None:
+def test_apply_waits_for_no_round_that_has_begun_since(pool: Pool) -> None:
     for waited_s in pool.run(lag, world=2):
         assert waited_s < LAG_S / 2
 
@@ -402,7 +402,7 @@ def metrics(rank: int, world: int) -> tuple[list[float], int, float]:
     return norms, engine.statistics.rounds, engine.statistics.staleness
 
 
-def test_figures_are_those_of_the_fragment_that_has_landed_last(pool: Pool) -> None:
+def test_metrics_are_those_of_the_fragment_that_was_applied_last(pool: Pool) -> None:
     for norms, rounds, staleness in pool.run(metrics, world=2):
         assert norms == pytest.approx([0, 0, 2, 2, 40, 40, 3, 3])
         assert (rounds, staleness) == (4, 0.25)

@@ -38,9 +38,9 @@ class AllReduce(SeparateStatuses):
         group: The workers.
         statistics: Where bytes and seconds are counted.
         carries_status: Whether statuses travel behind the first bucket of a round.
-        is_overlapped: Whether local steps are made while rounds are pending. Workers at a sync
-            point are then called before a round starts wherever waiting does not block the host: a
-            local step that waits for its device may wait for the round, and with it for them.
+        is_overlapped: Whether local steps are made while rounds are pending. If so, and if waiting
+            does not block the host, workers at a sync point are called when a round starts: a local
+            step may wait for the device, and thus for the round.
     """
 
     is_weighted = True

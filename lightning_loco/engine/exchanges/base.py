@@ -74,15 +74,12 @@ class Exchange(Protocol):
         """
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
-        """Write the status behind the message of a bucket that will be sent next.
-
-        Only if :attr:`carries_status`.
-        """
+        """Write the status behind a message that is sent next. Only if :attr:`carries_status`."""
 
     def read_statuses(
         self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
     ) -> PendingStatuses:
-        """The statuses of all workers behind a message that has been sent, likewise."""
+        """Return the statuses behind a message that was sent. Only if :attr:`carries_status`."""
 
     def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
         """Send the status of a worker in a round by itself, if the message does not carry it."""

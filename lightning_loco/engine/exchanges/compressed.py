@@ -138,8 +138,8 @@ class CompressedAllReduce(SeparateStatuses):
     Args:
         group: The workers.
         statistics: Where bytes and seconds are counted.
-        compression: How messages are written.
-        stays: Whether local steps are made while rounds are under way.
+        compression: How messages are compressed.
+        is_overlapped: Whether local steps are made while rounds are pending.
     """
 
     is_weighted = True

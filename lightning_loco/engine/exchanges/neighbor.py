@@ -7,7 +7,7 @@ With compressed messages the mean over all workers stays exact:
 .. math:: r_i = \sum_j W_{ij} Q(u_j) + (u_i - Q(u_i))
 
 Each worker adds what its own message has lost, so the mean loses nothing and no residual is needed.
-Messages that are encoded alike mix no further: workers stay as far apart as that.
+Messages with the same encoding mix no further, so workers stay apart by up to the coding error.
 """
 
 from __future__ import annotations
