@@ -87,7 +87,8 @@ class Server(BackgroundThread):
 
     A client has 5 seconds for the handshake, 5 seconds for a header, and ``timeout_s`` for the
     bodies of a request and its reply. If it takes longer or sends anything but a request, its
-    connection is closed. What is not a request is logged, once per address and at most 20 times.
+    connection is closed. What is not a request is logged, once per address and at most 20 times;
+    at most 20 exceptions of ``answer`` are logged.
 
     Args:
         answer: Called with every request, in the thread of its connection. If it raises
@@ -136,6 +137,7 @@ class Server(BackgroundThread):
         self._threads: set[_ConnectionThread] = set()
         self._order = itertools.count()
         self._logged: set[str] = set()
+        self._num_failures = 0
         self._is_closing = False
         self._listener = _listen(host, port)
         self._listener.setblocking(False)
@@ -208,11 +210,20 @@ class Server(BackgroundThread):
         except OSError:
             pass
         except Exception:
-            log.exception("A request from %s could not be answered.", thread.address)
+            self._record_failure(thread.address)
         finally:
             with self._lock:
                 self._threads.discard(thread)
             connection.close()
+
+    def _record_failure(self, address: str) -> None:
+        """Log the present exception, unless a client has caused many of them before."""
+        with self._lock:
+            self._num_failures += 1
+            number = self._num_failures
+        if number <= _MOST_LOG_LINES:
+            further = " No more failures are logged." if number == _MOST_LOG_LINES else ""
+            log.exception("A request from %s could not be answered.%s", address, further)
 
     def _record_malformed(self, address: str, error: str) -> None:
         with self._lock:

@@ -117,6 +117,26 @@ def test_error_of_a_handler_is_logged_and_the_server_continues(
     assert "could not be answered" in caplog.text
 
 
+def test_errors_of_a_handler_are_logged_20_times_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Or a client that causes them could fill the log."""
+    num_calls = 0
+
+    def fail(request: Request) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise ArithmeticError("no dice")
+
+    with serving(fail) as server, asking(server) as client:
+        while num_calls < 25:
+            with contextlib.suppress(OSError):
+                client.request(b"head", timeout_s=20)
+    errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 20
+    assert [text.endswith("No more failures are logged.") for text in errors] == [False] * 19 + [
+        True
+    ]
+
+
 def test_unanswered_request_closes_the_connection() -> None:
     with serving(lambda request: None) as server, asking(server) as client:
         with pytest.raises(OSError, match=r"closed|reset"):
