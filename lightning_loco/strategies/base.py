@@ -497,12 +497,15 @@ class EngineStrategy(WorkerStrategy):
         self._external_updates.before_sync_point()
         super().sync_point(purpose)
         self._external_updates.after_sync_point()
+
+    def show_consensus(self, purpose: str) -> None:
+        """Put the consensus into the model, after a sync point; see ``Engine.show_consensus``."""
         self._look_up_averaged_copies()
+        self._engine.show_consensus(purpose)
 
     def _look_up_averaged_copies(self) -> None:
         """Find the averaged copies that belong to the consensus: callbacks make and drop them."""
-        if self.engine is not None:
-            self.engine.worker.averaged_copies.modules = list(averaged_models(self._trainer))
+        self._engine.worker.averaged_copies.modules = averaged_models(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the round that is due before the next step; raise if another worker has failed.
@@ -587,7 +590,7 @@ class EngineStrategy(WorkerStrategy):
         if self.is_training and self.evaluate != "local":
             self._external_updates.broadcast_start()
             self.sync_point("validation")
-            self._engine.show_consensus("validation of the consensus")
+            self.show_consensus("validation of the consensus")
 
     def _end_validation(self) -> None:
         if self.is_training:

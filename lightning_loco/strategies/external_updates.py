@@ -182,11 +182,10 @@ class ExternalUpdates:
         written, self._written = self._written, {}
         self._strategy.sync_point(_RESTART)
         self._check_same(written)
-        engine, worker = self._strategy.engine, self._worker
-        assert engine is not None
+        worker = self._worker
         layout = worker.replica.layout
         if len(written) < len(layout.names):
-            engine.show_consensus(_RESTART)
+            self._strategy.show_consensus(_RESTART)
             worker.replica.discard_local()
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:

@@ -122,7 +122,7 @@ class WorkerCheckpoints:
             yield
             return
         self._strategy.sync_point("checkpoint")
-        engine.show_consensus("checkpoint of the consensus")
+        self._strategy.show_consensus("checkpoint of the consensus")
         try:
             yield
         finally:
