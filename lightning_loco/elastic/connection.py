@@ -295,10 +295,9 @@ class ElasticConnection:
         )
 
     def _add_pending_round(self, request: RoundRequest) -> FragmentSync:
-        """Make a round pending from whose state this worker resumed; it has no weight in it.
+        """Make pending the round whose state this worker resumed from; it has no weight in it.
 
-        Returns:
-            The fragment to which its result will be applied, when all members apply it.
+        Returns the fragment to which its result will be applied, when all members apply it.
         """
         engine, plan, state = self.engine, request.plan, request.state
         assert plan is not None

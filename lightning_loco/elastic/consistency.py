@@ -44,11 +44,7 @@ class ConsistencyCheck:
         """Return a plan in which members whose state has drifted are joining members.
 
         The donor of that plan has the state of most members; among equally many, that of the first
-        one. A warning names the members that have drifted.
-
-        Args:
-            plan: Plan of a round for which the comparison :meth:`is_due`.
-            all_gather: Gathers a row of numbers from all members.
+        one. A warning names the members that have drifted. ``all_gather`` gathers a row of numbers.
         """
         own = 0 if plan.is_joining else self._own_fingerprint()
         gathered = all_gather(torch.tensor([own])).reshape(-1).tolist()

@@ -63,15 +63,9 @@ class SumExchange:
         self._compression = engine.settings.compression
 
     def exchange(self, message: Tensor | None, plan: Plan) -> Exchanged:
-        """Sum the messages of all members.
+        """Sum the messages of all members; RuntimeError if one is lost.
 
-        Args:
-            message: This worker's message, which stays unchanged; None if it is joining, which adds
-                zeros.
-            plan: Plan of the round.
-
-        Raises:
-            RuntimeError: If a member is lost.
+        ``message`` stays unchanged; None if this worker is joining, which adds zeros.
         """
         if message is None:
             fragment = fragment_of_round(self._engine, plan.round_index).memory

@@ -44,6 +44,8 @@ _CHECK_EVERY_S, _MAX_PROBE_S, _FIRST_ATTEMPT_S, _LAST_ATTEMPT_S = 0.2, 1.0, 0.5,
 class MemberGroup:
     """This worker's process group with the other members, and the key-value store that it serves.
 
+    All collectives raise RuntimeError if a member is lost.
+
     Args:
         host: Name or address under which the other members reach this host.
         timeout_s: Longest wait for data from another member, in seconds.
@@ -67,11 +69,7 @@ class MemberGroup:
     # -------------------------------------------------------------- open and close
 
     def open(self, plan: Plan) -> None:
-        """Open the group of a plan; a new one is created if the members have changed.
-
-        Raises:
-            RuntimeError: If a member does not join.
-        """
+        """Open a plan's group, a new one for other members; RuntimeError if one does not join."""
         reach("before the group")
         if not plan.is_new:
             return
@@ -110,7 +108,7 @@ class MemberGroup:
     # ----------------------------------------------------------------- collectives
 
     def all_reduce(self, flat: Tensor) -> None:
-        """Sum a flat tensor over all members, in place; RuntimeError if a member is lost."""
+        """Sum a flat tensor over all members, in place."""
         reach("exchange")
         options = AllreduceOptions()
         options.timeout = self._timeout
@@ -118,7 +116,7 @@ class MemberGroup:
         monitor.watch(lambda: group.allreduce([flat], options).wait())
 
     def all_gather(self, row: Tensor) -> Tensor:
-        """Return the rows ``(members, width)`` of all members; RuntimeError if one is lost."""
+        """Return the rows ``(members, width)`` of all members."""
         return self.start_all_gather(row)()
 
     def start_all_gather(self, row: Tensor) -> Callable[[], Tensor]:
@@ -137,37 +135,21 @@ class MemberGroup:
         return finish
 
     def confirm(self) -> None:
-        """Confirm that this member received all messages, and wait for all others to do so.
-
-        Raises:
-            RuntimeError: If a member is lost.
-        """
+        """Confirm that this member received all messages, and wait for all others to do so."""
         reach("confirming")
         self.all_gather(_one_byte())
         reach("after confirming")
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send tensors to one member, which receives as many; empty ones are skipped.
-
-        Raises:
-            RuntimeError: If that member is lost.
-        """
+        """Send tensors to one member, which receives as many; empty ones are skipped."""
         self._send_receive({to: tensors}, {})
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Receive tensors of one member, in place; RuntimeError if it is lost."""
+        """Receive tensors of one member, in place."""
         self._send_receive({}, {source: tensors})
 
     def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
-        """Send one tensor to each of some members, and receive one of each of some members.
-
-        Args:
-            sent: What to send, by rank.
-            inbox: Memory for what is received, by rank.
-
-        Raises:
-            RuntimeError: If one of them is lost.
-        """
+        """Send each of some members, by rank, a tensor, and receive one of each into ``inbox``."""
         reach("exchange")
         outgoing = {to: [tensor] for to, tensor in sent.items()}
         incoming = {source: [tensor] for source, tensor in inbox.items()}
@@ -246,16 +228,10 @@ def send_receive(
 
     If a member dies, gloo never ends the wait for a tensor that was received in part, but it does
     end the wait for one that has not begun. So the waits are for single bytes: one follows the
-    tensors, and one is returned once all of them were received.
+    tensors, and one is returned once all of them were received. Empty tensors are skipped.
 
-    Args:
-        group: The group; this call continues to use it when this worker has left it.
-        sent: What to send to each member; empty tensors are skipped.
-        received: Memory for what each member sends.
-        timeout: Longest wait for one tensor.
-
-    Raises:
-        RuntimeError: If one of the members is lost.
+    ``timeout`` limits the wait for one tensor; RuntimeError if a member is lost. This call
+    continues to use the group when this worker has left it.
     """
     tensors_moved: list[Work] = []
     all_sent: list[Work] = []
@@ -319,11 +295,7 @@ class MemberMonitor:
         self._store = TimeoutStore(PrefixStore(plan.group, client))
 
     def rendezvous(self) -> None:
-        """Wait until all members are ready to create the group.
-
-        Raises:
-            RuntimeError: If one of them has died, has given up, or does not arrive in time.
-        """
+        """Wait until all members are ready; RuntimeError if one has died, given up or is late."""
         plan = self._plan
         self._ask_donor(lambda: self._store.set(_ready_key(plan.rank), "", self._unresponsive_s))
         missing = [rank for rank in range(len(plan.names)) if rank != plan.rank]
@@ -441,18 +413,11 @@ def serve_store(host: str) -> TCPStore:
 
 
 def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
-    """Connect to the store of a member, and check that it answers.
+    """Connect to the store ``"host:port"`` of a member, and check that it answers.
 
     PyTorch retries for a long time if the server is gone. It does so in a thread, which is given up
-    as soon as the member is known to have ended.
-
-    Args:
-        store: ``"host:port"``.
-        member: Name of the member, for messages.
-        timeout_s: Longest wait for an answer, and for those of later calls, in seconds.
-
-    Raises:
-        RuntimeError: If the member has ended or does not answer.
+    as soon as the member is known to have ended. RuntimeError if it has ended, or has not answered
+    for ``timeout_s`` seconds, which also limit later calls.
     """
     deadline = time.monotonic() + timeout_s
     is_given_up = threading.Event()

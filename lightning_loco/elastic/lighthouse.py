@@ -85,20 +85,12 @@ class Lighthouse:
         self._heartbeats: ManagerServer | None = None
 
     def quorum(self, make_data: Callable[[], dict[str, Any]], timeout_s: float) -> Quorum | None:
-        """Ask to take part and wait for the other workers.
+        """Ask to take part and wait for the other workers; None if some are late.
 
-        The request is sent once the lighthouse has been up for :data:`MIN_UPTIME_S`.
-
-        Args:
-            make_data: Returns what the others should know about this worker, as plain values;
-                called immediately before each request.
-            timeout_s: Longest wait, in seconds.
-
-        Returns:
-            The workers that take part; None if the quorum is not complete within the timeout.
-
-        Raises:
-            RuntimeError: If the lighthouse cannot be reached within the timeout.
+        The request is sent once the lighthouse has been up for :data:`MIN_UPTIME_S`. ``make_data``
+        is called immediately before each request, and returns what the others should know about
+        this worker, as plain values. RuntimeError if the lighthouse cannot be reached within
+        ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -191,11 +183,8 @@ class Uptime:
     def wait(self, deadline: float) -> None:
         """Wait until the lighthouse has been up for :data:`MIN_UPTIME_S`, as far as is known.
 
-        Args:
-            deadline: End of the wait, by ``time.monotonic()``.
-
-        Raises:
-            ConnectionError: If the lighthouse does not answer, or after :meth:`close`.
+        At most until ``deadline``, by ``time.monotonic()``. ConnectionError if it does not answer,
+        or after :meth:`close`.
         """
         while True:
             self.connect(deadline)
@@ -254,11 +243,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def address_towards(lighthouse: str) -> str:
-    """Return the address under which the lighthouse sees this machine.
-
-    Raises:
-        RuntimeError: If there is no route to the lighthouse.
-    """
+    """Return the address under which the lighthouse sees this machine; RuntimeError if none."""
     host, _, port = lighthouse.removeprefix("http://").rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

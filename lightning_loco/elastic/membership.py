@@ -136,18 +136,11 @@ class Elastic:
 
 
 def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
-    """Prepare an algorithm for 1 to 32 workers.
+    """Prepare an algorithm that exchanges with neighbours for 1 to 32 workers.
 
     ``"auto"`` becomes what suits 8 of them, or if gossip then diverges with another number of
-    workers, what suits that number.
-
-    Args:
-        algorithm: An algorithm that exchanges with neighbours.
-        topology: Its topology, which is rebuilt whenever the number of members changes.
-
-    Raises:
-        ValueError: If the topology does not exist for one of these numbers; the message names those
-            that do. Or if the algorithm does not work with one of them.
+    workers, what suits that number. ValueError if the algorithm does not work with one of these
+    numbers, or the topology does not exist for it; the message names topologies that do.
     """
     if (problem := _why_not_any_number(topology)) is not None:
         raise ValueError(
@@ -194,14 +187,9 @@ def check_schedule(settings: RoundSettings) -> None:
     """Refuse schedules that elastic members cannot follow, such as several pending rounds.
 
     With one pending round at a time the state of the run is known when a round starts, and a
-    joining worker can take part in that round.
-
-    Args:
-        settings: Prepared settings.
-
-    Raises:
-        ValueError: If rounds do not come after a fixed number of local steps, if several could be
-            pending at once, or if local parameters are kept and nothing is equal on all members.
+    joining worker can take part in that round. ValueError if rounds do not come after a fixed
+    number of local steps, if several could be pending at once, or if local parameters are kept and
+    nothing is equal on all members.
     """
     schedule, algorithm = settings.schedule, settings.algorithm
     if not isinstance(schedule, (EverySteps, Staggered)):

@@ -147,7 +147,7 @@ class OtherRun(Exception):
 
 
 def make_plan(quorum: Quorum, own_name: str) -> Plan:
-    """Return what this worker does in a quorum.
+    """Return what this worker does in a quorum, whose members are in the same order for all.
 
     The members with the highest round have the state of the run, and the first of them sends it to
     all others, which take part without weight. If members with the highest round made the previous
@@ -156,14 +156,8 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     the newest checkpoint, or of the first member if there is no checkpoint. Workers with a
     malformed request do not take part.
 
-    Args:
-        quorum: The workers that asked, in the same order for all.
-        own_name: Name of this worker.
-
-    Raises:
-        RuntimeError: If the quorum lacks the information that this worker sent.
-        OtherRun: If model or settings of this worker differ from those of the donor; the others
-            continue without it.
+    RuntimeError if the quorum lacks what this worker sent; OtherRun if its model or settings differ
+    from those of the donor, so that the others continue without it.
     """
     parsed = {member.name: MemberInfo.parse(member) for member in quorum.members}
     infos = {name: info for name, info in parsed.items() if info is not None}
@@ -236,9 +230,6 @@ def committed_members(infos: Mapping[str, MemberInfo]) -> set[str]:
     then send what they received with their next request. If all members that are still there
     received it, it counts for them, whatever the lost one did. If one of them did not, no member
     can have applied it, and it is repeated.
-
-    Args:
-        infos: What all present members sent, by name.
     """
     return {name for name, info in infos.items() if info.received and _counts(info, infos)}
 

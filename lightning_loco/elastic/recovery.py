@@ -73,11 +73,7 @@ def copy_state(engine: Engine, position: dict[str, Any], with_saved_rounds: bool
 
     It may run in another thread during local steps: they do not change outer parameters. If the
     algorithm has none, the model's parameters are copied, and the round replaces them.
-
-    Args:
-        engine: Engine of this worker.
-        position: Its :func:`position_of`.
-        with_saved_rounds: Whether to include results of rounds that were pending in a checkpoint.
+    ``with_saved_rounds`` includes results of rounds that were pending in a checkpoint.
     """
     fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _to_cpu(v) for k, v in state.items() if isinstance(v, Tensor)}
@@ -146,18 +142,10 @@ def resume_from_state(
     keep_position: bool = False,
     missed_steps: int = 0,
 ) -> None:
-    """Resume from the state of the run.
+    """Resume from the state of the run, as it was at the start of the pending round.
 
-    Args:
-        engine: Engine of this worker.
-        loop: Position of its training loop, if there is one.
-        state: The state at the start of the pending round.
-        donor: Name of the member that sent it.
-        keep_position: Keep the own position, since only the state had drifted.
-        missed_steps: Local steps that the others have made since.
-
-    Raises:
-        RuntimeError: If the state does not fit this worker.
+    ``keep_position`` if only the state had drifted; ``missed_steps`` are local steps that the
+    others have made since. RuntimeError if the state does not fit this worker.
     """
     worker = engine.worker
     adopt_state(engine, state)

@@ -198,8 +198,7 @@ class RoundThread(BackgroundThread):
     def leave(self, has_finished: bool) -> None:
         """Complete the pending round, then leave the run.
 
-        Args:
-            has_finished: Whether to tell the others not to wait for a replacement.
+        If this worker ``has_finished``, the others are told not to wait for a replacement.
         """
         self.is_leaving = True
         self._requests.put(None)
@@ -466,16 +465,9 @@ class QuorumRequester:
         A worker that was asked to stop waits for :data:`STOP_WAIT_S` at most, and not at all if the
         lighthouse cannot be reached. It then leaves the run and completes its rounds alone.
 
-        Args:
-            request: The round.
-            info: What this worker sends about itself.
-            waits: Whether the round waits for further members. If so, a restarted lighthouse is
-                also sent the members that it may not know yet.
-            timeout_s: Longest wait, in seconds.
-
-        Raises:
-            RuntimeError: If the lighthouse cannot be reached, or :meth:`RoundThread.close` is
-                called.
+        If the round ``waits`` for further members, a restarted lighthouse is also sent those that
+        it may not know yet. RuntimeError if the lighthouse cannot be reached, or
+        :meth:`RoundThread.close` is called.
         """
         if self.has_left:
             return self._quorum_alone(info)

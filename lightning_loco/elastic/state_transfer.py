@@ -37,15 +37,9 @@ class RunState(NamedTuple):
     values: dict[str, Any]
 
     def send(self, group: MemberGroup, to: int, is_sent: Callable[[Tensor], bool] = _all) -> None:
-        """Send the state to one member.
+        """Send the state to the member ``to``.
 
-        Args:
-            group: The open group.
-            to: Rank of the receiver.
-            is_sent: Which tensors to send; of the others the receiver learns dtype and shape.
-
-        Raises:
-            RuntimeError: If the connection breaks.
+        Of tensors that are not ``is_sent`` the receiver learns dtype and shape.
         """
         kept = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
@@ -65,16 +59,9 @@ class RunState(NamedTuple):
         max_bytes: int,
         is_sent: Callable[[Tensor], bool] = _all,
     ) -> Self:
-        """Receive the state from a member.
+        """Receive the state from the member ``source``; RuntimeError if it is not valid.
 
-        Args:
-            group: The open group.
-            source: Rank of the sender.
-            max_bytes: Most bytes that all tensors may take.
-            is_sent: Which tensors the sender sends; the others are zero.
-
-        Raises:
-            RuntimeError: If the connection breaks, or what arrives is not a valid state.
+        Tensors take at most ``max_bytes`` together; those that are not ``is_sent`` are zero.
         """
         length = torch.zeros(1, dtype=torch.int64)
         group.receive([length], source)

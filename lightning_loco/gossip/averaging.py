@@ -12,13 +12,7 @@ from lightning_loco.parameters.flat import Chunk, Cuts, FlatLayout
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:
-    """Lay out trainable parameters and floating-point buffers in one flat vector ``(P,)``.
-
-    Args:
-        params: The trainable parameters.
-        buffers: The floating-point buffers.
-        chunk_elements: Longest chunk of the vector.
-    """
+    """Lay out trainable parameters and floating-point buffers in one flat vector ``(P,)``."""
     names = [*params.names, *(f"buffer {name}" for name in buffers.names)]
     return FlatLayout(
         zip(names, [*params.tensors, *buffers.tensors], strict=True), Cuts(chunk_elements)
@@ -62,14 +56,11 @@ class ModelAverager:
             copy_model(self.layout, self._at_fetch_start)
 
     def blend(self, received: Tensor, factor: float, *, was_finite: bool) -> None:
-        """Move the model towards the parameters of a peer.
+        """Move the model towards the parameters ``(P,)`` of a peer, which are on the CPU.
 
-        Args:
-            received: Flat vector ``(P,)`` of the peer, on the CPU. It is not changed. If it is in
-                pinned memory, a GPU may read it after this returns: see :attr:`is_upload_done`.
-            factor: Share of the peer in [0, 1].
-            was_finite: Whether this worker's own model was finite. If not, ``keep_progress`` does
-                not apply, since there is no progress to keep.
+        They are not changed, but in pinned memory a GPU may read them after this returns: see
+        :attr:`is_upload_done`. ``factor`` is the share of the peer in [0, 1]. If this worker's own
+        model was not finite, ``keep_progress`` does not apply, since there is no progress to keep.
         """
         reach("outer step")
         base = self._at_fetch_start if was_finite else None

@@ -121,14 +121,9 @@ class PairwiseEngine:
         group: WorkerGroup,
         optimized: Iterable[Tensor] | None = None,
     ) -> PairwiseEngine:
-        """Create an engine from settings.
+        """Create an engine from settings; other arguments are those of the class.
 
-        Args:
-            model: The module to train.
-            settings: The settings.
-            seed: Seed of the choice of peers, used together with the number of the worker.
-            group: The workers.
-            optimized: Trainable parameters to exchange. Default: all of them.
+        Of the trainable parameters only the ``optimized`` ones are exchanged. Default: all of them.
         """
         engine = cls.__new__(cls)
         engine._set_up(model, lambda: settings, seed, group, optimized)  # noqa: SLF001
@@ -330,12 +325,7 @@ class PairwiseEngine:
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all ranks of this job have reached the same sync point; serve until then.
 
-        Args:
-            purpose: What it is for, in words that are equal on all ranks.
-
-        Raises:
-            RuntimeError: If a rank is missing or has failed, or waits at another sync point.
-            StopAgreed: If the others have stopped, as agreed, before they came here.
+        Arguments and errors are those of :meth:`lightning_loco.engine.Engine.sync_point`.
         """
         return self.worker.sync_point(purpose)
 
@@ -365,17 +355,9 @@ class PairwiseEngine:
     def resume_from(self, saved: EarlierRun) -> list[str]:
         """Resume from an earlier run, which may have had other settings or more or fewer workers.
 
-        With another algorithm or number of workers, all workers start at the consensus, each with
-        its own clock.
-
-        Args:
-            saved: The earlier run. The model of this engine must hold the consensus of that run.
-
-        Returns:
-            What could not be resumed, one sentence each.
-
-        Raises:
-            KeyError: If the saved state is incomplete.
+        The model must hold the consensus of that run. With another algorithm or number of workers,
+        all workers start at it, each with its own clock. Returns what could not be resumed, one
+        sentence each; KeyError if the saved state is incomplete.
         """
         state, replica = saved.state, self.worker.replica
         is_same_algorithm = saved.is_of(self.algorithm)

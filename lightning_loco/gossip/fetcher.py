@@ -186,14 +186,8 @@ class Fetcher:
     def fetch(self, deadline: float) -> Received | None:
         """Try up to three peers, one after the other, until one has sent usable parameters.
 
-        Args:
-            deadline: Time of the clock at which to give up.
-
-        Returns:
-            The parameters, or None if no peer sent usable ones.
-
-        Raises:
-            FetcherStopped: Soon after :meth:`stop`.
+        None if none has by ``deadline``, a time of the clock. FetcherStopped soon after
+        :meth:`stop`.
         """
         started = self._clock.now()
         tried: set[str] = set()
@@ -422,14 +416,7 @@ class FetchingThread(BackgroundThread):
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> Received | None:
-        """Wait until the fetch has ended, at most ``fetch_timeout_s`` after its start.
-
-        Args:
-            timeout_s: Wait at most this long. The fetch continues and can be waited for again.
-
-        Returns:
-            The parameters, once. None if there are none, or no fetch was started.
-        """
+        """Wait for the fetch, as :meth:`PeerNode.wait` does; return the parameters once."""
         with self._changed:
             if self._last_taken == self._last_started:
                 return None

@@ -269,16 +269,7 @@ def open_node(
     """Start to serve this worker's parameters and to look for its peers.
 
     The peers are the other nodes of the settings or, without nodes, the other ranks of the job. In
-    the second case all ranks must call this.
-
-    Args:
-        settings: The settings.
-        group: The ranks of this job.
-        layout: The parameters that are served.
-        seed: Seed of the choice of peers. Use another one on each worker.
-
-    Raises:
-        RuntimeError: If the port of this node is taken.
+    the second case all ranks must call this. RuntimeError if the port of this node is taken.
     """
     return PeerNode(
         layout.numel,

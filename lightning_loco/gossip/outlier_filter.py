@@ -91,11 +91,9 @@ class OutlierFilter:
         self._has_own = self._own is not None and self._own.latest is not None
 
     def update(self, start: int, values: Tensor) -> None:
-        """Measure the next chunk.
+        """Measure the next chunk of decoded values, on the CPU.
 
-        Args:
-            start: Index of the first value in the flat vector; the first one of a codec's block.
-            values: Decoded values, on the CPU.
+        ``start`` is the index of the first one in the flat vector, the first of a codec's block.
         """
         with np.errstate(all="ignore"):
             self._update(start, values)

@@ -190,15 +190,10 @@ class NodeListDiscovery:
 
 
 def as_peers(nodes: Sequence[Peer | Mapping[str, object]]) -> list[Peer]:
-    """Check a list of nodes.
+    """Check a list of nodes: each a :class:`Peer`, or a mapping with name, host and port.
 
-    Args:
-        nodes: :class:`Peer` or mappings with name, host and port.
-
-    Raises:
-        ValueError: If a name or host is missing, a name is used twice, a port is out of range, or a
-            key is unknown.
-        TypeError: If an entry is neither a :class:`Peer` nor a mapping.
+    ValueError if a name or host is missing, a name is used twice, a port is out of range, or a key
+    is unknown; TypeError if an entry is something else.
     """
     peers = [_as_peer(node) for node in nodes]
     names = [peer.name for peer in peers]
@@ -303,14 +298,7 @@ class PeerSelector:
         return dict(self._scores)
 
     def choose(self, exclude: Collection[str] = ()) -> str | None:
-        """Choose a peer.
-
-        Args:
-            exclude: Peers that must not be chosen now.
-
-        Returns:
-            The name of a peer, or None if there is none.
-        """
+        """Choose a peer that is not excluded; None if there is none."""
         draws = {
             name: score + self._random.randint(MIN_SCORE, MAX_SCORE)
             for name, score in self._scores.items()

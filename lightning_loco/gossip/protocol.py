@@ -95,11 +95,7 @@ class WireFormat(NamedTuple):
         return max(SINGLE_THREAD_ELEMENTS // self.block, 1) * self.block
 
     def elements(self, offset: int, length: int) -> slice:
-        """Return which values are encoded in whole rows.
-
-        Args:
-            offset: Where the first row starts, in bytes.
-            length: Length of all rows, in bytes.
+        """Return the values in whole rows that begin at ``offset``, in bytes, and have ``length``.
         """
         start = offset // self.row_bytes * self.block
         stop = start + length // self.row_bytes * self.block
@@ -108,13 +104,9 @@ class WireFormat(NamedTuple):
     def decode(self, wire: Tensor, start: int, out: Tensor) -> Tensor:
         """Decode ``out.numel()`` values in the calling thread alone.
 
-        Args:
-            wire: All encoded parameters, as uint8. A codec decodes any bytes.
-            start: Index of the first value, which must be the first one of a block.
-            out: Flat memory for the decoded values. It is used only if there is a codec.
-
-        Returns:
-            The values: ``out``, or without a codec a view of ``wire``.
+        ``wire`` are all encoded parameters, uint8; a codec decodes any bytes. ``start`` is the
+        index of the first value, which must be the first one of a block. Returns ``out``, flat
+        memory that only a codec needs, or without a codec a view of ``wire``.
         """
         if self.codec is None:
             return wire.view(self.dtype)[start : start + out.numel()]
@@ -126,12 +118,8 @@ class WireFormat(NamedTuple):
 def pull_codec(compression: Any) -> Codec | None:
     """Return the codec with which peers encode their parameters; None if they send them as is.
 
-    Args:
-        compression: The name of a codec such as ``"int8"``, a codec, or None.
-
-    Raises:
-        TypeError: If ``compression`` has the wrong type.
-        ValueError: If its name is unknown, it is too rough, or it uses error feedback.
+    TypeError for a wrong type; ValueError if the name is unknown, the codec is too rough, or it
+    uses error feedback.
     """
     found = as_compression(compression, "pull", sends_parameters=True)
     return None if found is None else found.codec
@@ -168,11 +156,7 @@ def pack_request(model_id: ModelId) -> bytes:
 
 
 def parse_request(header: bytes) -> ModelId:
-    """Parse the header of a request.
-
-    Raises:
-        MalformedMessage: If it was not written by :func:`pack_request`.
-    """
+    """Parse the header of a request; MalformedMessage if it is not of :func:`pack_request`."""
     if len(header) != _REQUEST.size or header[: len(_READ)] != _READ:
         raise MalformedMessage("it is not a request for parameters")
     _, *checksums = _REQUEST.unpack(header)
@@ -185,11 +169,7 @@ def pack_reply(reply: ReplyHeader) -> bytes:
 
 
 def parse_reply(header: bytes) -> ReplyHeader:
-    """Parse the header of a reply.
-
-    Raises:
-        MalformedMessage: If it was not written by :func:`pack_reply`.
-    """
+    """Parse the header of a reply; MalformedMessage if it is not of :func:`pack_reply`."""
     if len(header) != _REPLY.size:
         raise MalformedMessage(f"the header of a reply has {_REPLY.size} bytes, not {len(header)}")
     kind, schema, encoding, clock, loss = _REPLY.unpack(header)

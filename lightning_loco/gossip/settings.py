@@ -111,18 +111,7 @@ class PairwiseSettings:
         return [peer.name for peer in self.peers].index(self.name) if self.name else 0
 
     def prepare(self, num_workers: int, seed: int = 0) -> PairwiseSettings:
-        """Check the algorithm against the number of ranks of this job.
-
-        Args:
-            num_workers: Number of ranks of this job.
-            seed: Seed of the run, which is not used.
-
-        Returns:
-            The settings to run with.
-
-        Raises:
-            ValueError: If the algorithm or the links do not fit the number of ranks.
-        """
+        """Check algorithm and links against the number of ranks, or raise ValueError."""
         if self.link is not None:
             self.link.check(len(self.peers) or num_workers)
         algorithm = self.algorithm.prepare(num_workers, None)

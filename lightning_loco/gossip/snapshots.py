@@ -108,17 +108,10 @@ class Snapshots:
     # ------------------------------------------------------------- writing, in one thread
 
     def publish(self, flat: Tensor, tag: Tag) -> bool:
-        """Copy parameters and make them the latest snapshot.
+        """Copy parameters and make them the latest snapshot; False if there is no memory for it.
 
-        Args:
-            flat: Parameters ``(P,)``, on any device and in any floating-point dtype.
-            tag: Their clock and loss.
-
-        Returns:
-            Whether there was memory for it.
-
-        Raises:
-            ValueError: If ``flat`` has the wrong shape.
+        They are ``(P,)``, on any device and in any floating-point dtype; ValueError for other
+        shapes.
         """
         numel = self.wire_format.numel
         if flat.shape != (numel,):
@@ -138,10 +131,8 @@ class Snapshots:
         """Return memory ``(P,)``, in the dtype of the wire format, for the next snapshot.
 
         Nobody reads it before :meth:`commit_flat`. Without a codec it is the memory of the snapshot
-        itself, which saves a copy. Until the commit, further calls return the same memory.
-
-        Returns:
-            The memory; None while peers are reading all of it.
+        itself, which saves a copy. Until the commit, further calls return the same memory. None
+        while peers are reading all of it.
         """
         wire = self.wire_buffer()
         if wire is None or self.wire_format.codec is None:
@@ -151,12 +142,7 @@ class Snapshots:
         return self._flat
 
     def commit_flat(self, tag: Tag, norm: float) -> None:
-        """Encode what was written to :meth:`flat_buffer` and make it the latest snapshot.
-
-        Args:
-            tag: Clock and loss of the parameters.
-            norm: Their norm.
-        """
+        """Encode what was written to :meth:`flat_buffer` and make it the latest snapshot."""
         if self.wire_format.codec is not None:
             assert self._flat is not None
             self.wire_format.codec.encode(self._flat, self.wire_buffer())
@@ -174,12 +160,7 @@ class Snapshots:
         return self._next.wire
 
     def commit_wire(self, tag: Tag, norm: float) -> None:
-        """Make what was written to :meth:`wire_buffer` the latest snapshot.
-
-        Args:
-            tag: Clock and loss of the parameters.
-            norm: Their norm.
-        """
+        """Make what was written to :meth:`wire_buffer` the latest snapshot."""
         assert self._next is not None
         with self._lock:
             self._count += 1
@@ -252,9 +233,7 @@ class Publisher:
         """Copy the present parameters, and publish them if they are finite.
 
         Nothing is done while peers are reading all the memory that a snapshot could be written to.
-
-        Args:
-            clock: Clock of the parameters. They are published with the last loss, or with 0.0.
+        Without a loss so far, they are published with 0.0.
         """
         started = time.perf_counter()
         flat = self._snapshots.flat_buffer()
@@ -329,9 +308,6 @@ class DevicePublisher:
         """Start to copy the present parameters. Call it only when :attr:`is_due`.
 
         Nothing is done while peers are reading all the memory that a snapshot could be written to.
-
-        Args:
-            clock: Clock of the parameters.
         """
         wire = self._snapshots.wire_buffer()
         if wire is None:
@@ -365,11 +341,7 @@ def copy_with_norm_and_loss(
 ) -> None:
     """Copy a model, its norm and a loss on its device, without waiting for the device.
 
-    Args:
-        layout: The model.
-        flat: Receives the parameters ``(P,)``.
-        norm_and_loss: Receives the norm and the loss ``(2,)``.
-        loss: One number on any device. None is written as 0.
+    To ``flat`` ``(P,)`` and ``norm_and_loss`` ``(2,)``. No loss is written as 0.
     """
     copy_model(layout, flat)
     norm_and_loss[0].copy_(torch.linalg.vector_norm(flat))
