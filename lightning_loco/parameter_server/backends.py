@@ -82,11 +82,7 @@ class LocalBackend:
         }
 
     def start_step(self, request: StepRequest | None) -> None:
-        """Start a step.
-
-        Args:
-            request: What the workers request; None if they send that after the gradients.
-        """
+        """Start a step; ``request`` is None if the workers send theirs after the gradients."""
         self._next = 0
         self._early_request = None
         if request is not None and request.clip is None and self._steps_per_parameter:
@@ -96,8 +92,7 @@ class LocalBackend:
     def add_bucket(self, index: int) -> Iterable[int]:
         """Process the mean gradient of a bucket in the accumulator.
 
-        Returns:
-            The buckets whose parameters are known now; never the last one.
+        Returns the buckets whose parameters are known now; never the last one.
         """
         if self._early_request is None:
             return ()
@@ -236,11 +231,7 @@ class RemoteBackend(ServerClient):
         return reply
 
     def start_step(self, request: StepRequest | None) -> None:
-        """Notify the other rank that gradients follow.
-
-        Args:
-            request: What the workers request; None if they send that after the gradients.
-        """
+        """Announce gradients; ``request`` is None if the workers send theirs after them."""
         self._next = self._known = 0
         self._is_streaming = request is None
         self._is_early = request is not None and request.clip is None and self._steps_per_parameter
@@ -250,8 +241,7 @@ class RemoteBackend(ServerClient):
     def add_bucket(self, index: int) -> Iterable[int]:
         """Send the mean gradient of a bucket.
 
-        Returns:
-            The buckets whose parameters were received meanwhile, :data:`LAG` buckets later.
+        Returns the buckets whose parameters were received meanwhile, :data:`LAG` buckets later.
         """
         bucket, memory = self._buckets[index], self._memory[index]
         gradient = bucket.encode(self._accumulator.buckets[index], memory)
@@ -291,11 +281,7 @@ Backend = LocalBackend | RemoteBackend
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that computes gradients itself.
-
-    Raises:
-        ValueError: If its step needs a closure, as that of LBFGS does.
-    """
+    """Raise ValueError for an optimizer whose step needs a closure, as that of LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
     if needs_closure or isinstance(optimizer, torch.optim.LBFGS):
@@ -307,11 +293,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step.
-
-    Raises:
-        TypeError: If the step turns out to need a closure.
-    """
+    """Make the step; TypeError if it turns out to need a closure."""
     try:
         optimizer.step()
     except TypeError as error:

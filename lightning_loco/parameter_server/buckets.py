@@ -39,11 +39,8 @@ def trainable_parameters(
 def shard_parameters(params: Sequence[Tensor], num_servers: int) -> list[list[int]]:
     """Assign whole parameters to servers, the largest first, so that shards are of similar size.
 
-    Returns:
-        The indices of the parameters of each shard, ascending.
-
-    Raises:
-        ValueError: If there are more servers than parameters.
+    Returns the indices of the parameters of each shard, ascending. ValueError if there are more
+    servers than parameters.
     """
     if num_servers > len(params):
         raise ValueError(
@@ -271,14 +268,9 @@ class BucketBuffer:
     def pack_async(
         self, tensors: Tensors, stream: torch.cuda.Stream
     ) -> tuple[Tensor, torch.cuda.Event]:
-        """Pack tensors on a GPU, as :meth:`pack`, without waiting for the copy.
+        """Pack tensors on a GPU, as :meth:`pack`, without waiting for ``stream``, which copies.
 
-        Args:
-            tensors: What to send.
-            stream: The stream that copies.
-
-        Returns:
-            The bucket in CPU memory, and the event after which it is complete.
+        Returns the bucket in CPU memory, and the event after which it is complete.
         """
         encoded = self._encode(tensors)
         stream.wait_stream(torch.cuda.current_stream(encoded.device))

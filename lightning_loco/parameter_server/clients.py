@@ -93,8 +93,7 @@ class Clients:
     def wait_for_all(self) -> None:
         """Wait until each active client has a pending request.
 
-        Raises:
-            RuntimeError: If a client has ended or timed out, and too few are left.
+        RuntimeError if a client has ended or timed out, and too few are left.
         """
         while missing := [client for client in self.active if client not in self.pending]:
             if self.pending:
@@ -115,8 +114,7 @@ class Clients:
     ) -> dict[RankConnection, StepRequest]:
         """Wait for the step requests of clients that have streamed their gradients.
 
-        Returns:
-            The requests of the clients that are still active, in the order of the sum.
+        Returns those of the clients that are still active, in the order of the sum.
         """
         requests = self._step_requests
         while missing := [c for c in streaming if c in self.active and c not in requests]:
@@ -209,11 +207,7 @@ class Clients:
             self.drop(client, error)
 
     def drop(self, client: RankConnection, error: Exception) -> None:
-        """Continue without a client, if enough are left.
-
-        Raises:
-            Exception: ``error``, if too few are left.
-        """
+        """Continue without a client; raises ``error`` if too few are left."""
         if client not in self.active:
             return
         self.active.remove(client)
@@ -232,9 +226,7 @@ class Clients:
     ) -> None:
         """Send the reason of a failure to all active clients.
 
-        Args:
-            error: The reason.
-            send_to_server: Starts to send the text to the server that this server is a client of.
+        ``send_to_server`` starts to send it to the server that this server is a client of.
         """
         lines = str(error).strip().split("\n")
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
@@ -290,15 +282,9 @@ class RequestQueue:
     def next(
         self, timeout_s: float | None, last_keep_alive: Callable[[], float]
     ) -> tuple[RankConnection, Message | Exception] | None:
-        """Wait for the next request, or until a client has ended.
+        """Wait for the next request, or the error with which a client's connection has ended.
 
-        Args:
-            timeout_s: Longest wait, in seconds; None for no limit.
-            last_keep_alive: When a client has last sent a keep-alive.
-
-        Returns:
-            The client and its request, or the error that its connection has ended with; None after
-            a timeout.
+        None after ``timeout_s`` seconds, which start again when a client has sent a keep-alive.
         """
         for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
             try:

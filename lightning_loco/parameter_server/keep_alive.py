@@ -54,12 +54,9 @@ class KeepAlive:
     ) -> Iterator[float]:
         """Yield how long to wait next, until the timeout; send keep-alives in between.
 
-        Time in which this process is suspended does not count.
-
-        Args:
-            timeout_s: How long to wait in all, in seconds; None for no limit.
-            last_keep_alive: When another rank has last sent a keep-alive, which restarts the
-                timeout.
+        Without ``timeout_s`` there is no limit. Time in which this process is suspended does not
+        count, and a keep-alive of another rank (the last came at ``last_keep_alive()``) restarts
+        the timeout.
         """
         left_s = limit_s = math.inf if timeout_s is None else timeout_s
         longest_s = _MAX_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
@@ -99,11 +96,7 @@ class WaitThread(BackgroundThread):
         self._tasks = queue.SimpleQueue()
 
     def submit(self, finish: Callable[[], object]) -> WaitResult:
-        """Wait for something in the thread, after all that was submitted before.
-
-        Args:
-            finish: Blocks until it is done.
-        """
+        """Wait in the thread, by calling ``finish``, after all that was submitted before."""
         if self.ident is None:
             self.start()
         result: WaitResult = queue.SimpleQueue()
@@ -113,16 +106,10 @@ class WaitThread(BackgroundThread):
     def wait(
         self, result: WaitResult, timeout_s: float | None, last_keep_alive: Callable[[], float]
     ) -> None:
-        """Block until the thread's wait has ended; after a timeout that wait goes on.
+        """Block until the thread's wait has ended; raise its error.
 
-        Args:
-            result: As :meth:`submit` has returned it.
-            timeout_s: Longest wait, in seconds; None for no limit.
-            last_keep_alive: When the rank has last sent a keep-alive, which restarts the timeout.
-
-        Raises:
-            TimeoutError: If the wait has not ended in time.
-            Exception: The error that the thread's wait has ended with.
+        The timeout is that of :meth:`KeepAlive.pauses`; after a TimeoutError the thread's wait goes
+        on.
         """
         for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
             try:

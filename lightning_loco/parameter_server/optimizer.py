@@ -247,11 +247,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 client.receive_weights_from_leader(self._replica.broadcast_tensor)
 
     def are_finite(self, here: bool) -> bool:
-        """Return whether the gradients of all workers are finite; for gradient scalers.
-
-        Args:
-            here: Whether this worker's gradients are.
-        """
+        """Return whether all workers' gradients are finite, and those ``here``; for scalers."""
         finite = here
         if self._replica.is_leader:
             finite = all([client.are_finite(here) for client in self._clients])

@@ -84,11 +84,7 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Return the state of an optimizer.
-
-        Raises:
-            TypeError: If it contains anything but tensors and plain values.
-        """
+        """Return an optimizer's state; TypeError unless it is tensors and plain values only."""
         content = optimizer.state_dict()
         for index, entry in content["state"].items():
             for name, value in entry.items():
@@ -145,11 +141,7 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def receive(cls, connection: RankConnection, description: dict[str, Any]) -> OptimizerState:
-        """Receive what :meth:`send` sends after the description.
-
-        Raises:
-            RuntimeError: If the description is invalid.
-        """
+        """Receive what :meth:`send` sends after the description; RuntimeError if it is invalid."""
         values: dict[int, dict[str, Any]] = {}
         for index, name, described in description["entries"]:
             value = described

@@ -91,11 +91,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_text(cls, text: bytes, sender: str) -> Message:
-        """Read the text of a message.
-
-        Raises:
-            RuntimeError: If it is invalid; the error names the sender.
-        """
+        """Read the text of a message; RuntimeError, which names the sender, if it is invalid."""
         match read(text, sender):
             case [int(kind), dict(content)] if type(kind) is int and kind in list(MessageKind):
                 return cls(MessageKind(kind), content)
@@ -221,29 +217,19 @@ class Transport:
         return RankConnection(self, rank, name[0].upper() + name[1:], run, keep_alive)
 
     def raise_if_failed(self) -> None:
-        """Raise what another rank has reported before it ended.
-
-        Raises:
-            WorkerFailure: If a rank has failed.
-        """
+        """Raise the WorkerFailure that another rank has reported before it ended, if any."""
         if self.watchdog is not None:
             self.watchdog.raise_if_failed()
 
 
 def as_codec(given: Any) -> Codec | None:
-    """Return the codec for gradients and parameters.
+    """Return the codec for gradients and parameters; None if nothing is encoded.
 
     Parameters are encoded as well, so the loss of precision must be small. A worker may skip a
-    step, so a codec must not depend on earlier messages.
-
-    Args:
-        given: None or ``"none"``, the name of a codec, or a codec.
-
-    Returns:
-        The codec; None if nothing is encoded.
+    step, so a codec must not depend on earlier messages. ``"none"`` is None.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If it is no name and no codec.
         ValueError: If the name is unknown, the codec is too lossy, or it uses error feedback.
 
     Example:
@@ -327,22 +313,13 @@ class RankConnection:
             return self._group.recv([tensor], self.rank, self._first_tag + tag)
 
     def wait(self, work: dist.Work, label: str) -> None:
-        """Wait until a send or receive is done.
-
-        Args:
-            work: The send or receive.
-            label: What is sent or received, for error messages.
-
-        Raises:
-            Unreachable: If the other rank has ended or the wait times out; the error names it.
-        """
+        """Wait until a send or receive is done; Unreachable, which names the rank, if it fails."""
         self.start_wait(work, label)()
 
     def start_wait(self, work: dist.Work, label: str) -> Callable[[], None]:
         """Start to wait for a send or receive; on servers in a thread, in the order of the calls.
 
-        Returns:
-            A function that waits for the end, as :meth:`wait` does.
+        Returns a function that waits for the end, as :meth:`wait` does.
         """
         if self._wait_thread is None:
             return functools.partial(self._finish, work, label, self._timeout_s)
@@ -380,11 +357,7 @@ class RankConnection:
         return self._receive_message(MessageTag.REQUESTS, wait)
 
     def send_reply(self, content: dict[str, Any]) -> None:
-        """Start to send a reply to a client, which may not wait for it yet.
-
-        Raises:
-            Unreachable: If the client has ended.
-        """
+        """Start to send a reply to a client, which may not wait for it yet."""
         with self._explain_errors("a message"):
             self._send_message(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
 
@@ -480,13 +453,8 @@ def explain_unreachable(
 ) -> Iterator[None]:
     """Turn a backend's error into one that names the rank to blame.
 
-    Args:
-        name: Name of the other rank.
-        rank: The other rank.
-        label: What is sent or received.
-        watchdog: Knows which rank has failed; its report becomes the error.
-        timeout_s: Longest wait inside, in seconds. After such a wait all reports have arrived, so
-            they are not waited for.
+    What a watchdog reports becomes the error. After a wait of ``timeout_s`` seconds all reports
+    have arrived, so they are not waited for.
     """
     start, failure = time.monotonic(), None
     try:

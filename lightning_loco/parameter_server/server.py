@@ -83,15 +83,10 @@ class GradientServer:
 
     @torch.no_grad()
     def serve(self) -> dict[str, Any]:
-        """Serve until all clients have left.
+        """Serve until all clients have left; return the final values that one has sent.
 
-        Returns:
-            The final values that a client has sent when it left.
-
-        Raises:
-            ValueError: If a client has another model.
-            RuntimeError: If a client has ended or timed out, or requests something else than the
-                others.
+        ValueError if a client has another model; RuntimeError if one has ended or timed out, or
+        requests something else than the others.
         """
         try:
             while self._clients.active:
@@ -203,13 +198,8 @@ class GradientServer:
     def _load_changes(self, checksums: Mapping[RankConnection, str | None]) -> None:
         """Load parameters that all workers have changed in the same way outside the optimizer.
 
-        Each worker that has changed some waits for a reply that says whether to send them.
-
-        Args:
-            checksums: The checksum of each client's changed parameters, or None.
-
-        Raises:
-            RuntimeError: If not all have made the same change.
+        Each worker that has changed some, and so has sent a checksum, waits for a reply that says
+        whether to send them. RuntimeError if not all have made the same change.
         """
         if not any(checksums.values()):
             return
@@ -316,14 +306,9 @@ class MeanGradient:
             self._receivers[client].start()
 
     def reduce(self, index: int, senders: Iterable[RankConnection]) -> None:
-        """Write the mean gradient of a bucket into the accumulator.
+        """Write the mean gradient of a bucket, over active senders, into the accumulator.
 
-        Args:
-            index: The bucket.
-            senders: Clients that make the step; the mean is over those that are active.
-
-        Raises:
-            RuntimeError: If no sender is left, or too few clients, or the mean is not finite.
+        RuntimeError if no sender is left, or too few clients, or the mean is not finite.
         """
         bucket, total = self._buckets[index], self._accumulator.buckets[index]
         received: list[tuple[RankConnection, Tensor]] = []
@@ -385,8 +370,7 @@ class GradientReceiver:
     def next(self) -> Tensor:
         """Wait for the next bucket of this step; return its memory, valid until the next call.
 
-        Raises:
-            Unreachable: If the client has ended or timed out.
+        Unreachable if the client has ended or timed out.
         """
         self._start_waits()
         if not self._waits:

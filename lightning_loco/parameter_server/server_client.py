@@ -44,12 +44,8 @@ class ServerClient:
     def request_weights(self, checksum: int) -> dict[str, Any]:
         """Request the parameters, which follow the reply.
 
-        Args:
-            checksum: Checksum of the model, which must be that of the server.
-
-        Raises:
-            ValueError: If the server has another model.
-            RuntimeError: If the server has ended or is later than the timeout.
+        ValueError if the server's model has another checksum; RuntimeError if the server has ended
+        or is later than the timeout.
         """
         self.connection.send_request(Message(MessageKind.WEIGHTS, {"checksum": checksum}))
         reply = self.wait_for_reply()
@@ -74,11 +70,7 @@ class ServerClient:
         self.wait_for_reply()
 
     def state(self) -> OptimizerState:
-        """Request the optimizer's state.
-
-        Raises:
-            TypeError: If the state cannot be sent.
-        """
+        """Request the optimizer's state; TypeError if it cannot be sent."""
         self.connection.send_request(Message(MessageKind.STATE, {}))
         reply = self.wait_for_reply()
         if "refused" in reply:
@@ -100,8 +92,7 @@ class ServerClient:
     def wait_for_reply(self) -> dict[str, Any]:
         """Wait for the server's reply to the last request.
 
-        Raises:
-            RuntimeError: If the server reports a failure. This rank then leaves.
+        RuntimeError if it reports a failure; this rank then leaves.
         """
         reply = self.connection.receive_reply()
         while "waiting" in reply:  # a keep-alive: the server waits for another rank
@@ -188,11 +179,7 @@ class ShardClient(ServerClient):
     def on_gradient_ready(self, index: int) -> None:
         """Send all buckets that are complete now that a parameter has its gradient.
 
-        Args:
-            index: The parameter's index in the shard.
-
-        Raises:
-            RuntimeError: If it had one before in this backward pass.
+        RuntimeError if it had one before in this backward pass.
         """
         for number in self._buckets_of[index]:
             if number < len(self._sends) or index not in self._missing_gradients[number]:
@@ -233,11 +220,7 @@ class ShardClient(ServerClient):
             self._send_parameters_if_asked(self.wait_for_reply())
 
     def wait_for_step(self) -> str | None:
-        """Wait until the server has made the step; :meth:`receive_weights` finishes it.
-
-        Returns:
-            Why all workers should stop, or None.
-        """
+        """Wait until the server has made the step; return why all workers should stop, or None."""
         reply = self.wait_for_reply()
         for send in self._sends:
             work = send.result() if isinstance(send, Future) else send
@@ -269,9 +252,7 @@ class ShardClient(ServerClient):
     def load_current_weights(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
         """Load the parameters after steps that this worker took no part in.
 
-        Args:
-            broadcast: Called with each parameter, in order.
-            is_leader: Whether this rank requests them; otherwise ``broadcast`` overwrites them.
+        The leader requests them; ``broadcast`` overwrites those of the worker's other ranks.
         """
         values = (
             self.parameters()
@@ -323,11 +304,7 @@ class ShardClient(ServerClient):
         return self._changes.changed_checksum() is not None
 
     def are_finite(self, here: bool) -> bool:
-        """Return whether the gradients of all workers are finite.
-
-        Args:
-            here: Whether this worker's gradients are.
-        """
+        """Return whether the gradients of all workers are finite, and those ``here``."""
         self.connection.send_request(Message(MessageKind.FINITE, {"finite": here}))
         return bool(self.wait_for_reply()["finite"])
 
@@ -373,22 +350,14 @@ class AsyncSender:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-sender")
 
     def send(self, buffer: BucketBuffer, tensors: Tensors, tag: MessageTag) -> Future[dist.Work]:
-        """Start to send a bucket; its buffer must not be used before the send is done.
-
-        Returns:
-            The send, once it has started.
-        """
+        """Start to send a bucket; its buffer must not be used before the send is done."""
         host, copied = buffer.pack_async(tensors, self._stream)
         return self._thread.submit(self._send, host, copied, tag)
 
     def send_request(
         self, kind: MessageKind, request: StepRequest, changes: ChangeDetector
     ) -> Future[StepRequest]:
-        """Send a request after the buckets before it, with the checksum of changed parameters.
-
-        Returns:
-            The request, once it is sent.
-        """
+        """Send a request after the buckets before it, with the checksum of changed parameters."""
         checksum = changes.start_checksum(self._stream)
 
         def send() -> StepRequest:
@@ -450,14 +419,9 @@ class ChangeDetector:
 
     @torch.no_grad()
     def start_checksum(self, stream: torch.cuda.Stream) -> Callable[[], str | None]:
-        """Start :meth:`changed_checksum` on a GPU without blocking.
+        """Start :meth:`changed_checksum` on a GPU without blocking; ``stream`` copies.
 
-        Args:
-            stream: The stream that copies.
-
-        Returns:
-            A function that waits for the checksum, in any thread; call it before the parameters
-            change.
+        Returns a function that waits for it, in any thread; call it before the parameters change.
         """
         differs = None
         if self._has_same_versions():

@@ -199,13 +199,7 @@ class _ServiceRank:
     ) -> dict[str, Any]:
         """Serve until all clients have left; return the final values of one.
 
-        Args:
-            ranks: The clients.
-            buckets: The buckets in which they send gradients.
-            backend: Makes the steps.
-            serving: How to serve.
-            clients_send_keep_alives: Whether the clients are servers, which send keep-alives
-                whenever they wait.
+        They send gradients in ``buckets``, and keep-alives whenever they wait if they are servers.
         """
         server = GradientServer(
             [self._connect(rank, self._transport) for rank in ranks],
@@ -305,9 +299,7 @@ class Tiers(NamedTuple):
     ) -> Tiers:
         """Determine the tiers from the number of ranks; without ``num_workers``, 2 tiers.
 
-        Raises:
-            TypeError: If a number is not an integer.
-            ValueError: If there are too few or too many ranks.
+        TypeError if a number is not an integer; ValueError if there are too few or too many ranks.
         """
         check_ranks(num_workers, num_servers, replica_size)
         if num_workers is None:
@@ -382,12 +374,7 @@ class Tiers(NamedTuple):
     def new_replica_group(self, rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group for each worker; call it on every rank of the default group.
 
-        Args:
-            rank: This rank.
-            backend: Default: that of the default group.
-
-        Returns:
-            The group of this rank's worker; None for service ranks.
+        Returns that of this rank's worker; None for service ranks.
         """
         own_group = None
         for first in self.leaders:
@@ -401,12 +388,7 @@ class Tiers(NamedTuple):
 def check_ranks(
     num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None = None
 ) -> None:
-    """Refuse numbers of workers and servers that are never valid.
-
-    Raises:
-        TypeError: If a number is not an integer.
-        ValueError: If one is out of range.
-    """
+    """Raise TypeError or ValueError for numbers of workers and servers that are never valid."""
     for name, value in (
         ("num_workers", 1 if num_workers is None else num_workers),
         ("num_servers", num_servers),

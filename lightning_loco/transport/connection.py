@@ -36,8 +36,9 @@ class Connection:
     """Sends and receives messages over a socket. Not thread-safe, except for :meth:`abort`.
 
     A message is a header and an optional body, which is received into memory of the caller. The
-    whole body must be received before the next message. After an error in the middle of a message
-    the connection cannot be used any more and must be closed.
+    whole body must be received before the next message. Methods raise TimeoutError if they take
+    longer than ``timeout_s`` seconds, and OSError if the connection breaks. After an error in the
+    middle of a message the connection cannot be used any more and must be closed.
 
     Args:
         connected: A connected socket, which this object owns and closes.
@@ -72,23 +73,14 @@ class Connection:
         """Do the TLS handshake, if the connection is encrypted.
 
         A client learns only from its first reply whether the server has accepted its certificate.
-
-        Raises:
-            TimeoutError: If it takes longer.
-            CertificateRefused: If the other side has another certificate, or none.
-            OSError: If the connection breaks.
+        CertificateRefused if the other side has another certificate, or none.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(_TICK_S)
             self._retry(self._socket.do_handshake, self._clock.now() + timeout_s)
 
     def send(self, header: bytes, body: Body = b"", *, timeout_s: float) -> None:
-        """Send a message.
-
-        Raises:
-            TimeoutError: If it takes longer.
-            OSError: If the connection breaks.
-        """
+        """Send a message."""
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(
                 f"A header has at most {MAX_HEADER_BYTES} bytes, this has {len(header)}."
@@ -104,20 +96,10 @@ class Connection:
             data = data[self._retry(partial(self._socket.send, data), deadline) :]
 
     def receive_header(self, *, timeout_s: float, idle: bool = False) -> tuple[bytes, int]:
-        """Receive the header of a message.
+        """Receive the header of a message; return it, and the length of the body in bytes.
 
-        Args:
-            timeout_s: Longest time, in seconds.
-            idle: Whether to wait for the first byte without a limit and to count ``timeout_s``
-                from there.
-
-        Returns:
-            The header, and the length of the body in bytes, which has to be received next.
-
-        Raises:
-            MalformedMessage: If the other side sends anything but a message.
-            TimeoutError: If it takes longer.
-            OSError: If the connection breaks.
+        The body has to be received next. An ``idle`` connection waits for the first byte without a
+        limit and counts ``timeout_s`` from there. MalformedMessage if it is anything but a message.
         """
         prefix = memoryview(bytearray(_PREFIX.size))
         count = 0
@@ -138,13 +120,7 @@ class Connection:
         return bytes(header), body_bytes
 
     def receive_into(self, memory: memoryview, *, timeout_s: float) -> None:
-        """Receive the next ``len(memory)`` bytes of the body.
-
-        Raises:
-            ValueError: If the rest of the body is shorter than ``memory``.
-            TimeoutError: If it takes longer.
-            OSError: If the connection breaks.
-        """
+        """Receive the next ``len(memory)`` bytes of the body; ValueError if fewer are left."""
         memory = memory.cast("B")
         if len(memory) > self._body_left:
             raise ValueError(f"The body has {self._body_left} bytes left, not {len(memory)}.")
