@@ -50,10 +50,8 @@ class RoundArguments(CommonArguments, total=False):
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:
     """Replace a constructor's ``**common: Unpack[Table]`` by the arguments of the table.
 
-    ``help()``, ``inspect.signature`` and LightningCLI then show all arguments, and others raise.
-
-    Args:
-        source: A function with these arguments, which gives their defaults and types.
+    ``source`` has these arguments, and gives their defaults and types. ``help()``,
+    ``inspect.signature`` and LightningCLI then show all arguments, and others raise.
     """
 
     def decorate(init: _Constructor) -> _Constructor:

@@ -171,11 +171,8 @@ class WorkerStrategy(DDPStrategy):
     def sync_point(self, purpose: str) -> None:
         """Wait until all workers have reached the same sync point; a no-op outside training.
 
-        Args:
-            purpose: Why they wait, in words; equal on all workers.
-
-        Raises:
-            SIGTERMException: If the other workers have stopped at an agreed step before this one.
+        ``purpose`` says why, in words that are equal on all workers. SIGTERMException if the others
+        have stopped at an agreed step before this one.
         """
         synchronizer = self.synchronizer
         if synchronizer is not None and self.is_training:
@@ -189,9 +186,6 @@ class WorkerStrategy(DDPStrategy):
 
         Outside training all workers gather before the context is entered: if one of them fails
         before that, the others get its error, and the default group can still be used.
-
-        Args:
-            label: What is being waited for, in words.
         """
         if self.group is None:
             return nullcontext()
@@ -363,13 +357,8 @@ class EngineStrategy(WorkerStrategy):
     def resume_from(self, saved: EarlierRun) -> list[str]:
         """Resume from a run with other settings or another number of workers.
 
-        All workers must call it.
-
-        Args:
-            saved: State of that run, of which as much as fits is used.
-
-        Returns:
-            What was not used, in words.
+        All workers must call it; as much of the state as fits is used. Returns what was not, in
+        words.
         """
 
     @property

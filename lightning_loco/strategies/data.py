@@ -14,12 +14,9 @@ from lightning_loco.strategies import lightning_compat
 
 
 def share_data(dataloader: object, shares: list[int], worker: int) -> object:
-    """Divide the training data in proportion to shares.
+    """Divide the training data in proportion to shares, one positive integer per worker.
 
-    Args:
-        dataloader: With the even sampler that Lightning sets; others are returned unchanged.
-        shares: One positive integer per worker.
-        worker: This worker.
+    Other loaders than those with the even sampler that Lightning sets are returned unchanged.
     """
     if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
         even = lightning_compat.sampler_of(dataloader)
@@ -104,16 +101,10 @@ class MaxSteps:
         self._loop.max_steps = self._max_steps
 
     def check_length(self, trainer: pl.Trainer) -> None:
-        """Refuse a run that ends before the result of an overlapped round is applied.
+        """Raise ValueError for a run that ends before the result of a pending round is applied.
 
         A run whose length is not known is not refused, and neither are ``fast_dev_run`` and the
         short runs of a learning rate finder.
-
-        Args:
-            trainer: Right before its first step.
-
-        Raises:
-            ValueError: If the run has a single round.
         """
         sync_every = self._schedule.sync_every_of(self._worker)
         shortest = self._schedule.shortest_run(self._worker)
@@ -150,14 +141,8 @@ def samples_read(
 ) -> int | None:
     """Return how many samples all workers together have read, counted over the epochs.
 
-    Args:
-        trainer: Within ``fit``.
-        shares: In what proportion the workers share the data, one number each.
-        worker: This worker.
-        is_epoch_over: Whether the present epoch has no more batches.
-
-    Returns:
-        None if the data are not one loader whose sampler divides them among the workers.
+    None if the data are not one loader whose sampler divides them among the workers. If
+    ``is_epoch_over``, the present epoch has no more batches.
     """
     loaders = train_loaders(trainer)
     if len(loaders) != 1 or not is_distributed(trainer):

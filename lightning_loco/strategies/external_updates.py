@@ -74,8 +74,7 @@ class ExternalUpdates:
     def resume_from(self, checkpoints: WorkerCheckpoints) -> None:
         """Resume from the checkpoint that was loaded, if there is one.
 
-        Raises:
-            ValueError: On all workers, if a hook has set weights after it was loaded.
+        ValueError on all workers if a hook has set weights after it was loaded.
         """
         if not checkpoints.is_resuming:
             self._is_before_start, self._last_prints = True, self._last_prints or []
@@ -152,8 +151,7 @@ class ExternalUpdates:
     def on_batch_start(self) -> None:
         """Before a batch: restart if weights were written since the last one.
 
-        Raises:
-            RuntimeError: On all workers, if not all have written the same ones.
+        RuntimeError on all workers if not all have written the same ones.
         """
         if self._last_prints is None:
             return
@@ -253,12 +251,8 @@ def finish_with_averages(engine: AnyEngine, trainer: pl.Trainer, *, keeps_local:
     """Finish the training of an engine, before callbacks write their final weights into the model.
 
     If the model already holds an average, the mean of all workers' averages replaces it: SWA writes
-    it there one epoch early, to update the statistics of BatchNorm with it.
-
-    Args:
-        engine: Engine of this worker.
-        trainer: With the callbacks and the module.
-        keeps_local: Whether to leave this worker's own parameters in the model.
+    it there one epoch early, to update the statistics of BatchNorm with it. ``keeps_local`` leaves
+    this worker's own parameters in the model.
     """
     averages = _swa_averages_in_model(trainer)
     if averages:

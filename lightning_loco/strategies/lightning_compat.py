@@ -51,13 +51,10 @@ BEFORE_SETUP = "pre_setup"
 
 
 def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) -> None:
-    """Replace Lightning's per-batch broadcast and its signal handlers on this trainer.
+    """Replace Lightning's per-batch broadcast and its signal handlers on this trainer alone.
 
     Must be called before the trainer registers its signal handlers, that is in ``Strategy.setup``.
-
-    Args:
-        trainer: The trainer to change; other trainers are not affected.
-        request_stop: Called from the signal handler with :data:`REQUEUE` or :data:`TERMINATE`.
+    They call ``request_stop`` with :data:`REQUEUE` or :data:`TERMINATE`.
     """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -95,11 +92,7 @@ def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
 
     A validation that is due at this point is made when the run is resumed: here it would draw
     random numbers and be interrupted. Until then the counters of the batch are those of
-    ``on_train_batch_end``.
-
-    Args:
-        trainer: Trainer of the loop.
-        at_teardown: Gets a callback that cancels the stop, in case an error is raised before it.
+    ``on_train_batch_end``. ``at_teardown`` cancels the stop, in case an error is raised before it.
     """
     loop = trainer.fit_loop.epoch_loop
     if "on_advance_end" in vars(loop):
@@ -203,10 +196,6 @@ def resume_loop_at(
     """Make a resumed loop continue once after this phase, instead of where Lightning guesses.
 
     The loops must have been restored, with the last batch counted as completed.
-
-    Args:
-        trainer: Trainer of the loop.
-        phase: What was done last when the checkpoint was saved.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.val_loop._has_run = False  # or an epoch at its last batch counts as over
@@ -223,12 +212,7 @@ def resume_loop_at(
 
 
 def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the checkpoint that the next run resumes from, once.
-
-    Args:
-        trainer: Trainer of the run.
-        choose: Gets the path that Lightning has chosen, or None; returns the path to use.
-    """
+    """Let ``choose`` replace the path, or None, from which the next run resumes, once."""
     connector = trainer._checkpoint_connector
 
     def resume_start(path: Any = None, **options: Any) -> None:
@@ -269,11 +253,9 @@ def is_no_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
-    """Replace training, validation, test, prediction and the profiler of a trainer.
+    """Replace the loops and the profiler of this trainer alone: ``fit`` is called in its ``fit``.
 
-    Args:
-        trainer: The trainer to change; other trainers are not affected.
-        fit: Called in ``trainer.fit`` instead; the other loops do nothing.
+    Validation, test and prediction do nothing.
     """
     trainer.num_sanity_val_steps = 0
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]

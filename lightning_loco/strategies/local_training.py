@@ -120,17 +120,11 @@ class LocalSteps:
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
     ) -> Callable[[], None]:
-        """Report steps that are not made through Lightning.
+        """Report steps of optimizers of these parameters that are not made through Lightning.
 
-        An optimizer that steps another one within its own step, as wrappers do, counts once.
-
-        Args:
-            parameters: Optimizers that have none of them are ignored.
-            before: Called before such a step, with its optimizer.
-            after: Called after such a step, with its optimizer.
-
-        Returns:
-            A function that ends the watching.
+        ``before`` and ``after`` such a step are called with the optimizer. One that steps another
+        one within its own step, as wrappers do, counts once. Returns a function that ends the
+        watching.
         """
         watched = {id(parameter) for parameter in parameters}
 
@@ -186,9 +180,7 @@ def check_untracked(
 ) -> None:
     """Raise RuntimeError if a parameter that is not exchanged was given to an optimizer.
 
-    Args:
-        untracked: Names and parameters that no optimizer had at the start.
-        optimizers: The present optimizers.
+    No optimizer had the ``untracked`` ones at the start.
     """
     optimized = {id(p) for p in optimized_by(optimizers) or ()} if untracked else set()
     for name, parameter in untracked:

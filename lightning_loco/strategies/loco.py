@@ -154,11 +154,7 @@ class LocoStrategy(EngineStrategy):
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Raise if another worker has failed; make no step if the run to join is over.
-
-        Raises:
-            StopIteration: Ends Lightning's loop, if the run is over.
-        """
+        """Raise if another worker has failed; StopIteration if the run to join is over."""
         self._join()
         trainer = self._trainer
         if self.member_connection is not None and -1 < trainer.max_steps <= trainer.global_step:

@@ -47,12 +47,8 @@ def shard_dataloader(
 ) -> object:
     """Return a data loader that reads this member's part of the training data.
 
-    Args:
-        dataloader: A data loader with Lightning's distributed sampler; any other one is returned
-            unchanged, with a warning.
-        shard: This member's part of the data.
-        parts: Number of epochs by one member that read the data once.
-        join: Joins the run unless this job has joined already.
+    One without Lightning's distributed sampler is returned unchanged, with a warning. ``parts``
+    epochs by one member read the data once; ``join`` does nothing if this job has joined already.
     """
     if isinstance(dataloader, DataLoader):
         default = lightning_compat.sampler_of(dataloader)
@@ -108,16 +104,10 @@ class TrainerPosition:
         }
 
     def resume_from(self, position: Any, member: str) -> None:
-        """Continue at the position of another member.
+        """Continue at the position that :meth:`read` has returned on another member.
 
-        Warns if that member trains for more or fewer local steps than this one.
-
-        Args:
-            position: What :meth:`read` returned on that member.
-            member: Name of that member.
-
-        Raises:
-            RuntimeError: If it has another number of parameter groups or schedulers.
+        Warns if that member trains for more or fewer local steps than this one. RuntimeError if it
+        has another number of parameter groups or schedulers.
         """
         groups, configs = self._groups, self._trainer.lr_scheduler_configs
         saved_groups, saved_schedulers = position["groups"], position["schedulers"]

@@ -317,11 +317,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
 
 def check_arguments(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what a remote optimizer does not support, before the set-up.
-
-    Raises:
-        ValueError: If the learning rate is searched for, or a parameter cannot be sent.
-    """
+    """Raise ValueError if the learning rate is searched for, or a parameter cannot be sent."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
         raise ValueError(
@@ -339,11 +335,7 @@ def check_arguments(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:
-    """Refuse optimizers that cannot step on another rank.
-
-    Raises:
-        ValueError: If there is not exactly one optimizer, or it needs a closure.
-    """
+    """Raise ValueError unless there is exactly one optimizer, which needs no closure."""
     count = sum(not lightning_compat.is_no_optimizer(optimizer) for optimizer in optimizers)
     if count != 1:
         raise ValueError(

@@ -47,17 +47,11 @@ class AlgorithmStrategy(LocoStrategy):
 
 
 def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
-    """Make the strategy class of an algorithm, called ``<name>Strategy``.
+    """Make the strategy class of an algorithm, the dataclass ``name``, called ``<name>Strategy``.
 
     Its arguments are ``topology`` (if the algorithm exchanges with neighbours), ``sync_every``, the
-    fields of the algorithm except those that ``prepare`` sets, and the common ones.
-
-    Args:
-        module: The module of the algorithm.
-        name: The algorithm's class, a dataclass whose fields have defaults.
-
-    Raises:
-        TypeError: If a field has no default; ``Trainer(strategy="...")`` gives no arguments.
+    fields of the algorithm except those that ``prepare`` sets, and the common ones. TypeError if a
+    field has no default; ``Trainer(strategy="...")`` gives no arguments.
     """
     algorithm: type[Algorithm] = getattr(importlib.import_module(module), name)
     fields = _fields(algorithm)

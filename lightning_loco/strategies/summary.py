@@ -52,13 +52,8 @@ def advice(
 ) -> Iterator[str]:
     """Yield one line for each setting that works but is likely to give poor results.
 
-    Args:
-        trainer: Right before its first step.
-        settings: Settings of the rounds, prepared.
-        worker: This worker.
-        layout: Layout of the exchanged parameters.
-        shown: What a validation shows: the average of all workers' parameters, outer parameters, or
-            this worker's own.
+    ``shown`` is what a validation shows: the average of all workers' parameters, outer parameters,
+    or this worker's own.
     """
     schedule = settings.schedule.of_worker(worker)
     every = schedule.sync_every_of(worker)
@@ -129,11 +124,8 @@ def summarize(
 ) -> str:
     """Return a short table of the steps, rounds, bytes and seconds of this worker.
 
-    Args:
-        statistics: Statistics of the worker.
-        steps: Its local steps.
-        of_ddp: Bytes that DDP would have sent; 0 if unknown.
-        distance: The consensus distance at the end, if it was measured.
+    ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown; ``distance`` is the consensus
+    distance at the end, if it was measured.
     """
     sent = format_bytes(statistics.bytes_sent)
     rows = {
@@ -151,14 +143,9 @@ def summarize(
 
 
 def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> int:
-    """Return the bytes that a worker would send with DDP.
+    """Return the bytes that a worker would send with DDP, whose gradients have ``num_bytes``.
 
     A ring all-reduce sends ``2 (N - 1) / N`` times the bytes of the gradients.
-
-    Args:
-        num_workers: Number of workers N.
-        num_bytes: Bytes of the gradients.
-        steps: Number of steps.
     """
     return 2 * (num_workers - 1) * num_bytes * steps // num_workers
 

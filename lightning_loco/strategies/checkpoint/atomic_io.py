@@ -35,16 +35,9 @@ class WholeFileIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a file, or replace one atomically.
+        """Write a file, or replace one atomically; missing folders are made.
 
-        Args:
-            checkpoint: Content of the file.
-            path: Path of the file; missing folders are made.
-            storage_options: Must be None.
-
-        Raises:
-            OSError: If the file cannot be written; an existing one is unchanged.
-            TypeError: If there are ``storage_options``.
+        OSError if it cannot be written; an existing one is then unchanged.
         """
         target = local_path(path)
         if target is None or storage_options is not None:
@@ -76,16 +69,10 @@ def is_archive(path: str | Path) -> bool:
 
 
 def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
-    """Describe what is wrong with a file that ``torch.save`` has written.
+    """Describe what is wrong with a file that ``torch.save`` has written; None if nothing is.
 
-    ``torch.load`` does not compare the checksums in the file. This reads it once more.
-
-    Args:
-        path: Path of the file.
-        reads_all: Whether to compare the checksums, too, and not only to read the end of the file.
-
-    Returns:
-        None if nothing is wrong, and for remote files or those of another format.
+    ``torch.load`` does not compare the checksums in the file. This reads it once more; without
+    ``reads_all`` only its end. Nothing is wrong with remote files and those of another format.
     """
     local = local_path(path)
     if local is None or not local.is_file():

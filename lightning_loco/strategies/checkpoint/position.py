@@ -45,22 +45,15 @@ class Position(NamedTuple):
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Position:
-        """Read what :meth:`state_dict` has returned.
-
-        Raises:
-            KeyError: If an entry is missing.
-        """
+        """Read what :meth:`state_dict` has returned; KeyError if an entry is missing."""
         phase, states, has_validation_data = (saved[key] for key in POSITION_KEYS[:3])
         return cls(phase, states, has_validation_data, saved.get(POSITION_KEYS[3], False))
 
     def prepare_loops(self, loops: dict[str, Any]) -> None:
-        """Change counters from which Lightning would derive another position.
+        """Change counters of a checkpoint from which Lightning would derive another position.
 
         Unchanged, Lightning skips the validation and the end of an epoch whose last batch was
         saved, and decides by the counters of the next epoch whether to draw random numbers for it.
-
-        Args:
-            loops: Loops of a checkpoint, before Lightning loads them.
         """
         fit = loops["fit_loop"]
         batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
@@ -138,12 +131,8 @@ class ResumedPosition:
     def restore(self, trainer: pl.Trainer, divides: bool = True) -> list[str]:
         """Restore the position, after Lightning has restored its loops.
 
-        Args:
-            trainer: Trainer of the loops.
-            divides: Whether to divide the data again; members of an elastic group do it themselves.
-
-        Returns:
-            What does not continue where it was, in words.
+        ``divides`` is False for members of an elastic group, which divide the data themselves.
+        Returns what does not continue where it was, in words.
         """
         notes = []
         lightning_compat.load_loader_states(trainer)
@@ -187,11 +176,7 @@ class ResumedPosition:
         return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
 
     def other_workers(self, own: str) -> list[str]:
-        """Describe what happens to workers that no longer exist, or are new.
-
-        Args:
-            own: What each worker has of its own, in words.
-        """
+        """Describe what becomes of ``own``, which workers have, if they are gone or are new."""
         before, now = len(self._before), len(self._now)
         if now < before:
             return [f"{own} of {_span(now, before)} are dropped"]

@@ -47,13 +47,7 @@ def newest_requeued(path: str | Path) -> str | Path:
     """Return the checkpoint to resume from, if a requeue of SLURM was killed while it saved.
 
     Lightning takes the highest number in its folder, even that of side files without a main file.
-
-    Args:
-        path: The checkpoint that Lightning has chosen.
-
-    Returns:
-        The newest complete checkpoint of a requeue in the same folder, if ``path`` is the name of
-        one that does not exist; in all other cases ``path``.
+    If ``path`` is such a name, the newest complete checkpoint of a requeue there replaces it.
     """
     local = local_path(path)
     if local is None or local.exists() or not _REQUEUED.fullmatch(local.name):
@@ -67,15 +61,7 @@ def newest_requeued(path: str | Path) -> str | Path:
 
 
 def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
-    """Read a main file, and refuse one that is damaged.
-
-    Args:
-        read: Reads the file, as Lightning does.
-        path: Path of the file.
-
-    Raises:
-        ValueError: With the name of the file and what is wrong with it.
-    """
+    """Read a main file by ``read``; ValueError, which says what is wrong, if it is damaged."""
     try:
         loaded = read()
     except Exception as error:  # damaged files raise errors of many types
@@ -97,10 +83,7 @@ def other_one_named(
 ) -> Iterator[None]:
     """A context that adds to a ValueError which other checkpoint in the folder can be used.
 
-    Args:
-        io: Reads files.
-        path: The main file that is refused.
-        worker: Worker whose side file must exist; None for those of all workers.
+    The side file of ``worker`` must exist for it, or those of all workers.
     """
     try:
         yield
@@ -166,11 +149,7 @@ class ChosenSave(NamedTuple):
 
 
 def path_on_own_disk(path: str | Path) -> str:
-    """Return the absolute path of a file on this machine.
-
-    Raises:
-        ValueError: If it is the address of a remote file.
-    """
+    """Return the absolute path of a file on this machine; ValueError for a remote one."""
     local = local_path(path)
     if local is None:
         raise ValueError(
@@ -183,18 +162,9 @@ def path_on_own_disk(path: str | Path) -> str:
 def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -> ChosenSave | None:
     """Agree on the newest save that all workers have, and commit it if that was interrupted.
 
-    All workers must call it.
-
-    Args:
-        group: The workers.
-        io: Reads files.
-        path: The main file that this worker would resume from; None if it has found none.
-
-    Returns:
-        None if no worker has found a file.
-
-    Raises:
-        ValueError: On every worker, if they have none in common, with a list of what they have.
+    All workers must call it, with the main file that each would resume from, or None. Returns None
+    if no worker has found one. ValueError on every worker, with a list of what they have, if they
+    have none in common.
     """
     own = None if path is None else os.path.realpath(path_on_own_disk(path))
     named = [one for one in group.gather_objects(own, _LABEL) if one is not None]
@@ -242,9 +212,8 @@ def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
 def _grade(stamp: str, everyone: Sequence[Found]) -> int:
     """Grade a save that all workers have.
 
-    Returns:
-        3 if each worker has its own side file; 2 if some have only that of worker 0, because
-        nobody has theirs; 1 if there are no side files at all; 0 if a worker cannot use it.
+    3 if each worker has its own side file; 2 if some have only that of worker 0, because nobody has
+    theirs; 1 if there are no side files at all; 0 if a worker cannot use it.
     """
     if stamp == _NO_STAMP:
         return 1

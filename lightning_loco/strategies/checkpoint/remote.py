@@ -61,9 +61,6 @@ class RemoteCheckpoints:
         """Return the model's state, with parameters that were not rounded by compression.
 
         All ranks that train must call it during ``fit``.
-
-        Args:
-            read: Reads the module's state.
         """
         strategy = self._strategy
         remote, module = strategy.remote, strategy.lightning_module
@@ -85,11 +82,6 @@ class RemoteCheckpoints:
         """Write the file; during ``fit``, with each worker's loops and random states.
 
         All ranks that train must call it.
-
-        Args:
-            checkpoint: The content that Lightning has collected on this rank.
-            path: The file.
-            storage_options: Passed on to the ``CheckpointIO``.
         """
         strategy = self._strategy
         if strategy.serves:
@@ -136,15 +128,8 @@ class RemoteCheckpoints:
         """Read a checkpoint, with this worker's loops where Lightning resumes from them.
 
         If there are more workers than before, the new ones resume from worker 0's loops, with their
-        own random numbers, and the data are distributed again.
-
-        Args:
-            read: Reads the file, as Lightning does.
-            path: The file.
-            weights_only: Unused: there is no other file to read.
-
-        Raises:
-            ValueError: If the file is damaged, or something is missing in it.
+        own random numbers, and the data are distributed again. ValueError if the file is damaged,
+        or something is missing in it.
         """
         strategy = self._strategy
         if not strategy.is_fitting:

@@ -64,11 +64,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def new_stamp(steps: int) -> str:
-    """Return a name for one save that no other save has.
-
-    Args:
-        steps: Local steps made so far.
-    """
+    """Return a name for one save, after so many local steps, that no other save has."""
     return f"step{steps}-{secrets.token_hex(4)}"
 
 
@@ -85,11 +81,8 @@ def steps_of(stamp: str) -> int:
 def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     """Return the stamps in a main file; empty if there is no file that can be read.
 
-    Only the part of the file without tensors is read, if it is written as ``torch.save`` does.
-
-    Args:
-        path: The main file.
-        io: Reads a file of another kind.
+    Only the part without tensors is read, if it is written as ``torch.save`` does; ``io`` reads a
+    file of another kind.
     """
     with suppress(OSError, zipfile.BadZipFile), fsspec.open(path, "rb") as file:
         archive = zipfile.ZipFile(file)
@@ -140,8 +133,7 @@ class Manifest(NamedTuple):
     def from_state_dict(cls, entry: Any, path: str | Path) -> Manifest:
         """Read the entry of a main file.
 
-        Raises:
-            ValueError: With the name of the file, if it has another format or impossible values.
+        ValueError, which names the file, if it has another format or impossible values.
         """
         for name in ("format", *cls._fields):
             if not isinstance(entry, dict) or name not in entry:
@@ -181,11 +173,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @contextmanager
 def errors_naming(file: str | Path) -> Iterator[None]:
-    """A context in which errors that impossible content causes become one that names the file.
-
-    Raises:
-        ValueError: In place of the original error.
-    """
+    """A context that turns errors of impossible content into a ValueError that names the file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -215,36 +203,17 @@ class SideFiles:
         self._folder = f"{path}.loco"
 
     def save(self, stamp: str, worker: int | None, content: dict[str, Any]) -> None:
-        """Write a file of a save.
-
-        Args:
-            stamp: Name of this save.
-            worker: Worker of the file; None for what all workers share.
-            content: Plain values and tensors.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
+        """Write the file of a worker, or of what all workers share (None)."""
         path = f"{self._folder}/{stamp}/{_name_of(worker)}"
         self._io.save_checkpoint(with_header(content, stamp, worker), path)
 
     def load(
         self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read what one worker needs.
+        """Return a worker's own state, and what all share: empty unless ``has_shared``.
 
-        Args:
-            stamp: Name of the save, from the main file.
-            worker: Worker whose file to read.
-            has_shared: Whether there is a file of what all workers share.
-            weights_only: False to unpickle any object, as for the main file.
-
-        Returns:
-            The worker's own state, and the shared one: empty if there is none.
-
-        Raises:
-            ValueError: With the name of the first file that does not exist, is damaged, or belongs
-                to another worker or another save.
+        ``weights_only=False`` unpickles any object, as for the main file. ValueError, which names
+        it, for a file that does not exist, is damaged, or belongs to another worker or save.
         """
         own = self._read(stamp, worker, weights_only)
         return own, self._read(stamp, None, weights_only) if has_shared else {}
@@ -264,11 +233,7 @@ class SideFiles:
             raise ValueError(f"{path} {error}. {NEW_RUN}") from error
 
     def find(self, stamp: str, worker: int | None) -> str:
-        """Return the path of an existing side file, see :meth:`path_of`.
-
-        Raises:
-            ValueError: If it does not exist.
-        """
+        """Return the path of a side file, see :meth:`path_of`; ValueError if it does not exist."""
         path = self.path_of(stamp, worker)
         if not get_filesystem(path).exists(path):
             raise ValueError(
@@ -330,18 +295,11 @@ class SideFiles:
     # ------------------------------------------------------------------- deletion
 
     def delete_older(self, stamp: str, before: list[str], is_named: bool = True) -> None:
-        """Delete older saves, unless the main file needs them.
+        """Delete the saves that existed ``before`` this one, unless the main file needs them.
 
         Their staged main files are deleted first: then no process that was suspended can replace
-        the main file any more, which is read only after that.
-
-        Args:
-            stamp: The save that is complete now.
-            before: What :meth:`stamps` has returned when that save started.
-            is_named: Whether its main file names it; if not, it is deleted too.
-
-        Raises:
-            OSError: If the main file was to be replaced and still names another save.
+        the main file any more, which is read only after that. OSError if the main file was to be
+        replaced and still names another save. A save that no main file names is deleted, too.
         """
         reach("before the last checkpoint is deleted")
         before = [found for found in before if found != stamp]
@@ -396,13 +354,7 @@ def _name_of(worker: int | None) -> str:
 
 
 def with_header(content: dict[str, Any], stamp: str, worker: int | None) -> dict[str, Any]:
-    """Add a header with the owner and a checksum to the content of a side file.
-
-    Args:
-        content: Plain values and tensors.
-        stamp: Name of the save.
-        worker: Worker of the file; None if all workers share it.
-    """
+    """Add a header with the owner and a checksum to the content of a side file."""
     header = {"stamp": stamp, "worker": worker, "checksum": checksum(content)}
     return {**content, _HEADER: header}
 
@@ -410,13 +362,7 @@ def with_header(content: dict[str, Any], stamp: str, worker: int | None) -> dict
 def without_header(saved: Any, stamp: str, worker: int | None) -> dict[str, Any]:
     """Check the header of a side file and return the content without it.
 
-    Args:
-        saved: What was read from the file.
-        stamp: Name of the save that it must belong to.
-        worker: Worker that it must belong to.
-
-    Raises:
-        ValueError: If it belongs to another worker or another save, or has changed.
+    ValueError if it belongs to another worker or another save, or has changed.
     """
     content = dict(saved) if isinstance(saved, Mapping) else {}
     found = content.pop(_HEADER, None)

@@ -78,8 +78,7 @@ class WorkerCheckpoints:
     def start_fit(self) -> None:
         """Reset what an earlier fit has set; with private folders, prepare to choose a save.
 
-        Raises:
-            ValueError: If the ``CheckpointIO`` does not work with private folders.
+        ValueError if the ``CheckpointIO`` does not work with private folders.
         """
         self._saved_on_stop = None
         self._readers = None
@@ -97,11 +96,7 @@ class WorkerCheckpoints:
     # ------------------------------------------------------------------------- save
 
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the consensus for the main file; during ``fit`` all workers must call it.
-
-        Args:
-            read: Reads the state of the module.
-        """
+        """Return the consensus for the main file; during ``fit`` all workers must call it."""
         with self.consensus_shown():
             state = read()
             if self._engine is not None and self._strategy.is_global_zero:
@@ -131,17 +126,9 @@ class WorkerCheckpoints:
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write the side files of every worker, then the main file; all workers must call it.
 
-        Without the optimizers' states (``weights_only``) or outside ``fit``, there are no side
-        files.
-
-        Args:
-            checkpoint: What Lightning has collected on this worker.
-            path: The main file; that of worker 0 is used.
-            storage_options: Passed on to the ``CheckpointIO``.
-
-        Raises:
-            OSError: On every worker, if one cannot write its files; the checkpoint that existed
-                before is still complete.
+        The main file is that of worker 0. Without the optimizers' states (``weights_only``) or
+        outside ``fit``, there are no side files. OSError on every worker if one cannot write its
+        files; the checkpoint that existed before is still complete.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
@@ -223,13 +210,8 @@ class WorkerCheckpoints:
     ) -> dict[str, Any]:
         """Read a checkpoint; in ``fit``, with this worker's own loops and optimizers.
 
-        Args:
-            read: Reads the main file, as Lightning does.
-            path: Path of the main file.
-            weights_only: As it is read: False if other objects than tensors and numbers may be.
-
-        Raises:
-            ValueError: On every worker, if a file is missing or damaged.
+        ``weights_only`` is False if there may be other objects than tensors and numbers. ValueError
+        on every worker if a file is missing or damaged.
         """
         self._resumed = None
         if not self._strategy.is_fitting:
@@ -285,10 +267,8 @@ class WorkerCheckpoints:
         """Resume from the state that :meth:`load` has read, right before training starts.
 
         With other settings or another number of workers, as much as fits is used, and one warning
-        on worker 0 says what happens to the rest.
-
-        Raises:
-            ValueError: On every worker, if something is missing in a side file.
+        on worker 0 says what happens to the rest. ValueError on every worker if something is
+        missing.
         """
         if self._resumed is None:
             return

@@ -38,17 +38,9 @@ class Save(NamedTuple):
         """Write the save to a folder that all workers see; worker 0 writes what they share.
 
         All workers must call it. The main file is replaced after one more agreement: a worker 0
-        that was suspended while the others ended and a new run has saved changes nothing.
-
-        Args:
-            group: The workers.
-
-        Returns:
-            Whether this worker has written the main file.
-
-        Raises:
-            OSError: On every worker, if one cannot write its files; the checkpoint that existed
-                before is still complete.
+        that was suspended while the others ended and a new run has saved changes nothing. Returns
+        whether this worker has written the main file. OSError on every worker if one cannot write
+        its files; the checkpoint that existed before is still complete.
         """
         is_first, files = group.worker == 0, self.files
         before: list[str] = []
@@ -109,15 +101,10 @@ class Save(NamedTuple):
             self.write_main(self.files.staged_main(self.stamp))
 
     def commit(self, staged: bool, before: list[str], workers: list[int]) -> None:
-        """Replace the main file, and delete older saves.
+        """Replace the main file, and delete the saves that existed ``before`` this one.
 
-        Args:
-            staged: Whether the main file has been staged.
-            before: The saves that existed when this one started.
-            workers: Workers whose files of this save must be on this disk.
-
-        Raises:
-            OSError: If files of this save are gone, or the main file cannot be replaced.
+        OSError if files of ``workers`` in this save are gone from this disk, or the main file,
+        which may have been ``staged``, cannot be replaced.
         """
         files, stamp, has_side_files = self.files, self.stamp, self.own is not None
         if not staged:
@@ -140,10 +127,7 @@ def _is_first_of(workers: list[int], worker: int) -> bool:
 def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
     """Save after all workers have stopped at a common step; every worker must call it.
 
-    Args:
-        trainer: Trainer of this worker.
-        reason: Why they have stopped: a requeue of SLURM makes its own checkpoint.
-        saved: Whether a checkpoint of this step has been written already.
+    A requeue of SLURM makes its own checkpoint, and what is ``saved`` already is not saved again.
     """
     if reason == lightning_compat.REQUEUE:
         lightning_compat.requeue(trainer)
