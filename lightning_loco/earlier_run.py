@@ -99,16 +99,8 @@ def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> d
     """Return entries of the saved states with the mean over the earlier workers for each vector.
 
     Each worker reads its share of the files; all must call it. Vectors that are not finite are left
-    out. Plain numbers and tensors of integers are those of ``saved.state``.
-
-    Args:
-        worker: This worker.
-        saved: What to read.
-        names: Entries of the state.
-
-    Raises:
-        ValueError: Or OSError, on all workers, if a file cannot be read.
-        RuntimeError: If a worker is missing or has failed.
+    out. Plain numbers and tensors of integers are those of ``saved.state``. ValueError or OSError
+    on all workers if a file cannot be read.
     """
     group = worker.group
     template = {name: saved.state[name] for name in names}

@@ -46,13 +46,7 @@ class Settings(Protocol):
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
-        """How to cut parameters into chunks; after :meth:`prepare`.
-
-        Args:
-            sizes: Elements of each parameter, by name.
-            itemsize: Bytes of an element.
-            longest: Elements of a chunk that is best for the device.
-        """
+        """How to cut parameters of these sizes into chunks of about ``longest`` elements."""
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, to compare them between workers."""
@@ -110,14 +104,9 @@ class Worker:
     ) -> tuple[Worker, S]:
         """Check model and settings on all workers, and broadcast the model of worker 0.
 
-        Args:
-            model: The module to train.
-            make_settings: Makes the settings; may raise.
-            group: The workers.
-            optimized: Of the parameters that require gradients, those to exchange. Default: all.
-
-        Raises:
-            ValueError: Or TypeError, on every worker, if anything does not fit on one of them.
+        ``make_settings`` may raise. Of the parameters that require gradients only the ``optimized``
+        ones are exchanged, by default all. ValueError or TypeError on every worker if anything does
+        not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed(), "the set-up")[0] % 2**31
         with group.errors_shared("the set-up"), warnings.catch_warnings():
@@ -170,8 +159,7 @@ class Worker:
     def count_step(self, sync_every: int | None = None) -> None:
         """Count one local step, and check whether to stop after it.
 
-        Args:
-            sync_every: Local steps of this worker between rounds, if rounds are made by steps.
+        ``sync_every`` are those between rounds, if rounds are made by steps.
         """
         reach("local step")
         self.steps += 1
@@ -193,15 +181,7 @@ class Worker:
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all workers have reached the same sync point; for engines without rounds.
 
-        Args:
-            purpose: What it is for, in words that are equal on all workers.
-
-        Returns:
-            The statuses with which the workers arrived.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or waits at another sync point.
-            StopAgreed: If the others have stopped, as agreed, before they came here.
+        Arguments, result and errors are those of ``Engine.sync_point``.
         """
         sync_point = sync_point_id(purpose)
         while True:
@@ -213,9 +193,8 @@ class Worker:
     def are_together(self, statuses: list[WorkerStatus], sync_point: float, purpose: str) -> bool:
         """Whether all workers are at this sync point; False if they are to try again.
 
-        Raises:
-            RuntimeError: If some wait at another sync point.
-            StopAgreed: If the others have stopped, as agreed, before they came here.
+        RuntimeError if some wait at another one; StopAgreed if the others have stopped, as agreed,
+        before they came here.
         """
         if all(status.sync_point == sync_point for status in statuses):
             return True
@@ -253,15 +232,9 @@ class Worker:
     def show_consensus(self, purpose: str = "the consensus", outer: Tensor | None = None) -> None:
         """Put the consensus into the model, at a sync point; all workers must call it.
 
-        The consensus is the mean over the workers whose parameters are finite. :meth:`show_local`
-        brings the local parameters back.
-
-        Args:
-            purpose: What it is for, in words that are equal on all workers.
-            outer: Outer parameters ``(P,)`` to show instead of the mean, equal on all workers.
-
-        Raises:
-            RuntimeError: If no worker's parameters are finite, or one is missing or has failed.
+        The consensus is the mean over the workers whose parameters are finite, or ``outer``
+        ``(P,)``, equal on all. :meth:`show_local` brings the local parameters back. RuntimeError if
+        no worker's parameters are finite, or one is missing or has failed.
         """
         replica, group, statistics = self.replica, self.group, self.statistics
         if replica.shows_consensus:

@@ -52,14 +52,9 @@ def backend_on(device: torch.device, backend: str | None = None) -> str:
 
 
 def check_same_kind(kinds: Sequence[str]) -> None:
-    """Check that all workers are on the same type of device.
+    """Raise ValueError if the workers' types of devices, in order, differ.
 
-    Args:
-        kinds: ``torch.device.type`` of every worker, in order.
-
-    Raises:
-        ValueError: If some are on a CPU and others on a GPU, say: their collectives would use
-            different backends and never complete.
+    Their collectives would use different backends and never complete.
     """
     for worker, kind in enumerate(kinds):
         if kind != kinds[0]:

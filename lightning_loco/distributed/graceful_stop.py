@@ -33,14 +33,9 @@ class StopAgreement:
     def check(self, rounds: int, steps: int, sync_every: int | None) -> None:
         """Set :attr:`agreed` if some worker was asked to stop and this one is at the position.
 
-        Args:
-            rounds: Completed rounds of this worker.
-            steps: Its local steps since then.
-            sync_every: Local steps per round; None if this worker may stop at any step, because
-                no other one waits for it.
-
-        Raises:
-            RuntimeError: If a worker does not answer the request; it is named.
+        It has made ``steps`` local steps since its last round, and ``sync_every`` are a round; None
+        if it may stop at any step, because no other worker waits for it. RuntimeError, which names
+        the worker, if one does not answer the request.
         """
         watchdog = self._group.watchdog
         if watchdog is None:
@@ -51,11 +46,7 @@ class StopAgreement:
                 self.agreed = reason
 
     def catch_up(self) -> bool:
-        """Stop here if all have agreed on a position that this worker will not reach.
-
-        Returns:
-            Whether that is so.
-        """
+        """Stop here, and return True, if all stop at a position that is never reached here."""
         watchdog = self._group.watchdog
         if watchdog is None or watchdog.stop_at is None:
             return False

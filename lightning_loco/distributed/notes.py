@@ -23,20 +23,12 @@ _MAX_ERROR_TEXT = 20_000
 
 
 def write(value: Any) -> bytes:
-    """Encode a value as a message.
-
-    Raises:
-        TypeError: If it is not made of text, numbers, None, lists and dictionaries.
-    """
+    """Encode text, numbers, None, lists and dictionaries as a message; TypeError for others."""
     return json.dumps(value).encode()
 
 
 def read(message: bytes, sender: str) -> Any:
-    """Decode the value of a message; tuples have become lists.
-
-    Raises:
-        RuntimeError: If the message was not made by :func:`write`.
-    """
+    """Decode a message of :func:`write`, with lists for tuples; RuntimeError for any other."""
     try:
         return json.loads(message.decode())
     except (ValueError, RecursionError) as error:
@@ -74,16 +66,9 @@ def read_error(value: Any, sender: str) -> Exception | None:
 def all_gather(message: bytes, group: dist.ProcessGroup, names: list[str]) -> list[bytes]:
     """Gather the messages of all workers, in order; all must call it.
 
-    Takes one collective for messages of up to 504 bytes, two for longer ones.
-
-    Args:
-        message: Message of this worker.
-        group: Process group of all workers.
-        names: Names of the workers, for errors.
-
-    Raises:
-        ValueError: If a message is longer than 64 MiB.
-        RuntimeError: If a worker does not call it in time.
+    Takes one collective for messages of up to 504 bytes, two for longer ones. ValueError if one is
+    longer than 64 MiB, RuntimeError if a worker does not call it in time; ``names`` are for the
+    text.
     """
     first = _FRAME_BYTES - _SIZE_BYTES
     frame = len(message).to_bytes(_SIZE_BYTES, "little") + message[:first]
@@ -120,9 +105,5 @@ def write_state(state: Any) -> bytes:
 
 
 def read_state(message: bytes) -> Any:
-    """Decode a message of :func:`write_state`.
-
-    Raises:
-        pickle.UnpicklingError: If it holds anything but plain values and tensors.
-    """
+    """Decode a message of :func:`write_state`; UnpicklingError if it holds anything else."""
     return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)

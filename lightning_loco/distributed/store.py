@@ -131,8 +131,7 @@ def publish(store: Store | TimeoutStore, key: str, value: str) -> None:
 def with_timeout(work: Callable[[], T], timeout_s: float) -> T:
     """Call a function that waits for a store itself, in another thread.
 
-    Raises:
-        StoreTimeout: If it takes longer than ``timeout_s``; the thread then keeps running.
+    StoreTimeout if it takes longer than ``timeout_s``; the thread then keeps running.
     """
     thread = _CallThread()
     thread.start()

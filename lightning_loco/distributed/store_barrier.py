@@ -50,22 +50,11 @@ class StoreBarrier:
     def wait(
         self, numbers: Sequence[float], watchdog: Watchdog, label: str, timeout_s: float
     ) -> list[list[float]] | None:
-        """Wait until all workers have come to the barrier.
+        """Wait for all workers; return the numbers of all, or None if any of them makes a round.
 
-        No worker can be further than this one: every exchange needs all of them.
-
-        Args:
-            numbers: This worker's status; as many on all workers.
-            watchdog: Finds out who is late.
-            label: What the sync point is for.
-            timeout_s: Longest wait, in seconds.
-
-        Returns:
-            The numbers of all workers; None if any of them makes a round.
-
-        Raises:
-            WorkerFailure: If a worker is late, or has failed.
-            RuntimeError: If the store holds something else.
+        No worker can be further than this one: every exchange needs all of them. ``numbers`` are
+        this worker's status, as many on all workers. WorkerFailure if a worker is late or has
+        failed, RuntimeError if the store holds something else.
         """
         deadline = time.monotonic() + timeout_s
         # They may be overwritten: the last worker of the exchange before has read the old ones.

@@ -109,8 +109,7 @@ class PendingWork:
     def wait(self) -> None:
         """Wait until all works have completed.
 
-        Raises:
-            RuntimeError: If a worker is missing or has failed; the message names it.
+        RuntimeError, which names it, if a worker is missing or has failed.
         """
         group = self._group
         if group.wait_blocks_host:

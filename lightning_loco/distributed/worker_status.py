@@ -80,9 +80,7 @@ class PendingStatuses(Protocol):
     def wait(self) -> list[WorkerStatus]:
         """Return the statuses of all workers, in order.
 
-        Raises:
-            RuntimeError: If a worker is missing, has failed or is in another round; the message
-                names it.
+        RuntimeError, which names it, if a worker is missing, has failed or is in another round.
         """
 
 
@@ -166,11 +164,7 @@ class GatheredStatuses:
 
 
 def statuses_in(table: Tensor) -> list[WorkerStatus]:
-    """Read the statuses out of a table ``(N, width)``.
-
-    Raises:
-        RuntimeError: If the workers are in different rounds.
-    """
+    """Read a table ``(N, width)``; RuntimeError if the workers are in different rounds."""
     width = WorkerStatus.width(0)
     rows = table.tolist()
     statuses = [WorkerStatus(*v[:width])._replace(scalars=tuple(v[width:])) for v in rows]
@@ -184,11 +178,7 @@ def statuses_in(table: Tensor) -> list[WorkerStatus]:
 
 
 def total_weight(statuses: list[WorkerStatus], label: str) -> float:
-    """Return the sum of the workers' weights.
-
-    Raises:
-        RuntimeError: If it is zero.
-    """
+    """Return the sum of the workers' weights; RuntimeError if it is zero."""
     total = sum(status.weight for status in statuses)
     if total == 0:
         raise RuntimeError(

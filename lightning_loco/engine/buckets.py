@@ -117,11 +117,9 @@ class BucketChunk:
             self._compression.update_reference(received, self.residual)
 
     def update(self, received: Tensor, next_message: Tensor | None) -> Tensor:
-        """Compute the result of a round.
+        """Compute the result of a round from what the exchange has brought for this chunk.
 
-        Args:
-            received: What the exchange has brought for this chunk.
-            next_message: The message of the next round, if that is sent at the same time.
+        ``next_message`` is that of the next round, if it is sent at the same time.
         """
         if next_message is None:
             return self._algorithm.update(self.message, received, self.state)

@@ -177,10 +177,8 @@ class Engine:
     ) -> None:
         """Begin a round, and end it at once if the schedule says so.
 
-        Args:
-            sync_point: Id of the sync point at which this worker waits, or ``IN_ROUND``.
-            label: What this worker does, for error messages.
-            statuses: Of all workers, if they were exchanged already.
+        ``sync_point`` is where this worker waits, or ``IN_ROUND``; ``statuses`` are those of all
+        workers, if they were exchanged already.
         """
         worker, fragment = self.worker, self.fragments[self._turn]
         if self.connection is not None:
@@ -432,11 +430,7 @@ class Engine:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Apply all pending rounds; all workers must call it.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed.
-        """
+        """Apply all pending rounds; all workers must call it."""
         self.sync_point("the draining of rounds")
         self._apply_all()
 

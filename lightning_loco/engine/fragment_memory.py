@@ -130,8 +130,7 @@ class FragmentMemory:
     def take_back_state(self) -> None:
         """Update the state from the first chunk's copies of entries that are not sliced.
 
-        Raises:
-            RuntimeError: If a round has made or dropped an entry of the state.
+        RuntimeError if a round has made or dropped an entry of the state.
         """
         if self._is_whole or not self.chunks:
             return
@@ -158,12 +157,10 @@ class FragmentMemory:
         return [part.to(self.layout.device, copy=True) for part in parts]
 
     def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
-        """Cut what a pending round has received into buckets.
+        """Cut into buckets what a pending round has received, as :meth:`gather` has returned it.
 
-        Args:
-            received: As :meth:`gather` has returned it.
-            messages: The own messages, for algorithms that need them. Without them, what was
-                received is put into the memory of the messages.
+        ``messages`` are the own ones, for algorithms that need them. Without them, what was
+        received is put into the memory of the messages.
         """
         memory = [bucket.message for bucket in self.buckets]
         lengths = [part.numel() for part in memory]

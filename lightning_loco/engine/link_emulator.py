@@ -45,12 +45,9 @@ class SendTimes:
         publish(self._store, self._key(self._worker, number), f"{number} {send_time!r}")
 
     def latest(self, number: int, workers: Collection[int], own: float) -> float:
-        """Return the latest send time of message ``number`` among some workers and this one.
+        """Return the latest send time of message ``number`` of some workers and this one.
 
-        Args:
-            number: As in :meth:`record`; the same message has the same number on all workers.
-            workers: The other workers; those without a record are ignored.
-            own: The send time of this worker.
+        The same message has the same number on all workers; those without a record are ignored.
         """
         keys = [self._key(worker, number) for worker in workers]
         if not keys or not self._store.check(keys):

@@ -26,21 +26,13 @@ class Membership(Protocol):
     def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
         """Check an algorithm and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
 
-        The result must not depend on the current number of workers.
-
-        Raises:
-            ValueError: If the settings do not work with every number of workers.
+        The result must not depend on the current number of workers; ValueError if that cannot be.
         """
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
         """Create the connection of an engine; :meth:`MemberConnection.join` then joins the run.
 
-        Args:
-            settings: Prepared settings of the engine.
-            group: The ranks of this job.
-
-        Raises:
-            ValueError: If the settings or the number of ranks are not supported.
+        ValueError if the settings, or the ranks of this job, are not supported.
         """
 
 
@@ -89,12 +81,7 @@ class LoopPosition(Protocol):
         """Return the current position as plain values."""
 
     def resume_from(self, position: Any, member: str) -> None:
-        """Continue at the position of another member.
-
-        Args:
-            position: What :meth:`read` returned on that member.
-            member: Name of that member, for messages.
-        """
+        """Continue at what :meth:`read` has returned on another member, which is named."""
 
     def finish_step(self) -> None:
         """Advance the learning rate schedules by one local step."""

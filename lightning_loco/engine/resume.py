@@ -22,16 +22,9 @@ from lightning_loco.engine.engine import Engine
 def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     """Load as much of another run's state as fits; all workers must call it.
 
-    Args:
-        engine: A new one, whose model holds the consensus of that run.
-        saved: The state of that run.
-
-    Returns:
-        What is dropped, reset or applied at once, in words; equal on all workers.
-
-    Raises:
-        ValueError: Or OSError, on all workers, if a file cannot be read.
-        KeyError: If an entry is missing.
+    The engine is a new one, whose model holds the consensus of that run. Returns what is dropped,
+    reset or applied at once, in words, equal on all workers. ValueError or OSError on all workers
+    if a file cannot be read; KeyError if an entry is missing.
     """
     if not saved.is_of(engine.settings.algorithm) or "fragments" not in saved.state:
         return _start_at_consensus(engine, saved)

@@ -100,13 +100,9 @@ class RoundSettings:
     def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
         """Check everything against the number of workers and resolve ``"auto"`` settings.
 
-        Args:
-            num_workers: Number of workers N.
-            seed: Seed of the run, equal on all workers, for random default topologies. Elastic
-                members, whose seeds differ, take 0.
-
-        Raises:
-            ValueError: If settings do not fit each other or the number of workers.
+        ``seed`` is that of the run, equal on all workers, for random default topologies; elastic
+        members, whose seeds differ, take 0. ValueError if settings do not fit each other or the
+        number of workers.
         """
         topology = None if self.topology is None else as_topology(self.topology)
         if topology is None:
@@ -213,10 +209,7 @@ class RoundSettings:
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
         """Where to cut parameters of these sizes into chunks of equal length, if possible.
 
-        Args:
-            sizes: Elements of each parameter, by name.
-            itemsize: Bytes of an element.
-            longest: About how many elements a chunk has.
+        An element has ``itemsize`` bytes, and a chunk about ``longest`` elements.
         """
         numel = sum(sizes.values())
         if self.granularity is None:

@@ -29,15 +29,8 @@ def average(
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
     Messages are scaled by a power of two, which changes no bit of the mean, so that the sum of
-    large numbers does not overflow.
-
-    Args:
-        layout: The tensors; equal on all workers.
-        group: The workers.
-        statistics: Counts bytes and seconds.
-        valid: Whether the values of this worker count.
-        num_valid: How many workers' values count; at least 1.
-        device: Device of messages. Default: that of the layout.
+    large numbers does not overflow. They are on ``device``, by default that of the layout. The mean
+    is over the ``num_valid`` workers, at least 1, whose values are ``valid``.
     """
     scale = 0.5 ** (num_valid - 1).bit_length()
     device = device or layout.device
@@ -75,13 +68,8 @@ def consensus_distance(
 
     .. math:: \sqrt{\tfrac{1}{N} \sum_i \lVert \theta_i - \bar\theta \rVert^2}
 
-    All workers must call it. It costs one all-reduce of the sample.
-
-    Args:
-        sample: The same elements of the parameters on all workers, float64.
-        numel: Number of elements of the parameters.
-        group: The workers.
-        statistics: Where bytes and seconds are counted.
+    All workers must call it, with a sample, float64, of the same of their ``numel`` elements. It
+    costs one all-reduce of the sample.
     """
     n = group.num_workers
     sums = torch.cat([sample, sample.square().sum().view(1)])
@@ -132,13 +120,8 @@ class AveragedCopies:
     ) -> None:
         """Make copies and masks equal on all workers.
 
-        Args:
-            statuses: Statuses of all workers, with the result of :meth:`prepare` as ``scalars``.
-            group: The workers.
-            statistics: Counts bytes and seconds.
-
-        Raises:
-            RuntimeError: On all workers, if they hold different copies or masks.
+        The results of :meth:`prepare` are the ``scalars`` of the statuses. RuntimeError on all
+        workers if they hold different copies or masks.
         """
         checksums = [status.scalars[0] for status in statuses]
         if len(set(checksums)) > 1:

@@ -36,11 +36,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def crc32(tensor: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 checksum of the values of a dense tensor.
-
-    Args:
-        tensor: On any device.
-        start: Checksum of preceding values, to continue it.
+    """Return the CRC-32 checksum of a dense tensor's values, continued from ``start``.
 
     Example:
         >>> crc32(torch.tensor([1, 0])) == crc32(torch.tensor([0, 1]))

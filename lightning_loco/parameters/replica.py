@@ -110,11 +110,7 @@ class Replica:
         self._buffers = FlatLayout(found, Cuts(self._chunk_elements))
 
     def restore_buffers(self, flat: Tensor) -> None:
-        """Write earlier values of the buffers; do nothing if a buffer was resized since.
-
-        Args:
-            flat: Flat copy of :attr:`buffers` at that time.
-        """
+        """Write an earlier flat copy of :attr:`buffers`; do nothing if one was resized since."""
         layout = self.buffers
         if layout.numel == flat.numel():
             layout.write(flat)
@@ -197,11 +193,7 @@ class ParameterOwners:
         self.find()
 
     def find(self) -> None:
-        """Look up the slots of all parameters.
-
-        Raises:
-            RuntimeError: If no module holds a parameter any more; it is named.
-        """
+        """Look up the slots of all parameters; RuntimeError, which names it, if one has none."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         self.slots: list[tuple[nn.Module, str, Tensor]] = []
         for old_name, tensor in zip(self._names, self._tensors, strict=True):

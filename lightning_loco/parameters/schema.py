@@ -49,10 +49,7 @@ def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
 def check_same_tensors(model: nn.Module, gather: Gather) -> None:
     """Raise ValueError on all workers if parameters or buffers differ in name, shape or dtype.
 
-    Args:
-        model: Model of this worker.
-        gather: Collects a value from every worker, in order, as ``WorkerGroup.gather_objects``;
-            gets the value and a label.
+    ``gather`` collects a value from every worker, as ``WorkerGroup.gather_objects`` does.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     schema = [(name, tuple(t.shape), str(t.dtype), "") for name, t in named]
@@ -98,13 +95,7 @@ def first_difference(
     here: Sequence[Sequence[object]],
     what_all: str = "trainable parameters",
 ) -> str:
-    """Describe the first difference between two schemas.
-
-    Args:
-        there: Schema of another worker.
-        here: Schema of worker 0.
-        what_all: Name of all entries together.
-    """
+    """Describe the first difference between the schemas of another worker and of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
             return f"it has parameter {name!r} where worker 0 has {name_0!r}"

@@ -137,11 +137,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def record(self, steps_since_round: int) -> None:
-        """Record the statistics at the end of a round.
-
-        Args:
-            steps_since_round: Local steps between the round before and this one.
-        """
+        """Record the statistics at the end of a round, so many local steps after the last one."""
         for name, module, momentum in self._modules():
             if steps_since_round * momentum >= _MEMORY_LENGTHS:
                 values = module.running_mean, module.running_var, module.num_batches_tracked
