@@ -42,23 +42,14 @@ class BackgroundThread(threading.Thread):
         self._exit_timeout_s = exit_timeout_s
 
     def end_with_process(self) -> float:
-        """Ask the thread to end; called once when the process exits, if the thread is alive.
-
-        Returns:
-            How long to wait for it, in seconds.
-        """
+        """Ask the thread to end as the process exits; return how many seconds to wait for it."""
         return self._exit_timeout_s
 
 
 def run_in_thread(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S) -> Future[T]:
-    """Call a function in a new background thread.
+    """Call a function in a new background thread; return a future of its result or error.
 
-    Args:
-        work: The function.
-        exit_timeout_s: How long an exiting process waits for it, in seconds.
-
-    Returns:
-        A future of its result or error.
+    An exiting process waits ``exit_timeout_s`` seconds for it.
     """
     future: Future[T] = Future()
 

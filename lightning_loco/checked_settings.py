@@ -82,11 +82,7 @@ def one_line(error: BaseException) -> str:
 
 
 def checked(cfg: DictConfig) -> DictConfig:
-    """Adapt a configuration to the launcher, and check its values.
-
-    Raises:
-        SettingsError: If a value cannot work.
-    """
+    """Adapt a configuration to the launcher; SettingsError if a value cannot work."""
     with errors_for("trainer"):
         cfg = follow_launcher(cfg)
     settings = early_settings(cfg)
@@ -108,11 +104,8 @@ def num_ranks(cfg: DictConfig) -> int | None:
 def early_settings(cfg: DictConfig) -> EarlySettings | None:
     """Return the settings that the strategy of a configuration will make of its arguments.
 
-    Returns:
-        None for an unknown strategy, or settings that cannot be made without Lightning.
-
-    Raises:
-        SettingsError: If a value cannot work.
+    None for an unknown strategy, or settings that cannot be made without Lightning. SettingsError
+    if a value cannot work.
     """
     package, _, kind = str(cfg.algorithm.get("_target_")).rpartition(".")
     inner = [*cfg.algorithm.values(), cfg.topology, cfg.compression, cfg.link]

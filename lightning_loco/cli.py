@@ -61,17 +61,11 @@ OPTIONAL_GROUPS = {
 
 
 def run(cfg: DictConfig) -> float | None:
-    """Build everything a configuration names, train, and report.
+    """Build everything a configuration names, train, and report; return the validation loss.
 
-    Args:
-        cfg: Composed from ``conf/train.yaml`` and adapted to the launcher by
-            :func:`~lightning_loco.checked_settings.checked`; it is not changed.
-
-    Returns:
-        Validation loss of the final model; None if nothing was validated.
-
-    Raises:
-        SettingsError: A setting that cannot work, found on every rank before training.
+    The loss is that of the final model, None if nothing was validated. ``cfg`` is
+    ``conf/train.yaml`` as :func:`~lightning_loco.checked_settings.checked` returns it. A setting
+    that cannot work is a SettingsError on every rank, before training.
     """
     quieten_lightning()
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -137,17 +131,9 @@ def build_strategy(cfg: DictConfig) -> Strategy:
 def with_group(
     make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
 ) -> Callable[..., Strategy]:
-    """Add the choice of a group to the constructor of a strategy.
+    """Add the choice of a group to ``make``, the constructor of the strategy class ``kind``.
 
-    Args:
-        make: Constructor of the strategy.
-        kind: Class of the strategy.
-        group: Name of the group.
-        part: Configuration of the group.
-        instead: End of the error message, if the strategy has no such argument.
-
-    Raises:
-        ValueError: If the strategy has no such argument.
+    ValueError, whose text ends with ``instead``, if the strategy has no such argument.
     """
     if group not in inspect.signature(kind).parameters:
         name = kind.__name__.removesuffix("Strategy")
@@ -170,11 +156,7 @@ def build_callbacks(cfg: DictConfig) -> list[Callback]:
 def check_before_launch(
     cfg: DictConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule
 ) -> None:
-    """Check settings before other processes are started, so that an error is printed once.
-
-    Raises:
-        SettingsError: With what is wrong, and how to fix it.
-    """
+    """Raise SettingsError before other processes are started, so that it is printed once."""
     strategy = trainer.strategy
     starts_others = trainer.num_devices > 1 and cfg.algorithm.get("start_method") == "popen"
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
@@ -200,11 +182,7 @@ def check_before_launch(
 
 
 def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
-    """Check that workers with different numbers of batches validate at the ends of epochs only.
-
-    Raises:
-        ValueError: For validation after a number of batches, with several values of ``sync_every``.
-    """
+    """Raise ValueError if workers with other numbers of batches validate within an epoch."""
     schedule, workers = strategy.schedule, range(trainer.world_size)
     steps = [] if schedule is None else [schedule.sync_every_of(worker) for worker in workers]
     if len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:

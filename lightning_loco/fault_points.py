@@ -44,11 +44,7 @@ _function: Callable[[str], object] | None = None
 
 
 def reach(point: str) -> None:
-    """Call the function that was set by :func:`on_reach`, if there is one.
-
-    Args:
-        point: Name of the point, one of :data:`POINTS`.
-    """
+    """Call the function that :func:`on_reach` has set, if any, with one of :data:`POINTS`."""
     if _function is not None:
         _function(point)
 
@@ -57,8 +53,7 @@ def reach(point: str) -> None:
 def on_reach(function: Callable[[str], object]) -> Iterator[None]:
     """Call a function with the name of each point that is reached, in the thread that reaches it.
 
-    Args:
-        function: May raise an error, or end or stop the process.
+    It may raise an error, or end or stop the process.
     """
     global _function
     before, _function = _function, function

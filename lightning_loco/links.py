@@ -337,11 +337,7 @@ class LinkTimes:
     ) -> TransferTime:
         """Return the time until a worker has the messages of its neighbors in a topology.
 
-        Args:
-            worker: The worker that receives.
-            num_bytes: Bytes of one message.
-            topology: Which workers send to which.
-            round_index: Index of the round, for the topology and the jitter.
+        A message has ``num_bytes``; ``round_index`` is for the topology and the jitter.
         """
         links, n = self.links, self.num_workers
 
@@ -366,13 +362,9 @@ class LinkTimes:
         return TransferTime(max(busy), self._longest_latency(received, round_index))
 
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
-        """Return the time of a request to a peer and its reply.
+        """Return the time of a request to a peer and its reply of ``num_bytes``.
 
-        Args:
-            worker: The worker that sends the request.
-            peer: The worker that replies.
-            num_bytes: Bytes of the reply.
-            count: Number of this worker's fetch, for the jitter.
+        ``count`` is the number of this worker's fetch, for the jitter.
         """
         request, reply = (worker, peer), (peer, worker)
         latency_s = self._longest_latency([request], count) + self._longest_latency([reply], count)

@@ -18,15 +18,8 @@ _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 def claim(folder: Path, run: str) -> Path:
     """Create a folder for a run, or find the one that another rank of the run has created.
 
-    Args:
-        folder: Preferred path. If another run has it, ``-2``, ``-3``, ... is appended.
-        run: Name of the run, the same on all its ranks and of no other run.
-
-    Returns:
-        Path of the folder, which exists.
-
-    Raises:
-        OSError: If the folder cannot be written.
+    If another run has it, ``-2``, ``-3``, ... is appended. ``run`` is equal on all ranks of the
+    run, and of no other one. OSError if the folder cannot be written.
     """
     for number in itertools.count(1):
         numbered = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")

@@ -10,12 +10,7 @@ from typing import Any
 
 
 def check_bytes(name: str, value: int) -> None:
-    """Check a number of bytes.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is not positive.
-    """
+    """Raise TypeError or ValueError unless a number of bytes is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value <= 0:
@@ -23,12 +18,7 @@ def check_bytes(name: str, value: int) -> None:
 
 
 def check_common_arguments(timeout_s: float, start_method: str) -> None:
-    """Check the arguments that all strategies have in common.
-
-    Raises:
-        TypeError: If a number has the wrong type.
-        ValueError: If a number is out of range, or the start method is unknown.
-    """
+    """Raise TypeError or ValueError for arguments that all strategies have in common."""
     check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise TypeError(f"timeout_s must be a number, got {timeout_s!r}.")
@@ -37,11 +27,7 @@ def check_common_arguments(timeout_s: float, start_method: str) -> None:
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Check that a value is one of the allowed ones.
-
-    Raises:
-        ValueError: If it is not; the message lists the allowed values.
-    """
+    """Raise ValueError, which lists the allowed values, if a value is not one of them."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 

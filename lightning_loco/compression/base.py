@@ -143,12 +143,7 @@ class Codec(ABC):
 
 
 def check_block(block: int, multiple: int) -> None:
-    """Check the length of a block.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is not positive, or not a multiple of ``multiple``.
-    """
+    """Raise TypeError or ValueError unless a block is a positive multiple of ``multiple``."""
     if isinstance(block, bool) or not isinstance(block, int):
         raise TypeError(f"block counts values and must be an integer, got {block!r}.")
     if block < 1 or block % multiple:

@@ -131,11 +131,7 @@ class Compression:
         return self.stays_in_model or self.decay is not None
 
     def init(self, params: Tensor) -> State:
-        """Return the state of a worker: tensors ``(P,)``, sliced like the parameters.
-
-        Args:
-            params: Start parameters ``(P,)``, equal on all workers.
-        """
+        """Return the state of a worker, tensors ``(P,)``; ``params`` are equal on all workers."""
         state: State = {_RESIDUAL: torch.zeros_like(params)} if self.has_feedback else {}
         return {**state, _REFERENCE: params.clone()} if self.is_relative else state
 
@@ -147,13 +143,11 @@ class Compression:
             message.add_(state[_RESIDUAL], alpha=self.decay)
 
     def update_residual(self, lost: Tensor, state: State, was_prepared: bool) -> None:
-        """Record what was lost, once the round is certain to be applied.
+        """Record what was lost: the prepared message minus its decoded encoding.
 
-        Args:
-            lost: The prepared message minus its decoded encoding.
-            state: Changed in place.
-            was_prepared: Whether the message contained the old residual, which is then replaced.
-                A worker without valid progress sends zeros and keeps its residual.
+        Call it once the round is certain to be applied. If the message contained the old residual
+        (``was_prepared``), that is replaced; a worker without valid progress sends zeros and keeps
+        it.
         """
         if not self.has_feedback:
             return
@@ -163,10 +157,7 @@ class Compression:
     def local_params(self, result: Tensor, state: State, out: Tensor | None = None) -> Tensor:
         """Return the local parameters: the algorithm's result plus a residual kept in the model.
 
-        Args:
-            result: The result of the algorithm, ``(P,)``; only read unless it is ``out``.
-            state: Only read.
-            out: Memory for the sum; may be that of ``result``.
+        ``out`` is memory for the sum, and may be that of ``result``.
         """
         if not self.stays_in_model:
             return result
@@ -232,12 +223,7 @@ def as_compression(
 
 
 def check_compression(given: Any) -> None:
-    """Check the type and the name of a ``compression=`` setting; see :func:`as_compression`.
-
-    Raises:
-        TypeError: If it is not None, a name, a codec, an ErrorFeedback or a Compensated.
-        ValueError: If the name is unknown.
-    """
+    """Check the type and the name of a ``compression=`` setting, as :func:`as_compression` does."""
     if isinstance(given, str) and given not in ("none", *CODECS):
         names = ", ".join(["none", *CODECS])
         raise ValueError(f"compression must be one of {names}, or a codec; got {given!r}.")

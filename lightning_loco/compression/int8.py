@@ -55,14 +55,10 @@ class Int8(Codec):
 
 
 def write_scales(values: Tensor, rows: Tensor) -> Tensor:
-    """Write the largest magnitude of each block into its row, as the scale.
+    """Write the largest magnitude of each block into its row, as the scale; return the scales.
 
-    Args:
-        values: The blocks, ``(blocks, block)``.
-        rows: Their rows of bytes, ``(blocks, row_bytes)``; ``row_bytes`` is a multiple of 4.
-
-    Returns:
-        The scales as they will be read, ``(blocks, 1)``.
+    Blocks are ``(blocks, block)``, rows of bytes ``(blocks, row_bytes)`` with ``row_bytes`` a
+    multiple of 4, and scales, as they will be read, ``(blocks, 1)``.
     """
     scales = read_scales(rows)
     scales.copy_(torch.amax(torch.abs(values), dim=1, keepdim=True))

@@ -49,13 +49,7 @@ def shards(codec: Codec, numel: int, num_workers: int) -> list[Shard]:
 
 
 def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
-    """Decode the messages of several workers and add them up, in order.
-
-    Args:
-        codec: The codec of the messages.
-        wires: The bytes of each message, for the same elements.
-        total: Memory for the sum; flat.
-    """
+    """Decode the bytes of several workers for the same elements, and add them up in ``total``."""
     first, *others = wires
     codec.decode(first, total)
     for part, written in codec.pieces(total) if others else ():

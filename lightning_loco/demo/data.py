@@ -26,13 +26,9 @@ AnyWindows = TypeVar("AnyWindows", bound=Dataset[Tensor])
 
 
 def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the source of the Python standard library as uint8 bytes, files in order of paths.
+    """Return the first bytes of the Python standard library's source, uint8, in order of paths.
 
-    Args:
-        max_bytes: Stop after this many bytes.
-
-    Raises:
-        ValueError: If this Python has no source files.
+    ValueError if this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -53,10 +49,7 @@ def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def text_file(path: str | Path, max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the first ``max_bytes`` bytes of a file, memory-mapped to save memory.
-
-    Raises:
-        ValueError: If there is no such file, it is empty, or it cannot be read.
+    """Return the first bytes of a file, memory-mapped; ValueError if it cannot be read or is empty.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -252,11 +245,7 @@ class ByteTextData(LightningDataModule):
             self.check(self.trainer.world_size if self.trainer is not None else 1)
 
     def check(self, num_workers: int) -> None:
-        """Read and split the text for a number of workers.
-
-        Raises:
-            ValueError: If the text is missing, or too small for one batch per worker.
-        """
+        """Read and split the text; ValueError if it is missing, or too small for the workers."""
         text = (
             standard_library(self.max_bytes)
             if self.path is None

@@ -36,8 +36,7 @@ def follow_launcher(cfg: DictConfig) -> DictConfig:
 def outer_launch() -> tuple[str, int, int] | None:
     """Return the launcher of this process: (name, processes per machine, machines), or None.
 
-    Raises:
-        ValueError: If this machine has another number of processes than the mean of all.
+    ValueError if this machine has another number of processes than the mean of all.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
@@ -56,11 +55,7 @@ def outer_launch() -> tuple[str, int, int] | None:
 
 
 def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
-    """Set the number of torch's threads in this process and in those that it starts.
-
-    Raises:
-        ValueError: If it is less than 1.
-    """
+    """Set torch's threads in this process and those that it starts; ValueError if below 1."""
     if num_threads is None:
         if trainer.strategy.root_device.type != "cpu" or trainer.num_devices == 1:
             return

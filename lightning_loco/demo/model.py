@@ -178,8 +178,7 @@ class ByteGPT(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer with warm-up and cosine decay, without weight decay of vectors.
 
-        Raises:
-            ValueError: If neither ``total_steps`` nor the Trainer says when training ends.
+        ValueError if neither ``total_steps`` nor the Trainer says when training ends.
         """
         total_steps = self.hparams["total_steps"] or self.trainer.estimated_stepping_batches
         if math.isinf(total_steps):

@@ -27,14 +27,9 @@ def check_optimizer(name: str) -> None:
 def make_optimizer(
     name: str, hidden: nn.Module, whole: nn.Module, lr: float, weight_decay: float
 ) -> Optimizer:
-    """Make the optimizer of a model.
+    """Make one of :data:`OPTIMIZERS`; Muon optimizes the matrices of ``hidden``, a part of it all.
 
-    Args:
-        name: One of :data:`OPTIMIZERS`.
-        hidden: The part of the model whose matrices Muon optimizes.
-        whole: The model; its vectors (norms, biases) have no weight decay.
-        lr: Learning rate of both optimizers.
-        weight_decay: Weight decay of matrices and embeddings.
+    Vectors (norms, biases) have no weight decay.
     """
     trainable = [p for p in whole.parameters() if p.requires_grad]
     chosen = {id(p) for p in hidden.parameters() if p.ndim == 2} if name == "muon" else set()

@@ -120,11 +120,8 @@ def measure(
 ) -> RunReport:
     """Collect the metrics of a finished fit from all workers; every rank must call it.
 
-    Args:
-        trainer: After ``fit``.
-        model: The trained model.
-        data: With ``ByteTextData`` the trained bytes are counted.
-        train_s: Duration of the training.
+    With ``ByteTextData`` the trained bytes are counted. ``train_s`` is the duration of the
+    training.
     """
     strategy, steps = trainer.strategy, trainer.global_step
     report = RunReport(
@@ -176,8 +173,7 @@ def measure(
 def draw_run(report: RunReport, folder: Path, loggers: Sequence[Logger]) -> None:
     """Plot ``loss.png`` from the CSV logger's file, and the workers' own files if they exist.
 
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
+    ModuleNotFoundError if matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 

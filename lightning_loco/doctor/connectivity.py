@@ -38,17 +38,10 @@ def encode(message: Any) -> bytes:
 
 
 def decode(line: bytes, *kinds: type[T]) -> T:
-    """Decode a line.
+    """Decode a line as one of these dataclasses; BadMessageError if it is anything else.
 
     Texts are cut to ``MAX_TEXT_LENGTH`` characters, and characters that cannot be printed become
     ``?``.
-
-    Args:
-        line: A line from :func:`encode`, or anything else.
-        kinds: Dataclasses that are accepted.
-
-    Raises:
-        BadMessageError: If the line is anything else.
     """
     try:
         ((name, value),) = json.loads(line.decode()).items()
@@ -82,17 +75,10 @@ def _parse(kind: Any, value: Any) -> Any:
 
 
 async def receive(reader: asyncio.StreamReader, limit_s: float, *kinds: type[T]) -> T:
-    """Receive the next message of a connection.
+    """Receive the next message, one of these dataclasses, within ``limit_s`` seconds.
 
-    Args:
-        reader: Reader of the connection. Its own limit bounds the length of a line.
-        limit_s: Longest wait in seconds.
-        kinds: Dataclasses that are accepted.
-
-    Raises:
-        BadMessageError: If the message is of another kind, or longer than the reader's limit.
-        TimeoutError: If no whole line arrives in time.
-        ConnectionError: If the connection ends before.
+    BadMessageError if it is another one, or longer than the reader's limit; TimeoutError if no
+    whole line arrives in time; ConnectionError if the connection ends before.
     """
     try:
         line = await asyncio.wait_for(reader.readline(), max(limit_s, 0))
@@ -182,8 +168,7 @@ class ConnectError(Exception):
 def listen(address: str, port: int) -> socket.socket:
     """Listen on an address, or on all addresses if it is empty.
 
-    Raises:
-        OSError: If this machine does not have the address, or the port is taken.
+    OSError if this machine does not have the address, or the port is taken.
     """
     if not address and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
@@ -221,11 +206,7 @@ async def _answer(
 async def connect(
     address: str, port: int, limit_s: float, max_line_bytes: int = _MAX_LINE_BYTES
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to an address.
-
-    Raises:
-        ConnectError: If that is not possible in time.
-    """
+    """Connect to an address; ConnectError if that is not possible in time."""
     try:
         ip_address(address)  # fails for a name, which would be looked up at a name server
         opening = asyncio.open_connection(address, port, limit=max_line_bytes)

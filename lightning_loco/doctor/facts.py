@@ -79,13 +79,7 @@ class Facts:
 
 
 async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Facts:
-    """Gather what a machine can know before the rendezvous.
-
-    Args:
-        rank: Number of this machine.
-        world: Number of machines.
-        environ: Environment variables of the run.
-    """
+    """Gather what machine ``rank`` of ``world`` can know before the rendezvous."""
     name, interfaces = socket.gethostname(), addresses_of_interfaces()
     name_addresses = await addresses_of(name)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")
@@ -122,8 +116,7 @@ async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Fac
 async def in_thread(limit_s: float, call: Callable[[], T]) -> T:
     """Run a call in a thread, because the system may block it, as it may name lookups.
 
-    Raises:
-        TimeoutError: If it does not return in time. Its thread ends with the process.
+    TimeoutError if it does not return in time; its thread ends with the process.
     """
     try:
         return await asyncio.wait_for(asyncio.wrap_future(run_in_thread(call)), max(limit_s, 0))

@@ -171,11 +171,7 @@ class RendezvousServer:
         self._finished = asyncio.Event()
 
     async def serve(self) -> None:
-        """Run the rendezvous until all machines have received the findings.
-
-        Raises:
-            RendezvousError: If the port is taken.
-        """
+        """Run until all machines have the findings; RendezvousError if the port is taken."""
         port = self._settings.port
         try:
             listener = listen("", port)
@@ -267,15 +263,9 @@ class RendezvousServer:
 async def join(settings: RendezvousSettings, facts: Facts) -> tuple[Facts, Findings]:
     """Join the rendezvous, connect to all other machines, and receive the findings.
 
-    Args:
-        settings: Which machine this is, and where to join.
-        facts: Facts of this machine, which already answers the others.
-
-    Returns:
-        The facts with the addresses that only a connection shows, and the findings.
-
-    Raises:
-        RendezvousError: If machine 0 cannot be reached, or refuses this machine.
+    This machine already answers the others. Returns its facts with the addresses that only a
+    connection shows, and the findings. RendezvousError if machine 0 cannot be reached, or refuses
+    it.
     """
     reader, writer = await _connect_to_machine_0(settings, facts.name)
     try:

@@ -38,13 +38,9 @@ class Finding:
 def judge(
     world: int, present: Sequence[Facts], results: Sequence[Results], refused: Iterable[str]
 ) -> list[Finding]:
-    """Derive the findings that machine 0 sends to all machines.
+    """Derive the findings that machine 0 sends to all: ``world`` machines should be ``present``.
 
-    Args:
-        world: Number of machines that should join.
-        present: Facts of the machines that have joined.
-        results: Results of the machines that have sent them.
-        refused: Why machines were refused.
+    ``results`` are those of the machines that have sent them; ``refused`` says why others were.
     """
     found = [*_judge_machines(world, present, results), *_judge_names(present, results)]
     found += [Finding("machines", FAILED, reason) for reason in refused]
@@ -217,11 +213,7 @@ def matrix(present: Sequence[Facts], results: Sequence[Results]) -> list[str]:
 def report(head: str, own: Facts, findings: Sequence[Finding], table: Sequence[str]) -> str:
     """Return the text that is printed: the findings, and facts of this machine without findings.
 
-    Args:
-        head: First line.
-        own: Facts of this machine.
-        findings: Findings from :func:`judge` or :func:`judge_facts`.
-        table: Lines from :func:`matrix`.
+    It begins with ``head`` and ends with ``table``, the lines of :func:`matrix`.
     """
     here = own.address or "the address by which it reaches machine 0"
     here += f" ({own.interface})" if own.interface else ""

@@ -55,14 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check this machine, and the connections to the others if there are any; print a report.
 
-    Args:
-        args: Parsed arguments of :func:`add_arguments`.
-
-    Returns:
-        0 if no check has failed, else 1.
-
-    Raises:
-        ValueError: If an argument is missing or out of range.
+    Returns 0 if no check has failed, else 1. ValueError if an argument is missing or out of range.
     """
     settings = find_settings(args, os.environ)
     if args.rank is None and not is_first(os.environ):
@@ -76,17 +69,9 @@ def run(args: argparse.Namespace) -> int:
 def find_settings(
     args: argparse.Namespace, environ: Mapping[str, str]
 ) -> RendezvousSettings | None:
-    """Combine the command line and the variables of the launcher.
+    """Combine the command line and the launcher's variables; None for this machine alone.
 
-    Args:
-        args: Parsed arguments of :func:`add_arguments`.
-        environ: Environment variables of this process.
-
-    Returns:
-        Which machine this is; None if nothing is given, for this machine alone.
-
-    Raises:
-        ValueError: If something is missing or out of range. The text names the argument.
+    ValueError, which names the argument, if something is missing or out of range.
     """
     rank_name, world_name, _ = _launcher(environ)
     rank = _number(environ, rank_name) if args.rank is None else args.rank

@@ -181,12 +181,7 @@ class VaryingSteps(Schedule):
 
 
 def check_sync_every(sync_every: object) -> None:
-    """Check a number of local steps, or a list of them.
-
-    Raises:
-        TypeError: If a number is not an integer.
-        ValueError: If a number is smaller than 1.
-    """
+    """Raise TypeError or ValueError unless all numbers are integers of at least 1."""
     is_list = isinstance(sync_every, Sequence) and not isinstance(sync_every, str)
     for steps in sync_every if is_list else [sync_every]:  # type: ignore[attr-defined]
         if isinstance(steps, bool) or not isinstance(steps, int):
