@@ -26,10 +26,8 @@ EXIT_TIMEOUT_S = 2.0
 class BackgroundThread(threading.Thread):
     """A daemon thread that an exiting process asks to end, and waits for with a timeout.
 
-    Args:
-        name: Name of the thread.
-        work: Function to run, unless a subclass defines ``run``.
-        exit_timeout_s: How long an exiting process waits for it, in seconds.
+    It runs ``work``, unless a subclass defines ``run``. An exiting process waits
+    ``exit_timeout_s``.
     """
 
     def __init__(

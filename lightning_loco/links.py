@@ -46,7 +46,6 @@ class Link:
     jitter_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -107,7 +106,6 @@ class Links:
     num_workers: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the seed."""
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed of the links must be an integer, got {self.seed!r}.")
 

@@ -66,12 +66,8 @@ S = TypeVar("S", bound=Settings)
 class Worker:
     """What every worker has, whatever engine decides when and how it exchanges.
 
-    Args:
-        group: The workers.
-        replica: This worker's copy of the model.
-        checksum: Checksum of the initial model, equal on all workers.
-
     Attributes:
+        checksum: Checksum of the initial model, equal on all workers.
         statistics: What communication has cost so far.
         stop: This worker's part in the agreement to stop.
         steps: Local steps so far.

@@ -56,7 +56,6 @@ class ErrorFeedback:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         if not isinstance(self.codec, Codec):
             raise TypeError(f"ErrorFeedback needs a codec such as E3M0(), got {self.codec!r}.")
         if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)):
@@ -99,7 +98,6 @@ class Compensated:
     codec: Codec
 
     def __post_init__(self) -> None:
-        """Check the type."""
         if not isinstance(self.codec, Codec):
             raise TypeError(f"Compensated needs a codec such as Sparse(), got {self.codec!r}.")
 

@@ -24,7 +24,6 @@ class _FourBits(Codec):
     is_rough = True
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_block(self.block, multiple=8)
 
     @property

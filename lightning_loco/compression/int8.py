@@ -34,7 +34,6 @@ class Int8(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_block(self.block, multiple=4)
 
     @property

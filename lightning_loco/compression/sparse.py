@@ -49,7 +49,6 @@ class Sparse(Codec):
     is_rough = True
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_block(self.block, multiple=4)
         if isinstance(self.k, bool) or not isinstance(self.k, int):
             raise TypeError(f"k counts values and must be an integer, got {self.k!r}.")

@@ -49,8 +49,7 @@ def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def text_file(path: str | Path, max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the first bytes of a file, memory-mapped; ValueError if it cannot be read or is empty.
-    """
+    """Return the first bytes of a file, memory-mapped; ValueError if there are none to read."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"data.path must name a file, and there is none at {file.absolute()}.")

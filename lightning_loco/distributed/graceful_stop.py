@@ -14,9 +14,8 @@ class StopAgreed(Exception):
 class StopAgreement:
     """The training thread's side of the agreement that the watchdogs make about where to stop.
 
-    Attributes:
-        requested: Why this worker was asked to stop, or None.
-        agreed: The reason to stop, once this worker is at the agreed position; None before.
+    This worker was asked to stop for the reason ``requested``, or None. ``agreed`` is the reason
+    once it is at the agreed position.
     """
 
     def __init__(self, group: WorkerGroup) -> None:

@@ -175,11 +175,7 @@ class _Call:
 
 
 class _CallThread(BackgroundThread):
-    """Runs one call after the other.
-
-    Attributes:
-        started_at: When the current call was started; None without one.
-    """
+    """Runs one call after the other; the current one, if any, was ``started_at``."""
 
     def __init__(self, clock: Clock = REAL_CLOCK) -> None:
         super().__init__("loco-store")

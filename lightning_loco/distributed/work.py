@@ -42,10 +42,8 @@ class WaitTimer:
 class ExplainErrors:
     """A context that turns a RuntimeError of a backend into one that names the failed worker.
 
-    Args:
-        group: The workers.
-        label: What is being waited for, e.g. ``"round 12"``.
-        started: When the wait started, by the group's clock. Default: when the context is entered.
+    What is waited for is called ``label``, e.g. ``"round 12"``. The wait ``started`` by the group's
+    clock, by default when the context is entered.
     """
 
     def __init__(self, group: WorkerGroup, label: str, started: float | None = None) -> None:
@@ -70,17 +68,12 @@ class ExplainErrors:
 
 
 class PendingWork:
-    """Several works of a backend that complete together.
+    """Several works of a backend, which have just been started and complete together.
 
     ``Work.wait`` of gloo blocks the host until the data have arrived, at most for the timeout of
     the process group. That of NCCL only makes the device wait: the host would then block in its
     next read, without a timeout. With NCCL the host therefore polls until the works are completed,
     a worker has failed, or ``timeout_s`` of the group has passed since they were started.
-
-    Args:
-        group: The workers.
-        label: What is being waited for, e.g. ``"round 12"``.
-        works: The works, which have just been started.
     """
 
     def __init__(self, group: WorkerGroup, label: str, works: Iterable[dist.Work]) -> None:
@@ -146,16 +139,8 @@ class PendingWork:
 class AllReduceSum:
     """A pending all-reduce that sums a flat tensor over all workers, in place.
 
-    With a single worker the tensor is left unchanged.
-
-    Args:
-        group: The workers.
-        statistics: Counts bytes and seconds.
-        flat: Of the same size on all workers; must not be changed until :meth:`wait` returns.
-        label: What is being waited for, e.g. ``"round 12"``.
-
-    Attributes:
-        lost: None, since the message is not compressed.
+    The tensor has the same size on all workers, and must not be changed until :meth:`wait` returns.
+    With a single worker it is left unchanged. Nothing is ``lost``, since it is not compressed.
     """
 
     lost = None

@@ -102,15 +102,10 @@ class KnownStatuses:
 
 
 class GatheredStatuses:
-    """Statuses in an all-gather of their own.
+    """Statuses in an all-gather of their own, to which this worker's is sent at once.
 
-    Args:
-        group: The workers.
-        statistics: Where seconds are counted.
-        status: Of this worker; it is sent at once.
-        label: What it is for: ``"round 12"``, ``"validation"``.
-        needs_weights: Whether to gather again if a worker at a sync point has sent no weight to a
-            round, because it had not read its parameters.
+    With ``needs_weights`` they are gathered again if a worker at a sync point has sent no weight to
+    a round, because it had not read its parameters.
     """
 
     def __init__(

@@ -154,11 +154,7 @@ class Findings:
 
 
 class RendezvousServer:
-    """Waits for all machines, or until the first one can wait no longer; collects their results.
-
-    Args:
-        settings: Settings of machine 0.
-    """
+    """Waits for all machines, or until the first one can wait no longer; collects their results."""
 
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings

@@ -319,13 +319,7 @@ class ElasticConnection:
 
 
 class MemberStatuses:
-    """Statuses of all members, which are known when a round is complete.
-
-    Args:
-        request: The round.
-        statistics: Where seconds are counted.
-        label: What the round is called in messages.
-    """
+    """Statuses of all members, which are known when a round is complete."""
 
     def __init__(self, request: RoundRequest, statistics: Statistics, label: str) -> None:
         self.label = label
@@ -355,13 +349,7 @@ class MemberStatuses:
 
 
 class RoundHandle:
-    """Handle of the exchange of a round, as returned by ``Exchange.start``.
-
-    Args:
-        request: The round.
-        engine: Engine of this worker.
-        record: Called with the round once its result was received.
-    """
+    """Handle of the exchange of a round; ``record`` is called once its result was received."""
 
     def __init__(
         self, request: RoundRequest, engine: Engine, record: Callable[[RoundRequest], None]

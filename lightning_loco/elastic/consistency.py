@@ -22,11 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class ConsistencyCheck:
-    """Compares the members' states in some rounds, before their messages are exchanged.
+    """Compares the members' states in every so many rounds (0 for never), before their messages.
 
-    Args:
-        every: Number of rounds between two comparisons, equal on all members; 0 for never.
-        own_fingerprint: Returns the :func:`fingerprint` of what rounds keep equal on all members.
+    ``own_fingerprint`` returns the :func:`fingerprint` of what rounds keep equal on all members.
     """
 
     def __init__(self, every: int, own_fingerprint: Callable[[], int]) -> None:

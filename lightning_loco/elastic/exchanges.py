@@ -47,12 +47,7 @@ class Exchanged(NamedTuple):
 class SumExchange:
     """Messages are summed over all members; the donor sends its state to joining workers.
 
-    Args:
-        group: The process group of the members.
-        engine: Engine of this worker.
-
-    Attributes:
-        result_fits_message: Whether the result may replace the message in its memory.
+    ``result_fits_message``: the result may replace the message in its memory.
     """
 
     result_fits_message = True
@@ -130,10 +125,6 @@ class GossipExchange:
     the order of the plan. A joining worker gets the mean of the others' messages in place of both
     its own message and its result: algorithms that apply results linearly then take it to the mean
     of the others' new parameters, so the mean over all members does not change.
-
-    Args:
-        group: The process group of the members.
-        engine: Engine of this worker.
     """
 
     result_fits_message = False

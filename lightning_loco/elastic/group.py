@@ -276,14 +276,8 @@ class MemberMonitor:
     through the store of the donor. This is needed because the lighthouse considers a worker alive
     until its heartbeats have been missing for some time, and a process group waits long for a
     member that never connects or is frozen. In contrast, the store of a dead worker refuses
-    connections at once, and that of a frozen one does not answer.
-
-    Args:
-        plan: Plan of a new group.
-        timeout_s: Longest wait for an answer of the others, in seconds.
-
-    Raises:
-        RuntimeError: If the donor, whose store is used, has died or does not answer.
+    connections at once, and that of a frozen one does not answer within ``timeout_s`` seconds.
+    RuntimeError if this is so with the store of the donor, which is used.
     """
 
     def __init__(self, plan: Plan, timeout_s: float) -> None:

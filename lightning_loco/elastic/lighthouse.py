@@ -165,12 +165,6 @@ class Uptime:
 
     A lighthouse that was restarted knows no worker. It would let the first ones that ask continue
     without the others, and let workers without a state begin a second run.
-
-    Args:
-        lighthouse: ``"host:port"``.
-
-    Attributes:
-        is_closed: Whether :meth:`close` was called.
     """
 
     def __init__(self, lighthouse: str) -> None:

@@ -69,7 +69,6 @@ class Elastic:
     check_every: int | None = 10
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         if not (isinstance(self.lighthouse, str) and _LIGHTHOUSE.fullmatch(self.lighthouse)):
             raise ValueError(
                 "lighthouse must be an address such as '10.0.0.1:29510', got "

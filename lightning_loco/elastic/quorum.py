@@ -135,9 +135,7 @@ class Plan(NamedTuple):
 class OtherRun(Exception):
     """The quorum belongs to another run than this worker: settings or parameters differ.
 
-    Attributes:
-        member: Name of a member of that run.
-        store: Address of that member's key-value store.
+    ``member`` belongs to that run, and ``store`` is the address of its key-value store.
     """
 
     def __init__(self, member: str, store: str) -> None:

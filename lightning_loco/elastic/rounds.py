@@ -429,16 +429,9 @@ class QuorumRequester:
     """Requests quorums from the lighthouse, in a thread of its own.
 
     The call of torchft does not return before the quorum is complete. It runs in another thread, so
-    that a worker that is asked to stop meanwhile can give it up.
-
-    Args:
-        lighthouse: The lighthouse.
-        live_members: Returns the members of the last group that are alive, as far as is known.
-        is_stopping: Returns whether this worker was asked to stop.
-        timeout_s: Longest wait of a round, in seconds, for messages.
-
-    Attributes:
-        has_left: Whether this worker has left the run and completes its rounds alone.
+    that a worker that ``is_stopping`` meanwhile can give it up. If it ``has_left`` the run, it
+    completes its rounds alone. ``live_members`` returns those of the last group that are alive, as
+    far as is known; messages name ``timeout_s``, the longest wait of a round, in seconds.
     """
 
     def __init__(

@@ -135,12 +135,7 @@ class BucketChunk:
 
 
 class Bucket:
-    """Chunks that travel in one collective.
-
-    Args:
-        wire: The memory that is sent: the message, and behind the first one the statuses.
-        chunks: What the message consists of.
-    """
+    """Chunks that travel in one collective: in ``wire``, behind the first one with the statuses."""
 
     def __init__(self, wire: Tensor, chunks: list[BucketChunk]) -> None:
         self.wire = wire

@@ -31,9 +31,6 @@ class SendTimes:
     So the receiver of a message can read its send time without waiting. Times are those of the
     clock's ``wall_time``, which is the same for all processes of a host. Records are overwritten
     after 1024 messages.
-
-    Args:
-        group: The workers; at least two.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -71,14 +68,8 @@ class LinkEmulator:
     The messages are sent immediately and unchanged. Their result becomes available once the last
     sender has sent, this worker's link is free of earlier messages, and the time has passed that
     the bytes take on the link. Until then :meth:`EmulatedHandle.has_arrived` returns False, and
-    :meth:`EmulatedHandle.wait` sleeps.
-
-    Args:
-        exchange: The exchange that sends the messages.
-        links: The links of the workers.
-        group: The workers; at least two.
-        statistics: Counts bytes and the time on the link.
-        topology: The neighbours; None if all workers exchange with all.
+    :meth:`EmulatedHandle.wait` sleeps. There are at least two workers; without a topology all
+    exchange with all.
     """
 
     def __init__(
@@ -174,13 +165,9 @@ class LinkEmulator:
 
 
 class LinkUse:
-    """The use of one worker's link: when it is free, and how much of its time was waited for.
+    """The use of one worker's link: how much of its time was waited for, and when it is free.
 
-    Args:
-        statistics: Counts these times.
-
-    Attributes:
-        free_at: When all messages so far have left the link, by the clock's ``wall_time``.
+    All messages so far have left it at ``free_at``, by the clock's ``wall_time``.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -199,17 +186,10 @@ class LinkUse:
 class EmulatedHandle:
     """The handle of a bucket whose result may have arrived, but is not available yet.
 
-    The exchange may send more bytes in calls of :meth:`has_arrived` or :meth:`wait`. These take
-    their time on the link after the bytes before them have arrived.
-
-    Args:
-        handle: The handle of the exchange itself.
-        link: The link of this worker.
-        group: The workers.
-        first: The time that the bytes sent at the start take.
-        began: When they were sent, by the clock's ``wall_time``.
-        span: Returns the time that further bytes take.
-        last_send_time: Returns when the last sender sent, once the handle's result has arrived.
+    The bytes that were sent when it ``began``, by the clock's ``wall_time``, take the time
+    ``first``. The exchange may send more bytes in calls of :meth:`has_arrived` or :meth:`wait`.
+    These take their time, which ``span`` returns, on the link after the bytes before them have
+    arrived. ``last_send_time`` is called once the result has arrived.
     """
 
     def __init__(

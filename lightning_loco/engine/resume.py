@@ -89,12 +89,9 @@ def _with_means(engine: Engine, saved: EarlierRun, notes: list[str]) -> dict[str
 
 
 class _LoadedFragment(NamedTuple):
-    """The state of one fragment to load.
+    """The state of one fragment to load: shared if the algorithm is replicated, and own.
 
-    Attributes:
-        shared: Equal on all workers if the algorithm is replicated.
-        own: Of this worker.
-        ended: A pending round that must be applied at once, if there is one.
+    ``ended`` is a pending round that must be applied at once, if there is one.
     """
 
     shared: dict[str, Any]

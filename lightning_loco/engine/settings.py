@@ -62,7 +62,6 @@ class RoundSettings:
     outer_device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         for name, kind, example in (
             ("algorithm", Algorithm, "DiLoCo()"),
             ("schedule", Schedule, "EverySteps(100)"),

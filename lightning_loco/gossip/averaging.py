@@ -29,11 +29,8 @@ def copy_model(layout: FlatLayout, flat: Tensor) -> None:
 class ModelAverager:
     """Averages a model with the parameters of a peer, chunk by chunk, in place.
 
-    Call its methods under ``torch.no_grad()``.
-
-    Args:
-        layout: Where each tensor of the model is in the flat vector ``(P,)``.
-        algorithm: The rule. With ``keep_progress`` the averager holds a second copy of the model.
+    Call its methods under ``torch.no_grad()``. With ``keep_progress`` of the algorithm it holds a
+    second copy of the model.
     """
 
     def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage) -> None:

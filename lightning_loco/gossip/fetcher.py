@@ -383,10 +383,8 @@ class Fetcher:
 class FetchingThread(BackgroundThread):
     """Runs the fetches that the training thread starts, and hands over the results.
 
-    A fetch ends within ``fetch_timeout_s`` of the fetcher, with or without parameters.
-
-    Args:
-        fetcher: Used by this thread only, which closes it at the end.
+    A fetch ends within ``fetch_timeout_s`` of the fetcher, with or without parameters. Only this
+    thread uses the fetcher, and closes it at the end.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:

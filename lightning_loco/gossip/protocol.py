@@ -95,8 +95,7 @@ class WireFormat(NamedTuple):
         return max(SINGLE_THREAD_ELEMENTS // self.block, 1) * self.block
 
     def elements(self, offset: int, length: int) -> slice:
-        """Return the values in whole rows that begin at ``offset``, in bytes, and have ``length``.
-        """
+        """Return the values in whole rows, which begin at ``offset`` and have ``length`` bytes."""
         start = offset // self.row_bytes * self.block
         stop = start + length // self.row_bytes * self.block
         return slice(start, min(stop, self.numel))

@@ -26,22 +26,8 @@ from lightning_loco.values import plain
 class PairwiseSettings:
     """How a worker fetches and averages the parameters of its peers.
 
-    Args:
-        algorithm: How to average with the parameters of a peer.
-        nodes: All nodes including this one, if workers are started one by one: a list, or the path
-            of a YAML file. None if the workers are the ranks of one job.
-        name: Which of the nodes this worker is.
-        fetch_timeout_s: Longest duration of a fetch in seconds.
-        compression: Codec of the parameters on the wire, or its name. Default: no compression.
-        key_file: File with the certificate and key of the job.
-        max_peer_distance: Parameters that are this many times further away than usual are not used;
-            more than 1. None for no limit.
-        link: Links to emulate. Default: none.
-
-    Raises:
-        TypeError: If a value has the wrong type.
-        ValueError: If a value is out of range, or the nodes do not fit.
-        FileNotFoundError: If a file does not exist.
+    Arguments and errors are those of :class:`~lightning_loco.gossip.PairwiseEngine`, except for
+    ``link``: the links to emulate, or None.
     """
 
     algorithm: PairwiseAverage
@@ -57,7 +43,6 @@ class PairwiseSettings:
     """There are no outer parameters: local ones are averaged with a peer's on their own device."""
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         algorithm: object = self.algorithm
         if not isinstance(algorithm, PairwiseAverage):
             raise TypeError(f"algorithm must be a PairwiseAverage(), got {algorithm!r}.")

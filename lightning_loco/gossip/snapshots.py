@@ -55,16 +55,7 @@ class Snapshots:
     While two earlier snapshots are being read there is no memory for the next one. Then
     :meth:`flat_buffer` and :meth:`wire_buffer` return None, and the latest snapshot stays the
     latest until one of the two is no longer read. The server's deadlines limit how long this is.
-
-    Args:
-        wire_format: How the parameters are encoded.
-        pinned: Whether to use pinned memory, for a model on a GPU.
-
-    Attributes:
-        wire_format: How the parameters are encoded.
-
-    Raises:
-        ValueError: If there are no parameters.
+    For a model on a GPU memory is ``pinned``. ValueError if there are no parameters.
     """
 
     def __init__(self, wire_format: WireFormat, *, pinned: bool = False) -> None:
@@ -199,13 +190,8 @@ MAX_COPY_SHARE = 0.05
 class Publisher:
     """Publishes snapshots of a model on the CPU, in at most 5 % of the time.
 
-    Args:
-        snapshots: Where the model is copied to.
-        layout: The model.
-
-    Attributes:
-        was_finite: Whether the parameters were finite when they were last copied.
-        loss: The last loss that was recorded; None before the first one.
+    ``was_finite`` says whether the parameters were when they were last copied; ``loss`` is the last
+    one that was recorded, or None.
     """
 
     def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
@@ -252,19 +238,12 @@ class DevicePublisher:
 
     The parameters are packed on the GPU, together with their norm and the loss, and encoded there
     if there is a codec. One asynchronous copy brings them into the pinned memory of the next
-    snapshot while training continues. The first call of :attr:`is_due` that finds the copy
-    complete publishes the snapshot; only then the norm and the loss are known on the host.
+    snapshot while training continues. The first call of :attr:`is_due` that finds the copy complete
+    publishes the snapshot; only then the norm and the loss are known on the host, so that
+    ``was_finite`` and ``loss`` are those of the last complete copy.
 
     The copies take at most 5 % of the time. The GPU holds one more vector of P numbers and, with a
     codec, its encoded form.
-
-    Args:
-        snapshots: Where the model is copied to; in pinned memory.
-        layout: The model.
-
-    Attributes:
-        was_finite: Whether the parameters of the last complete copy were finite.
-        loss: The loss of the last complete copy; None before the first one.
     """
 
     def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:

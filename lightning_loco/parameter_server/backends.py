@@ -192,12 +192,9 @@ class LocalBackend:
 class RemoteBackend(ServerClient):
     """Has a server's steps made on another rank, as a client of it.
 
-    Args:
-        connection: To that rank.
-        params: Tensors of the parameters' shapes and dtypes.
-        buckets: The workers' buckets; parameters are received in them.
-        accumulator: Holds the mean gradient. A bucket's parameters are received into the memory
-            from which its gradient is sent: they are sent only after the gradient has arrived.
+    ``shapes`` have the parameters' shapes and dtypes. The accumulator holds the mean gradient. A
+    bucket's parameters are received into the memory from which its gradient is sent: they are sent
+    only after the gradient has arrived.
     """
 
     def __init__(

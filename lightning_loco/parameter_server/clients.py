@@ -249,10 +249,6 @@ class RequestQueue:
 
     Threads receive them, so that the server's main thread can be interrupted, and learns at once
     when a client has ended or sends a keep-alive.
-
-    Args:
-        clients: Whose requests to receive.
-        keep_alive: What to do until one arrives.
     """
 
     def __init__(self, clients: Sequence[RankConnection], keep_alive: KeepAlive) -> None:

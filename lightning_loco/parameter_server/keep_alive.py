@@ -83,10 +83,6 @@ class WaitThread(BackgroundThread):
 
     A gloo wait that times out closes the connections to all ranks, so waits in this thread have no
     timeout. After an error the rank counts as lost, and all later waits fail at once.
-
-    Args:
-        name: Name of the rank.
-        keep_alive: What to do until a message arrives.
     """
 
     def __init__(self, name: str, keep_alive: KeepAlive) -> None:

@@ -417,13 +417,9 @@ def _check_gradients(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor])
 
 
 class ReplicaGroup:
-    """The ranks of one worker, of which the first is the client of the servers.
+    """The ranks of one worker, with gloo, of which the first is the client of the servers.
 
-    Args:
-        group: These ranks, with gloo; None for a worker of a single rank.
-
-    Attributes:
-        is_leader: Whether this rank is the first one.
+    Without a group the worker has a single rank. ``is_leader``: this rank is the first one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

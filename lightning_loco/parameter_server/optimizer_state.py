@@ -12,11 +12,7 @@ from lightning_loco.parameter_server.protocol import Hyperparameters, MessageTag
 
 
 class HyperparameterSync:
-    """Keeps hyper-parameters equal on two ranks: each one sends what has changed on its side.
-
-    Args:
-        groups: The parameter groups on this rank.
-    """
+    """Keeps hyper-parameters equal on two ranks: each one sends what has changed on its side."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = groups

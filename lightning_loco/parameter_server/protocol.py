@@ -154,11 +154,7 @@ class StepRequest(NamedTuple):
 
 
 class Unreachable(RuntimeError):
-    """Another rank has ended, or has not responded within the timeout.
-
-    Attributes:
-        rank: That rank.
-    """
+    """Another rank, ``rank``, has ended, or has not responded within the timeout."""
 
     def __init__(self, text: str, rank: int) -> None:
         super().__init__(text)
@@ -190,7 +186,6 @@ class Transport:
     watchdog: Watchdog | None = None
 
     def __post_init__(self) -> None:
-        """Check the compression."""
         as_codec(self.compression)
 
     @property

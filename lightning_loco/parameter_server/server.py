@@ -281,13 +281,7 @@ def _reply_directly(backend: Backend, client: RankConnection, message: Message) 
 
 
 class MeanGradient:
-    """Receives the clients' gradients and averages them, bucket by bucket.
-
-    Args:
-        clients: The clients; gradients are summed in their order.
-        buckets: The buckets in which they send gradients.
-        accumulator: Memory for the sum.
-    """
+    """Receives the clients' gradients and averages them, bucket by bucket, in their order."""
 
     def __init__(
         self, clients: Clients, buckets: Sequence[ParamBucket], accumulator: Accumulator
@@ -335,12 +329,6 @@ class GradientReceiver:
 
     Buckets of the first client are received into the accumulator, if they are sent in its dtype.
     Those of the others are received into a ring of at least two buffers.
-
-    Args:
-        client: The sender.
-        buckets: Its buckets.
-        accumulator: Memory for the sum.
-        is_first: Whether the sum starts with this client.
     """
 
     def __init__(

@@ -28,13 +28,7 @@ from lightning_loco.parameters.fingerprint import crc32
 class ServerClient:
     """Reads and writes the parameters and the optimizer state of one server.
 
-    Args:
-        connection: To the server.
-        shapes: Tensors of the shapes and dtypes of the server's parameters.
-
-    Attributes:
-        connection: As given.
-        shapes: As given.
+    ``shapes`` are tensors of the shapes and dtypes of the server's parameters.
     """
 
     def __init__(self, connection: RankConnection, shapes: Sequence[Tensor]) -> None:
@@ -127,15 +121,8 @@ def send_parameters(connection: RankConnection, params: Iterable[Tensor]) -> Non
 class ShardClient(ServerClient):
     """A worker's client of one server: sends gradients of a shard and receives its parameters.
 
-    Args:
-        params: The shard's parameters, in the server's order.
-        groups: Parameter groups, whose hyper-parameters a schedule may change on this rank.
-        buckets: The shard's buckets.
-        connection: To the server.
-        checksum: Checksum of the shard.
-
-    Attributes:
-        bytes_saved: Bytes of gradients that compression has saved.
+    They are in the server's order. A schedule may change the hyper-parameters of ``groups`` on this
+    rank. Compression has saved ``bytes_saved`` of the gradients so far.
     """
 
     def __init__(
@@ -337,12 +324,7 @@ class ShardClient(ServerClient):
 
 
 class AsyncSender:
-    """Sends tensors of a GPU without blocking: a stream copies them, a thread sends the copies.
-
-    Args:
-        connection: To the receiver.
-        device: The tensors' device.
-    """
+    """Sends tensors of a GPU without blocking: a stream copies them, a thread sends the copies."""
 
     def __init__(self, connection: RankConnection, device: torch.device) -> None:
         self._connection = connection
@@ -382,13 +364,10 @@ _SAMPLE = torch.Size([_NUM_ROWS, 16])
 
 
 class ChangeDetector:
-    """Detects whether a worker's parameters were changed outside the optimizer.
+    """Detects whether a worker's parameters, at least one, were changed outside the optimizer.
 
     In-place changes and new memory show in PyTorch's version counters and pointers. Changes through
     ``.data`` do not, so some 500 evenly spaced elements of each parameter are compared as well.
-
-    Args:
-        params: What to watch, at least one.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:

@@ -137,14 +137,7 @@ def serve(
 
 
 class _ServiceRank:
-    """A service rank's shard of the parameters, the memory for it, and its connections.
-
-    Args:
-        groups: Parameter groups, in the workers' order.
-        tiers: The roles of all ranks.
-        rank: This rank.
-        transport: How the ranks are connected.
-    """
+    """A service rank's shard of the parameters, the memory for it, and its connections."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], tiers: Tiers, rank: int, transport: Transport

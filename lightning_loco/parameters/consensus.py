@@ -81,18 +81,13 @@ def consensus_distance(
 class AveragedCopies:
     """Averaged copies of the model, and its pruning masks, made equal on all workers.
 
-    In the consensus, averaged copies are replaced by their mean over the workers, and masks by
-    those of worker 0. Values that are equal on all workers are not changed, bit for bit.
+    In the consensus, averaged copies (``modules``, those that exist now, the same on all workers)
+    are replaced by their mean over the workers, and masks of ``torch.nn.utils.prune`` by those of
+    worker 0. Values that are equal on all workers are not changed, bit for bit.
 
     The new values stay in training. This changes no later average: the mean of moving averages is
     the moving average of the mean, also if the mean was taken in between. Copies and masks may
     appear and disappear during training, so they are looked up for every consensus.
-
-    Args:
-        model: The model; its pruning masks are those of ``torch.nn.utils.prune``.
-
-    Attributes:
-        modules: The averaged copies that exist now, the same on all workers.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -166,11 +166,7 @@ class FlatLayout:
 
 
 class Chunk:
-    """The slice ``start:stop`` of the flat vector, and the views of parameters that it consists of.
-
-    Args:
-        start: Position of the first element.
-        views: Views of parameters, in the order of the vector.
+    """The slice ``start:stop`` of the flat vector, and the views of parameters that it is made of.
     """
 
     def __init__(self, start: int, views: list[Tensor]) -> None:
@@ -259,13 +255,9 @@ class Packing(NamedTuple):
 
 
 class CrossDevicePacking(NamedTuple):
-    """Repeated copies between a chunk of parameters and a flat vector on another device.
+    """Repeated copies between a chunk of parameters and a vector of its length on another device.
 
     The parameters are packed on their own device first, so that one copy crosses over.
-
-    Attributes:
-        chunk: The chunk.
-        flat: The vector ``(len(chunk),)``.
     """
 
     chunk: Chunk

@@ -177,13 +177,8 @@ class Replica:
 class ParameterOwners:
     """The modules that hold the exchanged parameters, also after a parameter has moved.
 
-    Args:
-        model: The module to train.
-        names: Names of the parameters at the start.
-        tensors: The parameters.
-
-    Attributes:
-        slots: Module and attribute that hold each parameter, and the parameter.
+    Names are those of the start. ``slots`` are the module and the attribute that hold each
+    parameter, and the parameter.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -217,11 +212,9 @@ class CopyOnWrite:
 
     Such a round is made if this worker calls a collective in its ``training_step`` while another
     worker has a round to make. It must not change the parameters, from which gradients are being
-    computed, so it works on copies. At the end of the step, the parameters move by what the round
-    has changed, as if it had come just before the step. Without such a round, nothing is copied.
-
-    Args:
-        layout: The parameters; its ``tensors`` are the copies as long as there are any.
+    computed, so it works on copies, which are the ``tensors`` of the layout meanwhile. At the end
+    of the step, the parameters move by what the round has changed, as if it had come just before
+    the step. Without such a round, nothing is copied.
     """
 
     def __init__(self, layout: FlatLayout) -> None:

@@ -26,7 +26,6 @@ class EveryInterval(Schedule):
     applies_at_sync_points = True
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         if isinstance(self.interval_s, bool) or not isinstance(self.interval_s, (int, float)):
             raise TypeError(f"interval_s must be a number of seconds, got {self.interval_s!r}.")
         if not 0 <= self.interval_s < math.inf:

@@ -47,7 +47,6 @@ class EverySteps(Schedule):
     warm_start: bool = True
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         check_sync_every(self.sync_every)
 
     def due(self, info: StepInfo) -> tuple[bool, bool]:
@@ -113,7 +112,6 @@ class VaryingSteps(Schedule):
     warm_start: bool = True
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         if not isinstance(self.sync_every, Mapping):
             raise TypeError(
                 f"sync_every must be a mapping such as {{0: 10, 1000: 50}}, got {self.sync_every!r}"

@@ -147,7 +147,6 @@ class Staggered(Schedule):
     warm_start: bool = False
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         check_sync_every(self.sync_every)
         shortest = min(self._all_sync_every, default=2**31)
         for name, value, least, rule in (

@@ -86,13 +86,11 @@ class WorkerStrategy(DDPStrategy):
     """A ``DDPStrategy`` whose collectives start with a sync point of all workers.
 
     Workers that have different numbers of batches reach Lightning's barriers and reductions at
-    different times. Each of these calls first waits until all workers have reached the same one;
-    a worker that waits keeps taking part in the rounds of those that still train.
+    different times. Each of these calls first waits until all workers have reached the same one; a
+    worker that waits keeps taking part in the rounds of those that still train.
 
-    Attributes:
-        checkpoints: Implements the hooks for checkpoints.
-        timeout_s: Longest wait for another worker, in seconds.
-        group: The workers with a watchdog, so that errors name one of them; or None.
+    ``checkpoints`` implements the hooks for checkpoints. ``group`` are the workers with a watchdog,
+    so that errors name one of them, or None.
     """
 
     checkpoints: WorkerCheckpoints | RemoteCheckpoints
@@ -277,14 +275,9 @@ class WorkerStrategy(DDPStrategy):
 class EngineStrategy(WorkerStrategy):
     """A strategy in which each rank is a worker with its own copy of the model and an engine.
 
-    Gradients are never reduced. The engine counts local (optimizer) steps and decides when this
-    worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the mean
-    of the workers' local parameters.
-
-    Attributes:
-        settings: Settings of the engine, as given to :meth:`_init_with`.
-        engine: The engine during ``fit``; None at other times.
-        checkpoints: Writes and reads checkpoints.
+    Gradients are never reduced. The engine, None outside ``fit``, counts local (optimizer) steps
+    and decides when this worker exchanges with others. Validation, checkpoints and the model after
+    ``fit`` are the mean of the workers' local parameters.
     """
 
     settings: Any

@@ -75,13 +75,7 @@ class MaxSteps:
     """Sets the Trainer's ``max_steps`` of workers that make fewer local steps per round.
 
     ``max_steps`` of the user counts the local steps of the worker that makes most of them; the
-    others get a limit in proportion to their share.
-
-    Args:
-        trainer: Its limit is lowered until :meth:`restore`.
-        schedule: Schedule of the run.
-        worker: This worker.
-        num_workers: Number of workers N.
+    others get a limit in proportion to their share, until :meth:`restore`.
     """
 
     def __init__(

@@ -36,9 +36,6 @@ class ExternalUpdates:
     reads of the parameters per epoch, and no message; a batch costs nothing.
 
     It also detects an epoch that has changed the parameters without a counted step.
-
-    Args:
-        strategy: The strategy of this worker.
     """
 
     def __init__(self, strategy: EngineStrategy) -> None:

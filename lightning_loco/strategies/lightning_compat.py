@@ -413,10 +413,7 @@ class SyncBeforeCollectives(TorchDispatchMode):
 
     A worker with fewer batches reaches the end of its epoch, and the hooks there, while others
     still make rounds. At a sync point it takes part in these rounds; inside a collective that does
-    not go through the strategy it could not.
-
-    Args:
-        sync_point: Waits for all workers; gets a label.
+    not go through the strategy it could not. ``sync_point`` gets a label.
     """
 
     def __init__(self, sync_point: Callable[[str], None]) -> None:

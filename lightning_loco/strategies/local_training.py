@@ -28,9 +28,6 @@ class LocalModel(nn.Module):
     It is ``trainer.model`` during ``fit``: ``trainer.model.module`` is the module, and
     ``trainer.model.no_sync()`` does nothing. All other attributes are the module's, and it compares
     equal to the module.
-
-    Args:
-        module: The module to train.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -21,12 +21,7 @@ from lightning_loco.strategies import lightning_compat
 
 
 class JoiningLoader:
-    """A data loader that joins the run before its first batch, since samples depend on the members.
-
-    Args:
-        loader: Loads this member's samples.
-        join: Joins the run unless this job has joined already.
-    """
+    """A data loader that joins the run before its first batch: samples depend on the members."""
 
     def __init__(self, loader: DataLoader[Any], join: Callable[[], None]) -> None:
         self.loader = loader
@@ -67,11 +62,8 @@ def shard_dataloader(
 class TrainerPosition:
     """The loop position of a trainer: learning rates, their schedules, and the logged step.
 
-    Implements :class:`lightning_loco.engine.membership.LoopPosition`.
-
-    Args:
-        trainer: The trainer.
-        steps: Returns the local steps of this worker.
+    Implements :class:`lightning_loco.engine.membership.LoopPosition`; ``steps`` returns the local
+    steps of this worker.
     """
 
     def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:

@@ -364,12 +364,7 @@ def _overrides(owner: object, base: type, hook: str) -> bool:
 
 
 class RemotePrecision:
-    """Makes a precision plugin clip and scale through a remote optimizer, until :meth:`close`.
-
-    Args:
-        plugin: The plugin of this rank; some of its attributes are replaced.
-        remote: Clips the mean gradient, and knows whether all gradients are finite.
-    """
+    """Makes a precision plugin clip and scale through a remote optimizer, until :meth:`close`."""
 
     def __init__(self, plugin: Any, remote: RemoteOptimizer) -> None:
         self._plugin = plugin
@@ -400,11 +395,7 @@ class RemotePrecision:
 
 
 class AgreedGradScaler:
-    """A gradient scaler that skips a step on all workers if any of them has an infinite gradient.
-
-    Args:
-        scaler: Everything else is delegated to it.
-    """
+    """A gradient scaler that skips a step on all workers if a gradient of any is infinite."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler

@@ -40,11 +40,8 @@ class Connection:
     longer than ``timeout_s`` seconds, and OSError if the connection breaks. After an error in the
     middle of a message the connection cannot be used any more and must be closed.
 
-    Args:
-        connected: A connected socket, which this object owns and closes.
-        context: TLS context. None for an unencrypted connection.
-        server_side: Whether this is the server's side of the TLS handshake.
-        clock: Clock of the deadlines.
+    The connected socket is owned and closed by this object. Without a TLS context it is not
+    encrypted.
     """
 
     def __init__(

@@ -104,13 +104,10 @@ class ResumedPosition:
 
     If a sampler divides the data among the workers, their common progress counts: the epoch is
     divided again, and the batches that were trained on are read and skipped. If each worker has
-    data of its own, these continue where they were.
+    data of its own, these continue where they were. A new worker has the position of worker 0.
 
-    Args:
-        position: Where the worker was; where worker 0 was, if this worker is new.
-        before: In what proportion the former workers shared the data, one number each.
-        now: In what proportion the present workers share them.
-        worker: This worker.
+    ``before`` and ``now`` are in what proportion the former and the present workers share the data,
+    one number each.
     """
 
     def __init__(

@@ -131,11 +131,9 @@ Found = dict[str, list[int]]
 
 
 class ChosenSave(NamedTuple):
-    """The save that all workers resume from.
+    """The save that all workers resume from, whose main file on this worker's disk is ``path``.
 
-    Attributes:
-        path: The main file on this worker's disk.
-        seen: For each worker, the workers whose side files are on its disk.
+    For each worker, ``seen`` are the workers whose side files are on its disk.
     """
 
     path: str
@@ -249,28 +247,14 @@ def _listed(found: Found) -> str:
 
 
 class SavedRun:
-    """The run that wrote a checkpoint, and the state that this worker resumes from.
+    """The run that wrote a checkpoint, and the state that this worker resumes from, ``own``.
 
     A worker that did not exist in that run reads the state of worker 0, and so does one whose own
-    side file is missing.
+    side file is missing: ``is_new``. ``name`` is the file that it reads.
 
-    Args:
-        entry: Manifest in the main file.
-        files: The side files.
-        path: The main file.
-        worker: This worker.
-        weights_only: As the main file was read: False if any object may be in the files.
-        readers: For each side file, the worker that can read it; None if all can read all.
-
-    Attributes:
-        name: The side file that the worker resumes from.
-        is_new: Whether the worker has no side file of its own.
-        num_workers: Number of workers that wrote it.
-        algorithm: Name of the algorithm's class.
-        own: The state that the worker resumes from.
-
-    Raises:
-        ValueError: If a file is missing, is damaged, belongs to another save, or is incomplete.
+    ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``. For
+    each side file, ``readers`` has the worker that can read it; None if all can read all.
+    ValueError if a file is missing, is damaged, belongs to another save, or is incomplete.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ _KEY = "lightning_loco_positions"
 
 
 class RemoteCheckpoints:
-    """Writes and reads one file with the optimizer's state and every worker's position.
-
-    Args:
-        strategy: The strategy whose checkpoints they are.
-    """
+    """Writes and reads one file with the optimizer's state and every worker's position."""
 
     def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
         self._strategy = strategy

@@ -187,15 +187,7 @@ def errors_naming(file: str | Path) -> Iterator[None]:
 
 
 class SideFiles:
-    """The side files of one checkpoint.
-
-    Args:
-        io: Writes and reads files.
-        path: Path of the main file.
-
-    Attributes:
-        path: Path of the main file.
-    """
+    """The side files of one checkpoint, whose main file is ``path``."""
 
     def __init__(self, io: CheckpointIO, path: str | Path) -> None:
         self._io = io

@@ -51,15 +51,8 @@ class WorkerCheckpoints:
 
     The main file is an ordinary checkpoint of the consensus; its entry ``"lightning_loco"`` names
     the :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run
-    resumes exactly.
-
-    Args:
-        strategy: The strategy of this worker, with its engine and its ``CheckpointIO``.
-        folder: ``"shared"`` if all workers see the same files, ``"private"`` if each may have a
-            disk of its own.
-
-    Raises:
-        ValueError: If ``folder`` is something else.
+    resumes exactly. The folder is ``"shared"`` if all workers see the same files, ``"private"`` if
+    each may have a disk of its own.
     """
 
     def __init__(self, strategy: EngineStrategy, folder: str = "shared") -> None:
