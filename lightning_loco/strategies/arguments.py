@@ -20,12 +20,9 @@ from lightning_loco.links import LinkLike
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
-class CommonArguments(TypedDict, total=False):
-    """Arguments of every strategy with an engine; see LocoStrategy for meanings and defaults."""
+class WorkerArguments(TypedDict, total=False):
+    """Arguments of every strategy; see LocoStrategy for meanings and defaults."""
 
-    evaluate: Literal["average", "outer", "local"]
-    finalize: Literal["average", "keep"]
-    checkpoint_folder: Literal["shared", "private"]
     timeout_s: float
     summary: bool
     accelerator: Accelerator | None
@@ -35,6 +32,14 @@ class CommonArguments(TypedDict, total=False):
     precision_plugin: Precision | None
     process_group_backend: str | None
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class CommonArguments(WorkerArguments, total=False):
+    """Arguments of every strategy with an engine."""
+
+    evaluate: Literal["average", "outer", "local"]
+    finalize: Literal["average", "keep"]
+    checkpoint_folder: Literal["shared", "private"]
 
 
 class RoundArguments(CommonArguments, total=False):
@@ -72,7 +77,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def common_parameters(
-    table: type[CommonArguments], source: Callable[..., None]
+    table: type[WorkerArguments], source: Callable[..., None]
 ) -> list[inspect.Parameter]:
     """Return those parameters of a function that are in a table of common arguments."""
     return [

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
@@ -41,6 +42,7 @@ from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
@@ -97,6 +99,36 @@ class WorkerStrategy(DDPStrategy):
     timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
+
+    def _init_worker(
+        self,
+        *,
+        timeout_s: float = 600.0,
+        summary: bool = True,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        """Set the arguments of all strategies, those of :class:`LocoStrategy`, with defaults."""
+        check_common_arguments(timeout_s, start_method)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        self.timeout_s, self.summary = timeout_s, summary
+        self.statistics = Statistics()
+        self._steps = LocalSteps()
+        self._added = ExitStack()
 
     # ------------------------------------------------------------------- workers
 
@@ -284,6 +316,7 @@ class EngineStrategy(WorkerStrategy):
     engine: AnyEngine | None
     checkpoints: WorkerCheckpoints
 
+    @spelled_out(WorkerStrategy._init_worker)  # noqa: SLF001
     def _init_with(
         self,
         settings: Any,
@@ -291,43 +324,15 @@ class EngineStrategy(WorkerStrategy):
         evaluate: Literal["average", "outer", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         checkpoint_folder: Literal["shared", "private"] = "shared",
-        timeout_s: float = 600.0,
-        summary: bool = True,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **common: Unpack[WorkerArguments],
     ) -> None:
-        """Set the arguments that all strategies with an engine share; called by constructors.
-
-        Args:
-            settings: From which :meth:`make_engine` makes the engine.
-            evaluate: This and the other arguments are those of :class:`LocoStrategy`; their
-                defaults are defined here.
-        """
+        """Set the arguments of all strategies with an engine, which the settings make."""
         check_choice("evaluate", evaluate, ("average", "outer", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
-        check_common_arguments(timeout_s, start_method)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
-            start_method=start_method,
-        )
+        self._init_worker(**common)
         self.settings = settings
-        self.evaluate, self.finalize, self.timeout_s = evaluate, finalize, timeout_s
-        self.summary = summary
-        self.statistics = Statistics()
-        self._steps = LocalSteps()
+        self.evaluate, self.finalize = evaluate, finalize
         self._max_steps: MaxSteps | None = None
-        self._added = ExitStack()
         self._loss: Any = math.nan
         self.engine: AnyEngine | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.statistics import Statistics
@@ -25,11 +22,13 @@ from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.tiers import check_ranks
 from lightning_loco.parameters.schema import broadcast_model, check_model
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
+from lightning_loco.strategies.base import WorkerStrategy
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
 from lightning_loco.strategies.service_ranks import ServiceRankStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, summarize
-from lightning_loco.values import check_bytes, check_common_arguments
+from lightning_loco.values import check_bytes
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -60,17 +59,9 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         min_workers: Continue with the mean over the remaining workers while there are so many.
             Default: the end of one worker ends the run, with an error that names it.
         overlap: Send gradients while the backward pass computes them.
-        timeout_s: Longest wait for another rank, in seconds.
         bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
-        summary: Whether fit ends with a short table of steps, bytes and seconds.
-        accelerator: As in ``DDPStrategy``; usually set by the Trainer.
-        parallel_devices: As in ``DDPStrategy``.
-        cluster_environment: As in ``DDPStrategy``.
-        checkpoint_io: As in ``DDPStrategy``.
-        precision_plugin: As in ``DDPStrategy``.
-        process_group_backend: As in ``DDPStrategy``, for the ranks that train.
-        start_method: How Lightning starts processes: ``"popen"``, ``"spawn"``, ``"fork"`` or
-            ``"forkserver"``.
+        timeout_s: As in :class:`LocoStrategy`, like all arguments that follow. The backend is that
+            of the ranks that train.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -87,6 +78,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
     checkpoints: RemoteCheckpoints
 
+    @spelled_out(WorkerStrategy._init_worker)  # noqa: SLF001
     def __init__(
         self,
         num_workers: int | None = None,
@@ -96,40 +88,17 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         compression: Codec | ErrorFeedback | str | None = None,
         min_workers: int | None = None,
         overlap: bool = True,
-        timeout_s: float = 600.0,
         bucket_bytes: int = BUCKET_BYTES,
-        summary: bool = True,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **common: Unpack[WorkerArguments],
     ) -> None:
         check_ranks(num_workers, num_servers, replica_size, min_workers)
-        check_common_arguments(timeout_s, start_method)
         check_bytes("bucket_bytes", bucket_bytes)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
-            start_method=start_method,
-        )
+        self._init_worker(**common)
         self.counts = (num_workers, num_servers, replica_size)
         self.compression = as_codec(compression)
         self.min_workers = min_workers
         self.overlap = overlap
-        self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
-        self.summary = summary
-        self.statistics = Statistics()
-        self._added = ExitStack()
-        self._steps = LocalSteps()
         self._stop_reason: str | None = None
         self._precision: RemotePrecision | None = None
         self._can_stream = False
