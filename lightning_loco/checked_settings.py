@@ -21,8 +21,12 @@ from lightning_loco import algorithms
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.demo.launch import follow_launcher
-from lightning_loco.engine.constructors import clock_settings
-from lightning_loco.engine.hidden_rounds import HiddenRounds, async_diloco, streaming_diloco
+from lightning_loco.engine.constructors import (
+    HiddenRounds,
+    async_diloco,
+    clock_settings,
+    streaming_diloco,
+)
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import as_links

@@ -1,7 +1,6 @@
 """Lightning callbacks: metrics of communication and consensus, logs of all workers, delays."""
 
-from lightning_loco.callbacks.monitor import CommunicationMonitor, ConsensusMonitor
-from lightning_loco.callbacks.peers import PeerMonitor
+from lightning_loco.callbacks.monitor import CommunicationMonitor, ConsensusMonitor, PeerMonitor
 from lightning_loco.callbacks.straggler import StragglerSimulator
 from lightning_loco.callbacks.worker_logs import WorkerLogs
 

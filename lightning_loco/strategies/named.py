@@ -13,8 +13,12 @@ from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.constructors import ClockEngine, clock_settings
-from lightning_loco.engine.hidden_rounds import async_diloco, streaming_diloco
+from lightning_loco.engine.constructors import (
+    ClockEngine,
+    async_diloco,
+    clock_settings,
+    streaming_diloco,
+)
 from lightning_loco.links import LinkLike
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
@@ -212,16 +216,8 @@ class StreamingDiLoCoStrategy(LocoStrategy):
 class EagerDiLoCoStrategy(LocoStrategy):
     """Async DiLoCo in which each worker applies its own pseudo-gradient without delay.
 
-    See :class:`~lightning_loco.algorithms.EagerDiLoCo` for the formula and :class:`LocoStrategy`
-    for the arguments that all strategies share.
-
-    Args:
-        sync_every: Local steps between rounds, or one number per worker.
-        outer_lr: Outer learning rate, or a schedule of rates.
-        outer_momentum: Outer momentum.
-        nesterov: Nesterov momentum.
-        warm_start: Make the first round a blocking one.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+    See :class:`~lightning_loco.algorithms.EagerDiLoCo` for the formula and the outer arguments,
+    and :class:`LocoStrategy` for the arguments that all strategies share.
 
     Example::
 
