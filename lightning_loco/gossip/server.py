@@ -21,24 +21,13 @@ _SPARE_CONNECTIONS = 32
 _FILES_PER_CONNECTION = 8
 
 
-class SnapshotServer:
-    """Answers requests for parameters with the latest snapshot.
+class SnapshotServer(Server):
+    """A server that answers requests for parameters with the latest snapshot.
 
-    Args:
-        wire_format: Requests for another model or another encoding are refused.
-        snapshots: Hold the parameters.
-        num_peers: Number of peers. The server keeps at most two connections for each of them and
-            32 more, and at most an eighth of the files that this process may open.
-        timeout_s: Longest time in which a peer has to read a reply, in seconds.
-        host: Address to listen on.
-        port: Port to listen on. 0 takes any free one.
-        certificate: Certificate of the job. Default: no encryption.
-
-    Attributes:
-        bytes_sent: Bytes of parameters that were sent to peers.
-
-    Raises:
-        RuntimeError: If the port is taken or the host is not an address of this machine.
+    Requests for another model or another encoding are refused. The server keeps at most two
+    connections for each peer and 32 more, and at most an eighth of the files that this process may
+    open. A peer has ``timeout_s`` seconds to read a reply. ``bytes_sent`` are those of parameters.
+    Other arguments and errors are those of :class:`~lightning_loco.transport.Server`.
     """
 
     def __init__(
@@ -53,11 +42,11 @@ class SnapshotServer:
         certificate: JobCertificate | None = None,
     ) -> None:
         self.bytes_sent = 0
-        self._lock = threading.Lock()
+        self._bytes_lock = threading.Lock()
         self._model_id = wire_format.model_id
         self._snapshots = snapshots
-        self._server = Server(
-            self._answer,
+        super().__init__(
+            self._send_snapshot,
             host=host,
             port=port,
             certificate=certificate,
@@ -65,21 +54,7 @@ class SnapshotServer:
             timeout_s=timeout_s,
         )
 
-    @property
-    def port(self) -> int:
-        """Port that the server listens on."""
-        return self._server.port
-
-    @property
-    def malformed(self) -> int:
-        """Number of connections that were closed because the client violated the protocol."""
-        return self._server.malformed
-
-    def start(self) -> None:
-        """Start to answer requests."""
-        self._server.start()
-
-    def _answer(self, request: Request) -> None:
+    def _send_snapshot(self, request: Request) -> None:
         requested = parse_request(request.header)
         if request.body_bytes:
             raise MalformedMessage("a request for parameters with a body")
@@ -90,14 +65,10 @@ class SnapshotServer:
             if snapshot is None:
                 request.reply(pack_reply(ReplyHeader(NOTHING_PUBLISHED, self._model_id)))
                 return
-            with self._lock:
+            with self._bytes_lock:
                 self.bytes_sent += len(snapshot.data)
             reply = ReplyHeader(PARAMETERS, self._model_id, snapshot.tag)
             request.reply(pack_reply(reply), snapshot.data)
-
-    def close(self) -> None:
-        """Close all connections and free the port. Calling it again does nothing."""
-        self._server.close()
 
 
 def max_connections(num_peers: int) -> int:
