@@ -241,10 +241,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _receive_weights(self) -> None:
         reach("outer step")
         for client in self._clients:
-            if self._replica.is_leader:
-                client.receive_weights(self._replica.broadcast_tensor)
-            else:
-                client.receive_weights_from_leader(self._replica.broadcast_tensor)
+            client.receive_weights(self._replica.broadcast_tensor)
 
     def are_finite(self, here: bool) -> bool:
         """Return whether all workers' gradients are finite, and those ``here``; for scalers."""

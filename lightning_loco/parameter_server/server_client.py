@@ -219,21 +219,15 @@ class ShardClient(ServerClient):
     def receive_weights(self, broadcast: Callable[[Tensor], object]) -> None:
         """Write the parameters as they arrive.
 
-        Args:
-            broadcast: Called with each bucket, in order; sends it to the worker's other ranks.
+        ``broadcast`` sends each bucket from the worker's leader, who has received it, to the
+        worker's other ranks.
         """
-        for buffer, work in zip(self._buffers, self._receives, strict=True):
-            self.connection.wait(work, "the parameters")
+        for number, buffer in enumerate(self._buffers):
+            if self._receives:
+                self.connection.wait(self._receives[number], "the parameters")
             broadcast(buffer.receive_buffer(self._params))
             buffer.unpack(self._params)
         self._receives = []
-        self._changes.record()
-
-    def receive_weights_from_leader(self, broadcast: Callable[[Tensor], object]) -> None:
-        """Write the parameters that the worker's first rank broadcasts."""
-        for buffer in self._buffers:
-            broadcast(buffer.receive_buffer(self._params))
-            buffer.unpack(self._params)
         self._changes.record()
 
     def load_current_weights(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
