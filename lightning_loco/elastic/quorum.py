@@ -58,14 +58,14 @@ class MemberInfo(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values as they are sent."""
-        return dict(zip(_KEYS, self, strict=True))
+        return self._asdict()
 
     @classmethod
     def parse(cls, member: Member) -> Self | None:
         """Return what a member sent; None if its form, types or ranges are wrong."""
-        if not isinstance(member.data, dict) or member.data.keys() != set(_KEYS):
+        if not isinstance(member.data, dict) or member.data.keys() != set(cls._fields):
             return None
-        info = cls(*(member.data[key] for key in _KEYS))
+        info = cls(**member.data)
         kinds = (int, str, str, int, str, int, str, list, list)
         if not all(type(value) is kind for value, kind in zip(info, kinds, strict=True)):
             return None
@@ -74,10 +74,6 @@ class MemberInfo(NamedTuple):
         numbers = info.round_index, info.data_position, info.min_members
         in_range = is_address(info.store) and all(abs(number) < 2**53 for number in numbers)
         return info if in_range else None
-
-
-_KEYS = ("round_index", "group", "store", "data", "run", "enough", "made", "received", "awaited")
-"""The keys under which the fields of :class:`MemberInfo` are sent, in the same order."""
 
 
 class Plan(NamedTuple):

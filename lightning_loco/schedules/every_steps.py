@@ -66,10 +66,6 @@ class EverySteps(Schedule):
         """Return a worker's local steps between rounds."""
         return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
 
-    def positions_in_round(self, round_index: int) -> int:
-        """Return the number of local steps of a round."""
-        return self.sync_every_of(0)
-
     def of_worker(self, worker: int) -> EverySteps:
         """Return the schedule with the number of this worker instead of a list."""
         return dataclasses.replace(self, sync_every=self.sync_every_of(worker))

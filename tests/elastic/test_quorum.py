@@ -30,12 +30,12 @@ def info(
 ) -> dict[str, Any]:
     return {
         "round_index": round_index,
-        "group": group,
+        "open_group": group,
         "store": f"host:{max(1, round_index + 2)}",
-        "data": data,
-        "run": run,
-        "enough": enough,
-        "made": last_group,
+        "data_position": data,
+        "run_hash": run,
+        "min_members": enough,
+        "last_group": last_group,
         "received": list(received),
         "awaited": list(awaited),
     }
@@ -148,7 +148,7 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
     for data in (
         {},
         {"round": 1},
-        {**info(1), "data": "x"},
+        {**info(1), "data_position": "x"},
         {**info(1), "x": 1},
         {**info(1), "received": [1]},
         {**info(1), "awaited": [1]},
@@ -159,7 +159,7 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
         {**info(1), "store": "a..b:1"},
         {**info(1), "store": "ho\0st:1"},
         {**info(1), "round_index": 10**400},
-        {**info(1), "data": 2**64},
+        {**info(1), "data_position": 2**64},
     ):
         with subtests.test(data=data):
             quorum = Quorum("7.5", [Member("a", info(1, "1.0/1")), Member("other", data)])
