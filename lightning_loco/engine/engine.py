@@ -34,6 +34,8 @@ from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EveryInterval, StepInfo
 from lightning_loco.worker import Worker
 
+_END = "the end of training"
+
 
 class Engine:
     """One worker's part in the training of all.
@@ -397,7 +399,7 @@ class Engine:
     # ---------------------------------------------------------------- end and state
 
     @torch.no_grad()
-    def finish(self, purpose: str = "the end of training") -> None:
+    def finish(self) -> None:
         """Leave the mean of the local parameters in the model, on all workers.
 
         No round is made: a short last one would move the parameters as far as a whole one. Pending
@@ -408,20 +410,20 @@ class Engine:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
         if self.connection is not None:
-            self._make_last_rounds(purpose)
+            self._make_last_rounds()
         else:
-            self.sync_point(purpose)
+            self.sync_point(_END)
             for fragment in self.fragments:
                 fragment.wait()
             self._record_statuses()
             self.shows_outer = False
         self.show_consensus("the final consensus")
 
-    def _make_last_rounds(self, purpose: str) -> None:
+    def _make_last_rounds(self) -> None:
         assert self.connection is not None
         self.connection.finish()
         for _ in self.fragments:
-            statuses = self.sync_point(purpose)
+            statuses = self.sync_point(_END)
             if self._sync_every is not None and any(status.steps > 0 for status in statuses):
                 self._begin(IN_ROUND, f"round {self.worker.round_index}")
             elif len(self.fragments) > 1:

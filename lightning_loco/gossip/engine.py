@@ -301,20 +301,17 @@ class PairwiseEngine:
 
     # ---------------------------------------------------------------- sync points
 
-    def finish(self, purpose: str = "the end of training") -> None:
+    def finish(self) -> None:
         """Wait for the other ranks of this job and put the mean of all ranks into the model.
 
         The parameters are served until all ranks have arrived.
-
-        Args:
-            purpose: What the ranks wait for, for error messages; equal on all ranks.
 
         Raises:
             RuntimeError: If a rank is missing or has failed, no rank has finite parameters, or a
                 parameter became trainable after the start.
         """
         self.worker.check_trainable()
-        self.sync_point(purpose)
+        self.sync_point("the end of training")
         self.show_consensus("the final consensus")
 
     @property

@@ -253,7 +253,7 @@ def gossip_between_ranks(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
         time.sleep(0.002)
         engine.step()
     local = model.values.detach().clone()
-    engine.finish("the end")
+    engine.finish()
     engine.close()
     return local, engine.statistics.rounds, model.values.detach().clone()
 
