@@ -274,11 +274,10 @@ def _worker_number(worker: object) -> int:
 
 
 class TransferTime(NamedTuple):
-    """How long a message takes on a link.
+    """How long a message takes on a link, in seconds.
 
-    Attributes:
-        busy_s: For how long it occupies the link: the next message has to wait, in seconds.
-        latency_s: How much later it arrives, in seconds.
+    It occupies the link for ``busy_s``, so that the next message has to wait, and arrives
+    ``latency_s`` later.
     """
 
     busy_s: float

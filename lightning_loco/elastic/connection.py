@@ -51,17 +51,9 @@ class ElasticConnection:
     """Connects one engine with the other members of an elastic run.
 
     Implements :class:`lightning_loco.engine.membership.MemberConnection`. A round of the engine
-    calls :meth:`send_status` with its status, then :meth:`start` with its message.
-
-    Args:
-        elastic: What the user set.
-        settings: Settings of the engine.
-
-    Attributes:
-        is_weighted: Whether messages are summed; otherwise they are mixed by a topology.
-        data_shard: This member's part of the training data.
-        loop: Position of the training loop around the engine; None if there is none.
-        last_round: The last round whose result was received; None before the first one.
+    calls :meth:`send_status` with its status, then :meth:`start` with its message. Messages are
+    summed if it ``is_weighted``, and else mixed by a topology. The result of ``last_round`` was
+    received, None before the first one.
     """
 
     carries_status = False

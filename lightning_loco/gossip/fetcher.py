@@ -114,28 +114,20 @@ class Fetcher:
 
     If a peer refuses, or does not answer within half of ``fetch_timeout_s``, the next peer is
     tried. No peer is given up for good: those that failed are only chosen less often. Parameters
-    are received into preallocated memory, and decoded and checked chunk by chunk.
+    are received into preallocated memory, pinned for a model on a GPU, and decoded and checked
+    chunk by chunk. Peers with another model or another encoding are refused.
 
     Args:
-        wire_format: How the parameters are encoded. Peers with another model or another encoding
-            are refused.
+        wire_format: How the parameters are encoded.
         discovery: Where the peers are.
         selector: Chooses among the peers, and records successes and failures.
-        fetch_timeout_s: Longest duration of a fetch in seconds.
+        fetch_timeout_s: Longest duration of a fetch in seconds, positive.
         certificate: Certificate of the job. Default: no encryption.
-        outlier_filter: Decides which parameters are rejected. Default: only check for NaN and
-            infinity.
-        pinned: Whether to receive into pinned memory, for a model on a GPU.
+        outlier_filter: Rejects parameters. Default: those with NaN and infinity.
+        pinned: Whether to receive into pinned memory.
         emulated_duration: Duration of a fetch on an emulated link. The parameters are returned
             when they would have arrived there, or not at all if that exceeds ``fetch_timeout_s``.
         clock: Clock of the deadlines.
-
-    Attributes:
-        counts: Outcomes of the fetches so far.
-        fetch_timeout_s: Longest duration of a fetch in seconds.
-
-    Raises:
-        ValueError: If ``fetch_timeout_s`` is not positive.
     """
 
     def __init__(

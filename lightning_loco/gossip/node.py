@@ -192,15 +192,8 @@ class PeerNode:
     def publish(self, flat: Tensor, tag: Tag) -> bool:
         """Copy parameters for peers to read. Never waits for them.
 
-        Args:
-            flat: Parameters ``(P,)`` on any device.
-            tag: Their clock and loss.
-
-        Returns:
-            Whether there was memory for them. Slow peers may be reading all of it.
-
-        Raises:
-            ValueError: If ``flat`` has the wrong shape.
+        They are ``(P,)``, on any device; ValueError for another shape. Returns whether there was
+        memory for them: slow peers may be reading all of it.
         """
         return self.snapshots.publish(flat, tag)
 

@@ -35,15 +35,10 @@ class LocalBackend:
 
     If the optimizer steps each parameter by its own gradient alone, and the step needs nothing that
     depends on all gradients, each parameter is stepped as soon as its gradient is complete.
-
-    Args:
-        optimizer: Of these parameters, and perhaps of others, which get no gradient.
-        params: In the order of the workers.
-        buckets: Their buckets.
-        accumulator: Holds the mean gradient; its memory is reused to send parameters.
-        after_step: Called after each step, to step a schedule for instance.
-        exchange_norms: Exchanges the norms of the parameters' gradients with the optimizers of the
-            other servers; returns all of them.
+    Parameters are in the order of the workers; others of the optimizer get no gradient. The memory
+    of the mean gradient is reused to send parameters. ``after_step`` may step a schedule;
+    ``exchange_norms`` exchanges the norms of the gradients with the other servers' optimizers, and
+    returns all.
     """
 
     def __init__(

@@ -23,14 +23,8 @@ class KeepAlive:
 
     A rank that waits for a server receives a keep-alive several times per ``timeout_s``, also while
     the server itself waits for another rank. So only the rank that waits for the late one directly
-    can time out; all others continue to wait, and learn from its error which rank is late.
-
-    Args:
-        timeout_s: Longest time without a message from a rank, in seconds; None to send nothing.
-        check: Called during waits; may raise.
-
-    Attributes:
-        timeout_s: As given.
+    can time out; all others continue to wait, and learn from its error which rank is late. Without
+    ``timeout_s`` nothing is sent. ``check`` is called during waits and may raise.
     """
 
     def __init__(

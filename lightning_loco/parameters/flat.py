@@ -166,8 +166,7 @@ class FlatLayout:
 
 
 class Chunk:
-    """The slice ``start:stop`` of the flat vector, and the views of parameters that it is made of.
-    """
+    """The slice ``start:stop`` of the flat vector, made of these views of parameters."""
 
     def __init__(self, start: int, views: list[Tensor]) -> None:
         self.start = start

@@ -28,12 +28,10 @@ class Reply:
         self.body_bytes = body_bytes
 
     def receive_into(self, memory: memoryview, *, timeout_s: float) -> None:
-        """Receive the next ``len(memory)`` bytes of the body.
+        """Receive the next ``len(memory)`` bytes of the body; ValueError if fewer are left.
 
-        Raises:
-            ValueError: If the rest of the body is shorter than ``memory``.
-            TimeoutError: If it takes longer. Close the client before its next request.
-            OSError: If the connection breaks.
+        TimeoutError if it takes longer: close the client before its next request. OSError if the
+        connection breaks.
         """
         self._connection.receive_into(memory, timeout_s=timeout_s)
 

@@ -51,24 +51,17 @@ class Request:
         self._deadline = time.monotonic() + timeout_s
 
     def receive_into(self, memory: memoryview) -> None:
-        """Receive the next ``len(memory)`` bytes of the body.
+        """Receive the next ``len(memory)`` bytes of the body; ValueError if fewer are left.
 
-        Raises:
-            ValueError: If the rest of the body is shorter than ``memory``.
-            OSError: If the connection breaks or the client is too slow. Do not catch it.
+        OSError if the connection breaks or the client is too slow. Do not catch it.
         """
         self._connection.receive_into(memory, timeout_s=self._deadline - time.monotonic())
 
     def reply(self, header: bytes, body: Body = b"") -> None:
-        """Send the reply. Call it once, after the whole body has been received.
+        """Send the reply; its body must not change until this returns.
 
-        Args:
-            header: At most ``MAX_HEADER_BYTES`` bytes.
-            body: Must not change until this returns.
-
-        Raises:
-            RuntimeError: If it is called twice, or before the whole body has been received.
-            OSError: If the connection breaks or the client is too slow. Do not catch it.
+        RuntimeError if it is called twice, or before the whole body has been received. OSError if
+        the connection breaks or the client is too slow: do not catch it.
         """
         if self.is_answered or self._connection.body_left:
             raise RuntimeError(
