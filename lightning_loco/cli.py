@@ -182,7 +182,7 @@ def check_before_launch(
 
 
 def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
-    """Raise ValueError if workers with other numbers of batches validate within an epoch."""
+    """Raise ValueError if workers with different numbers of batches validate in an epoch."""
     schedule, workers = strategy.schedule, range(trainer.world_size)
     steps = [] if schedule is None else [schedule.sync_every_of(worker) for worker in workers]
     if len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:

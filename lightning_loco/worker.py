@@ -155,7 +155,7 @@ class Worker:
     def count_step(self, sync_every: int | None = None) -> None:
         """Count one local step, and check whether to stop after it.
 
-        ``sync_every`` are those between rounds, if rounds are made by steps.
+        ``sync_every`` is the number of steps between rounds, if rounds start by steps.
         """
         reach("local step")
         self.steps += 1

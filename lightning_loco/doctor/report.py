@@ -40,7 +40,8 @@ def judge(
 ) -> list[Finding]:
     """Derive the findings that machine 0 sends to all: ``world`` machines should be ``present``.
 
-    ``results`` are those of the machines that have sent them; ``refused`` says why others were.
+    ``results`` has one entry for each machine that sent them; ``refused`` has the reason for each
+    machine that was refused.
     """
     found = [*_judge_machines(world, present, results), *_judge_names(present, results)]
     found += [Finding("machines", FAILED, reason) for reason in refused]

@@ -52,8 +52,8 @@ class ElasticConnection:
 
     Implements :class:`lightning_loco.engine.membership.MemberConnection`. A round of the engine
     calls :meth:`send_status` with its status, then :meth:`start` with its message. Messages are
-    summed if it ``is_weighted``, and else mixed by a topology. The result of ``last_round`` was
-    received, None before the first one.
+    summed if it ``is_weighted``, and else mixed by a topology. ``last_round`` is the
+    last round whose result was received; None before the first one.
     """
 
     carries_status = False

@@ -68,8 +68,8 @@ class LinkEmulator:
     The messages are sent immediately and unchanged. Their result becomes available once the last
     sender has sent, this worker's link is free of earlier messages, and the time has passed that
     the bytes take on the link. Until then :meth:`EmulatedHandle.has_arrived` returns False, and
-    :meth:`EmulatedHandle.wait` sleeps. There are at least two workers; without a topology all
-    exchange with all.
+    :meth:`EmulatedHandle.wait` sleeps. It needs at least two workers. Without a
+    topology, all exchange with all.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class WorkerStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        """Set the arguments of all strategies, those of :class:`LocoStrategy`, with defaults."""
+        """Check and set the arguments of every strategy; see :class:`LocoStrategy`."""
         check_common_arguments(timeout_s, start_method)
         super().__init__(
             accelerator=accelerator,
@@ -326,7 +326,7 @@ class EngineStrategy(WorkerStrategy):
         checkpoint_folder: Literal["shared", "private"] = "shared",
         **common: Unpack[WorkerArguments],
     ) -> None:
-        """Set the arguments of all strategies with an engine, which the settings make."""
+        """Check and set the arguments of every strategy whose engine ``settings`` make."""
         check_choice("evaluate", evaluate, ("average", "outer", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
         self._init_worker(**common)

@@ -173,7 +173,7 @@ class ResumedPosition:
         return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
 
     def other_workers(self, own: str) -> list[str]:
-        """Describe what becomes of ``own``, which workers have, if they are gone or are new."""
+        """Describe what becomes of ``own``, a part of each worker, if workers are gone or new."""
         before, now = len(self._before), len(self._now)
         if now < before:
             return [f"{own} of {_span(now, before)} are dropped"]
