@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_host
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Watchdog(BackgroundThread):
         self._worker = worker
         self._num_workers = num_workers
         self._watched = [other for other in range(num_workers) if other != worker]
-        self._names = names or [f"worker {worker}" for worker in range(num_workers)]
+        self._names = names or worker_names(num_workers)
         self._timeout_s = timeout_s
         self._monitor = monitor
         self._clock = clock
@@ -163,8 +164,7 @@ class Watchdog(BackgroundThread):
             if report is None or int(report[1]) >= self._num_workers:
                 return
             if (worker := int(report[1])) != self._worker:
-                name = self._names[worker]
-                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{report[2]}"
+                self.failure = f"{capitalized(self._names[worker])} failed:\n{report[2]}"
                 self._store.set(f"read/{self._worker}", "")
 
     def _record_lost_store(self, error: RuntimeError) -> None:

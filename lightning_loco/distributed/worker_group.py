@@ -22,6 +22,7 @@ from torch.utils.data._utils import signal_handling as _signal_handling
 from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
+from lightning_loco.distributed.names import worker_names
 from lightning_loco.distributed.rendezvous import Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
@@ -118,7 +119,7 @@ class WorkerGroup:
         return group
 
     def _start(self, store: TimeoutStore) -> None:
-        names = [f"worker {worker}" for worker in range(self.num_workers)]
+        names = worker_names(self.num_workers)
         rendezvous = Rendezvous(
             store.with_prefix("lightning_loco/rendezvous"), self.worker, names, self.timeout_s
         )

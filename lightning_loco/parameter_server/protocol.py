@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.compression import CODECS, Codec, check_compression
+from lightning_loco.distributed.names import capitalized
 from lightning_loco.distributed.notes import MAX_BYTES, read
 from lightning_loco.distributed.watchdog import Watchdog
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
@@ -209,7 +210,7 @@ class Transport:
         self, rank: int, name: str, run: int = 0, keep_alive: KeepAlive | None = None
     ) -> RankConnection:
         """Return a connection to another rank; servers pass ``keep_alive``."""
-        return RankConnection(self, rank, name[0].upper() + name[1:], run, keep_alive)
+        return RankConnection(self, rank, capitalized(name), run, keep_alive)
 
     def raise_if_failed(self) -> None:
         """Raise the WorkerFailure that another rank has reported before it ended, if any."""

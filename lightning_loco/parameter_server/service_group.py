@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.notes import read, read_error, write_error
-from lightning_loco.distributed.rendezvous import Job, explain_lost_store
+from lightning_loco.distributed.rendezvous import explain_lost_store
 from lightning_loco.distributed.store import publish, with_timeout
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach

@@ -33,7 +33,7 @@ from typing_extensions import Unpack
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
-from lightning_loco.distributed.rendezvous import init_workers
+from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings

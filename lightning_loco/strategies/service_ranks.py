@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.distributed.rendezvous import Job
+from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve

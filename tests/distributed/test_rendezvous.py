@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.distributed.rendezvous import init_workers
+from lightning_loco.distributed.job import init_workers
 from tests.conftest import cover
 from tests.forked_jobs import Outcome, Start, freeze
 from tests.limits import HARNESS_S

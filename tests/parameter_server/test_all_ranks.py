@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.distributed import rendezvous
+from lightning_loco.distributed import job as jobs
 from lightning_loco.parameter_server.service_group import AllRanks
 from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, freeze
@@ -30,7 +30,7 @@ def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
     """Connect all ranks, after destroying the default process group of the job."""
     dist.barrier()
     dist.destroy_process_group()
-    ranks = AllRanks(rendezvous.Job("127.0.0.1", port, rank, NAMES, timeout_s))
+    ranks = AllRanks(jobs.Job("127.0.0.1", port, rank, NAMES, timeout_s))
     try:
         yield ranks
     finally:
@@ -151,7 +151,7 @@ def end_without_saving(rank: int, world: int, port: int) -> str:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.barrier()
     dist.destroy_process_group()
-    job = rendezvous.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)
+    job = jobs.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)
     with closing(AllRanks(job)) as ranks:
         if rank == 0:
             atexit._run_exitfuncs()  # which a forked process does not do

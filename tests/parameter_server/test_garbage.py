@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.distributed.rendezvous import Job
+from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState

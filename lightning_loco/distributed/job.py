@@ -1,0 +1,283 @@
+"""The ranks of a job, connected by its key-value store before any process group exists."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from lightning_loco.distributed.names import worker_names
+from lightning_loco.distributed.notes import read
+from lightning_loco.distributed.rendezvous import (
+    POLL_INTERVAL_S,
+    Rendezvous,
+    explain_missing,
+    wait_until_others_know,
+)
+from lightning_loco.distributed.store import (
+    StoreTimeout,
+    TimeoutStore,
+    connect_to_default_store,
+    with_timeout,
+)
+from lightning_loco.distributed.watchdog import WorkerFailure
+
+_JOB_KEY = "job"
+_REFUSED_KEY = "refused"
+_MAX_TEXT = 400
+_stores: dict[tuple[str, int, int], Store] = {}
+
+
+def init_workers(
+    get_address: Callable[[], tuple[str, int]],
+    worker: tuple[int, int],
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    job_name: str = "",
+) -> None:
+    """Initialize the default process group of a job's workers, or check an existing one.
+
+    Args:
+        get_address: Returns the address of the host of worker 0, and a free port there.
+        worker: Number of this worker, and the number of workers; a single one needs no group.
+        backend: Backend of the process group.
+        device: Device of this worker.
+        timeout_s: Longest wait for another worker, in seconds.
+        job_name: Launcher and name of the job, as in :class:`Job`.
+
+    Raises:
+        ValueError: On all workers, if their devices are of different kinds (CPU and GPU, say), or
+            if they were started with different numbers of workers.
+        RuntimeError: If the store at this address belongs to another job.
+        WorkerFailure: If a worker does not join in time; the message says which.
+    """
+    if dist.is_initialized():
+        _check_default_group(device, timeout_s)
+        return
+    number, num_workers = worker
+    if num_workers > 1:
+        job = Job(*get_address(), number, worker_names(num_workers), timeout_s, job_name)
+        try:
+            job.init_default_group(range(num_workers), backend, device)
+        finally:
+            job.close()
+
+
+def _check_default_group(device: torch.device, timeout_s: float) -> None:
+    if (num_workers := dist.get_world_size()) == 1:
+        return
+    store = connect_to_default_store(timeout_s)
+    keys, names = store.with_prefix("lightning_loco/device"), worker_names(num_workers)
+    try:
+        Rendezvous(keys, dist.get_rank(), names, timeout_s).check_device(device)
+    finally:
+        store.close()
+
+
+class Job:
+    """The ranks of a job, connected by its key-value store.
+
+    Every wait has a timeout, and its error names the rank that is missing.
+
+    Args:
+        address: Address of the host of rank 0.
+        port: A free port there.
+        rank: This rank.
+        names: Names of all ranks, for messages.
+        timeout_s: Longest wait for another rank, in seconds.
+        job_name: Launcher and name of the job: ``"SLURM job 17"``. A rank with another job name is
+            refused.
+
+    Attributes:
+        rank: As given.
+        names: As given.
+        timeout_s: As given.
+        raw_store: The job's key-value store, for the set-up of process groups by PyTorch.
+        store: A separate connection to that store.
+
+    Raises:
+        WorkerFailure: If rank 0, which hosts the store, does not answer in time.
+        RuntimeError: If the store belongs to another job.
+        ValueError: If rank 0 was started with another number of ranks.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        job_name: str = "",
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.timeout_s = timeout_s
+        self._job_name = job_name
+        self._address = f"{address}:{port}"
+        key = (address, port, len(names))
+        with self._store_errors_named():
+            if key not in _stores:
+                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+                timeout = timedelta(seconds=timeout_s)
+                # With the true world size, rank 0 would wait here for all others, and its error
+                # would not say which of them are missing.
+                handler = torch_rendezvous("env://", rank, world_size=1, timeout=timeout)
+                _stores[key], _, _ = with_timeout(lambda: next(handler), timeout_s + 1)
+            self.raw_store = _stores[key]
+            self.store = TimeoutStore.from_clone(self.raw_store, timeout_s)
+        self._job_store = self.store.with_prefix("lightning_loco/job")
+        try:
+            with self._store_errors_named():
+                self._check_same_job()
+        except BaseException:
+            self.close()
+            raise
+
+    def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
+        """Initialize the default process group with some ranks; the others must not call it.
+
+        Args:
+            ranks: Ranks of the group, ascending.
+            backend: Backend of the process group.
+            device: Device of this rank.
+
+        Raises:
+            ValueError: On all these ranks, if their devices are of different kinds.
+            RuntimeError: If there is a default group with other ranks, or a rank does not join in
+                time.
+        """
+        if dist.is_initialized():
+            if dist.get_world_size() != len(ranks):
+                raise RuntimeError(
+                    f"The default process group has {dist.get_world_size()} ranks already, but "
+                    f"should have the {len(ranks)} that train. Do not initialise torch.distributed "
+                    "before, and use one number of workers per process."
+                )
+            return
+        prefix = f"lightning_loco/training{len(ranks)}"
+        with self._store_errors_named():
+            rendezvous = Rendezvous(
+                self.store.with_prefix(f"{prefix}/rendezvous"),
+                ranks.index(self.rank),
+                [self.names[rank] for rank in ranks],
+                self.timeout_s,
+                self.raise_if_refused,
+            )
+            rendezvous.check_device(device)
+            store = PrefixStore(f"{prefix}/{rendezvous.attempt}", self.raw_store)
+
+            def connect() -> None:
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=ranks.index(self.rank),
+                    world_size=len(ranks),
+                    timeout=timedelta(seconds=self.timeout_s),
+                    device_id=None if device.type == "cpu" else device,
+                )
+
+            try:
+                with_timeout(connect, self.timeout_s + 1)
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+                raise WorkerFailure(f"{rendezvous.explain()} PyTorch says: {reason}") from error
+        if backend == "nccl":
+            atexit.register(_destroy_default_group)
+
+    def _check_same_job(self) -> None:
+        """Compare the job's name and number of ranks with those that rank 0 has published.
+
+        Raises:
+            WorkerFailure: If rank 0 does not publish them in time.
+            RuntimeError: If the store belongs to another job, which continues.
+            ValueError: If the numbers of ranks differ; the other ranks raise it as well.
+        """
+        num_ranks = len(self.names)
+        if self.rank == 0:
+            self._job_store.delete_key(_REFUSED_KEY, self.timeout_s)  # of an earlier attempt
+            published = json.dumps([self._job_name, num_ranks])
+            self._job_store.set(_JOB_KEY, published, self.timeout_s)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while not self._job_store.check([_JOB_KEY], self.timeout_s):
+            if time.monotonic() > deadline:
+                raise WorkerFailure(explain_missing(self.names[0], self.timeout_s))
+            time.sleep(POLL_INTERVAL_S)
+        value = self._job_store.get(_JOB_KEY, self.timeout_s)
+        match read(value, f"Rank 0 at {self._address}"):
+            case [str(job_name_0), int(num_ranks_0)]:
+                pass
+            case other:
+                raise RuntimeError(
+                    f"The key-value store at {self._address} holds {str(other)[:100]!r}, which is "
+                    "not of this program. Does another program use the port of this job?"
+                )
+        if job_name_0 != self._job_name:
+            raise RuntimeError(
+                f"This process belongs to {_describe_job(self._job_name)}, but rank 0 at "
+                f"{self._address} to {_describe_job(job_name_0)}, which goes on without it. Give "
+                "each job a MASTER_PORT of its own, and see that MASTER_ADDR is the machine of "
+                "this job's rank 0."
+            )
+        if num_ranks_0 != num_ranks:
+            text = (
+                f"Rank {self.rank} counts {num_ranks} ranks in all, and rank 0 {num_ranks_0}. Use "
+                "the same number of devices and of machines for all "
+                "(Trainer(devices=..., num_nodes=...))."
+            )
+            self._job_store.set(_REFUSED_KEY, text, self.timeout_s)
+            # The store answers this call only once it has read the value.
+            self._job_store.check([_REFUSED_KEY], self.timeout_s)
+            raise ValueError(text)
+
+    def raise_if_refused(self) -> None:
+        """Raise if a rank was refused, so that the ranks that wait for it end as well.
+
+        Raises:
+            ValueError: If a rank was started with another number of ranks than rank 0.
+        """
+        if self._job_store.check([_REFUSED_KEY], self.timeout_s):
+            text = self._job_store.get(_REFUSED_KEY, self.timeout_s).decode(errors="replace")
+            with suppress(RuntimeError):
+                wait_until_others_know(self._job_store, self.rank, len(self.names))
+            raise ValueError(text[:_MAX_TEXT])
+
+    def close(self) -> None:
+        """Close this connection to the store; a second call does nothing."""
+        self.store.close()
+
+    @contextmanager
+    def _store_errors_named(self) -> Iterator[None]:
+        """Name the host of the store in errors of a store that is silent or has ended."""
+        try:
+            yield
+        except (StoreTimeout, dist.DistError) as error:
+            if self.rank == 0 and not isinstance(error, StoreTimeout):
+                raise  # this rank could not open the store: the port is taken, for example
+            raise WorkerFailure(
+                f"No message in the set-up within {self.timeout_s:g} s from {self.names[0]}, "
+                f"which hosts the job's key-value store at {self._address} and is unreachable. "
+                "Check that it runs and that nothing holds it or the network to it up, or raise "
+                "timeout_s."
+            ) from error
+
+
+def _describe_job(job_name: str) -> str:
+    return job_name[:_MAX_TEXT] or "a job without a name"
+
+
+def _destroy_default_group() -> None:
+    """Destroy the default group when Python ends: PyTorch warns if one of NCCL is left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
