@@ -232,7 +232,8 @@ class Clients:
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
         sends = [send for c in self.active for send in c.try_reply({"failure": text})]
         sends += send_to_server(text)
-        timeout_s = _REPORTED_FAILURE_S if isinstance(error, WorkerFailure) else _FAILURE_S
+        is_reported = isinstance(error, WorkerFailure) and not isinstance(error, Unreachable)
+        timeout_s = _REPORTED_FAILURE_S if is_reported else _FAILURE_S
         deadline = time.monotonic() + timeout_s
         for work, _ in sends:
             left_s = max(deadline - time.monotonic(), _MIN_TIMEOUT_S)

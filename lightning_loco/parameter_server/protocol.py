@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.distributed.names import capitalized
 from lightning_loco.distributed.notes import MAX_BYTES, read
-from lightning_loco.distributed.watchdog import Watchdog
+from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
 from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
@@ -154,7 +154,7 @@ class StepRequest(NamedTuple):
         return cls(tuple(sorted(missing)), first("hyperparameters"), first("clip"), first("stop"))
 
 
-class Unreachable(RuntimeError):
+class Unreachable(WorkerFailure):
     """Another rank, ``rank``, has ended, or has not responded within the timeout."""
 
     def __init__(self, text: str, rank: int) -> None:
