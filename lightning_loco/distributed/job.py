@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from lightning_loco.distributed.names import worker_names
-from lightning_loco.distributed.notes import read
+from lightning_loco.distributed import notes
+from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.rendezvous import (
     POLL_INTERVAL_S,
     Rendezvous,
+    explain_lost_store,
     explain_missing,
     wait_until_others_know,
 )
@@ -27,14 +31,23 @@ from lightning_loco.distributed.store import (
     StoreTimeout,
     TimeoutStore,
     connect_to_default_store,
+    publish,
     with_timeout,
 )
 from lightning_loco.distributed.watchdog import WorkerFailure
 
+log = logging.getLogger(__name__)
+
 _JOB_KEY = "job"
 _REFUSED_KEY = "refused"
+_ENDED_KEY = "lightning_loco/rank 0 has ended"
 _MAX_TEXT = 400
+_LONGEST_PAUSE_S = 0.1
 _stores: dict[tuple[str, int, int], Store] = {}
+_num_keys: Counter[tuple[Store, str]] = Counter()
+
+_stores_marked_at_exit: set[Store] = set()
+"""Stores in which rank 0 sets ``_ENDED_KEY`` when it ends."""
 
 
 def init_workers(
@@ -215,7 +228,7 @@ class Job:
                 raise WorkerFailure(explain_missing(self.names[0], self.timeout_s))
             time.sleep(POLL_INTERVAL_S)
         value = self._job_store.get(_JOB_KEY, self.timeout_s)
-        match read(value, f"Rank 0 at {self._address}"):
+        match notes.read(value, f"Rank 0 at {self._address}"):
             case [str(job_name_0), int(num_ranks_0)]:
                 pass
             case other:
@@ -253,6 +266,99 @@ class Job:
                 wait_until_others_know(self._job_store, self.rank, len(self.names))
             raise ValueError(text[:_MAX_TEXT])
 
+    def next_keys(self, prefix: str) -> str:
+        """Return a longer prefix, for keys in the store that nothing else in this job uses.
+
+        Args:
+            prefix: Says what the keys are for; all ranks call it equally often with the same one.
+        """
+        _num_keys[self.raw_store, prefix] += 1
+        return f"{prefix}{_num_keys[self.raw_store, prefix]}"
+
+    def gather(self, keys: str, message: bytes, poll: Callable[[float], object]) -> list[bytes]:
+        """Return a message of every rank, in order; all must call it.
+
+        It takes milliseconds, a collective of gloo less. But gloo always has a timeout, after which
+        it closes all connections, signal handlers do not run while it waits, and it does not say
+        which rank is missing while it connects.
+
+        Args:
+            keys: Prefix of the keys in the store for this call alone, as of :meth:`next_keys`.
+            message: Message of this rank.
+            poll: Called repeatedly with the seconds waited so far; it may raise to end the wait,
+                which has no other limit.
+
+        Raises:
+            ValueError: If a rank was refused.
+            RuntimeError: If the store does not answer within ``timeout_s``.
+            Exception: Any error that ``poll`` raises.
+        """
+        store, ranks = self.store.with_prefix(keys), list(map(str, range(len(self.names))))
+        store.set(ranks[self.rank], message, self.timeout_s)
+        started, pause_s, has_warned = time.monotonic(), POLL_INTERVAL_S, False
+        while not store.check(ranks, self.timeout_s):
+            waited_s = time.monotonic() - started
+            poll(waited_s)
+            self.raise_if_refused()
+            if waited_s > self.timeout_s and not has_warned:
+                has_warned = True
+                pairs = zip(self.names, ranks, strict=True)
+                missing = ", ".join(name for name, rank in pairs if not store.check([rank]))
+                log.warning("Still waiting for %s, after %.0f s.", missing, waited_s)
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+        return store.get_all(ranks, self.timeout_s)
+
+    def publish_end(self) -> None:
+        """Let rank 0 publish when its process ends, for ranks in :meth:`wait_until_written`.
+
+        A store that torchrun hosts outlives rank 0.
+        """
+        if self.rank == 0 and self.raw_store not in _stores_marked_at_exit:
+            _stores_marked_at_exit.add(self.raw_store)
+            atexit.register(_mark_ended, self.raw_store)
+
+    def report_written(self, error: BaseException | None) -> None:
+        """End the :meth:`wait_until_written` of all other ranks; rank 0 calls it as often as they.
+
+        Args:
+            error: Why the file could not be written, or None.
+        """
+        text = notes.write(notes.write_error(error)).decode()
+        with suppress(RuntimeError):
+            publish(self.store, self.next_keys("lightning_loco/file"), text)
+
+    def wait_until_written(self) -> None:
+        """Wait, without a timeout, until rank 0 has written a file.
+
+        Raises:
+            WorkerFailure: If rank 0 ends first (and has called :meth:`publish_end`), or the store
+                does not answer.
+            Exception: Rank 0's error, if it could not write the file.
+        """
+        key, store, name = self.next_keys("lightning_loco/file"), self.store, self.names[0]
+        warn_at = time.monotonic() + self.timeout_s
+        try:
+            while not store.check([key], self.timeout_s):
+                if store.check([_ENDED_KEY], self.timeout_s) and not store.check([key]):
+                    raise WorkerFailure(
+                        f"{name} has ended without a checkpoint that this rank waits for. Call "
+                        "trainer.save_checkpoint on all ranks, or on none."
+                    )
+                if time.monotonic() > warn_at:
+                    warn_at = math.inf
+                    log.warning("Still waiting for %s to save a checkpoint.", name)
+                time.sleep(POLL_INTERVAL_S)
+            value = store.get(key)
+        except WorkerFailure:
+            raise
+        except RuntimeError as error:
+            text = f"No checkpoint was saved by {explain_lost_store(name, error)}."
+            raise WorkerFailure(text) from error
+        found = notes.read_error(notes.read(value, name), capitalized(name))
+        if found is not None:
+            raise found
+
     def close(self) -> None:
         """Close this connection to the store; a second call does nothing."""
         self.store.close()
@@ -271,6 +377,11 @@ class Job:
                 "Check that it runs and that nothing holds it or the network to it up, or raise "
                 "timeout_s."
             ) from error
+
+
+def _mark_ended(store: Store) -> None:
+    with suppress(RuntimeError):
+        store.set(_ENDED_KEY, "")
 
 
 def _describe_job(job_name: str) -> str:

@@ -73,9 +73,9 @@ class TimeoutStore:
         """For how long the current call has been waiting for an answer, in seconds; 0 without."""
         return self._thread.silent_s
 
-    def set(self, key: str, value: str, timeout_s: float = TIMEOUT_S) -> None:
+    def set(self, key: str, value: str | bytes, timeout_s: float = TIMEOUT_S) -> None:
         """Write a value without waiting for an answer, so a frozen server may read it later."""
-        self._thread.call(lambda: self._store.set(key, value), timeout_s)
+        self._thread.call(lambda: self._store.set(key, value), timeout_s)  # type: ignore[arg-type]
 
     def get(self, key: str, timeout_s: float = TIMEOUT_S) -> bytes:
         """Read an existing value."""

@@ -43,13 +43,22 @@ class ExplainErrors:
     """A context that turns a RuntimeError of a backend into one that names the failed worker.
 
     What is waited for is called ``label``, e.g. ``"round 12"``. The wait ``started`` by the group's
-    clock, by default when the context is entered.
+    clock, by default when the context is entered. For ``involves_all`` see
+    :meth:`WorkerGroup.explain_error`.
     """
 
-    def __init__(self, group: WorkerGroup, label: str, started: float | None = None) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        label: str,
+        started: float | None = None,
+        *,
+        involves_all: bool = True,
+    ) -> None:
         self._group = group
         self._label = label
         self._started = started
+        self._involves_all = involves_all
 
     def __enter__(self) -> None:
         if self._started is None:
@@ -62,7 +71,9 @@ class ExplainErrors:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, RuntimeError) and self._started is not None:
-            explained = self._group.explain_error(error, self._label, self._started)
+            explained = self._group.explain_error(
+                error, self._label, self._started, involves_all=self._involves_all
+            )
             if explained is not error:
                 raise explained from error
 

@@ -1,4 +1,4 @@
-"""The workers of a job: process groups, agreement on errors, and a watchdog.
+"""The ranks of a job: process groups, agreement on errors, and a watchdog.
 
 Every engine makes groups of its own, in the same order on all workers.
 """
@@ -8,25 +8,32 @@ from __future__ import annotations
 import atexit
 import ctypes
 import dataclasses
+import logging
+import math
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 from torch.utils.data._utils import signal_handling as _signal_handling
 
 from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
-from lightning_loco.distributed.names import worker_names
+from lightning_loco.distributed.job import Job
+from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.rendezvous import Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
+from lightning_loco.fault_points import reach
+
+log = logging.getLogger(__name__)
 
 _SETUP_LABEL = "the set-up of the groups"
 _ABORT_TIMEOUT_S = 2.0
@@ -40,18 +47,27 @@ _abort: Callable[..., None] = getattr(
 
 @dataclasses.dataclass
 class WorkerGroup:
-    """The workers that train together, the number of this one, and what connects them.
+    """Ranks that work together, the number of this one, and what connects them.
+
+    These are the workers that train, which are all ranks of the default process group
+    (:meth:`create`), or all ranks of a job, some of which serve the others (:meth:`of_job`).
 
     Attributes:
-        worker: Number of this worker, 0 to N - 1.
-        num_workers: Number of workers N.
+        worker: Number of this worker, 0 to N - 1; with a job, of this rank.
+        num_workers: Number of workers N; with a job, of ranks.
+        names: Names of all of them, for messages. Default: worker 0, worker 1, ...
         data: Process group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
-        control: gloo group for the worker statuses and small values; None for a single worker.
+        control: gloo group for the worker statuses and small values; None for a single worker, and
+            with a job.
         watchdog: Detects failed workers; None for a single worker.
         store_barrier: Lets workers wait at a sync point while others have a round to make; None
-            for a single worker.
+            for a single worker, and with a job.
         timeout_s: Longest wait for another worker, in seconds.
         store: The job's key-value store, with keys of this group's own; None for a single worker.
+        job: The job whose ranks these are; None for workers. Small values are gathered through its
+            store in place of ``control``. Its owner closes it.
+        waits_indefinitely: Whether this rank waits for the others to give such values without a
+            timeout, as long as none has failed and all give signs of life.
         wait_blocks_host: Whether ``Work.wait`` blocks the host until the data have arrived, as with
             gloo. With NCCL only the device waits, so the host polls ``Work.is_completed``.
         clock: Clock for waits in exchanges; the watchdog has its own.
@@ -61,15 +77,23 @@ class WorkerGroup:
 
     worker: int
     num_workers: int
+    names: Sequence[str] = ()
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
     store_barrier: StoreBarrier | None = None
     timeout_s: float = 600.0
     store: TimeoutStore | None = None
+    job: Job | None = None
+    waits_indefinitely: bool = False
     wait_blocks_host: bool = True
     clock: Clock = REAL_CLOCK
     failed: bool = False
+    _keys: str = dataclasses.field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        """Set the default names."""
+        self.names = self.names or worker_names(self.num_workers)
 
     @classmethod
     def create(
@@ -118,10 +142,43 @@ class WorkerGroup:
             raise
         return group
 
+    @classmethod
+    def of_job(cls, job: Job, *, waits_indefinitely: bool = False) -> WorkerGroup:
+        """Start the watchdog of a group of all ranks of a job; :meth:`connect` connects them.
+
+        The default process group need not exist, and may hold only some of these ranks.
+
+        Args:
+            job: The job; all ranks make equally many groups of it.
+            waits_indefinitely: As the attribute; for ranks that serve others.
+        """
+        group = cls(
+            job.rank,
+            len(job.names),
+            job.names,
+            timeout_s=job.timeout_s,
+            job=job,
+            waits_indefinitely=waits_indefinitely,
+            _keys=job.next_keys("lightning_loco/group"),
+        )
+        group._watch(job.store.with_prefix(group._keys))
+        return group
+
+    def _watch(self, store: TimeoutStore) -> None:
+        self.store = store
+        self.watchdog = Watchdog(
+            store.with_prefix("watchdog"),
+            self.worker,
+            self.num_workers,
+            self.names,
+            self.timeout_s,
+            monitor=self.job is not None,
+        )
+        self.watchdog.start()
+
     def _start(self, store: TimeoutStore) -> None:
-        names = worker_names(self.num_workers)
         rendezvous = Rendezvous(
-            store.with_prefix("lightning_loco/rendezvous"), self.worker, names, self.timeout_s
+            store.with_prefix("lightning_loco/rendezvous"), self.worker, self.names, self.timeout_s
         )
         # PyTorch names groups by counting them. An error between two groups of an earlier attempt
         # leaves the workers with different counts, and groups of different names never connect.
@@ -131,20 +188,23 @@ class WorkerGroup:
             self.control = self._new_gloo_group()
         except RuntimeError as error:
             raise WorkerFailure(rendezvous.explain()) from error
-        self.store = store.with_prefix(f"lightning_loco/{rendezvous.attempt}")
-        self.watchdog = Watchdog(
-            self.store.with_prefix("watchdog"),
-            self.worker,
-            self.num_workers,
-            timeout_s=self.timeout_s,
-        )
-        self.watchdog.start()
+        store = store.with_prefix(f"lightning_loco/{rendezvous.attempt}")
+        self._watch(store)
         self.store_barrier = StoreBarrier(
-            self.store.with_prefix("store_barrier"), self.worker, self.num_workers
+            store.with_prefix("store_barrier"), self.worker, self.num_workers
         )
 
     def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
-        """Do the second half of :meth:`create`, once the device of the parameters is known."""
+        """Do the second half of :meth:`create`, once the device of the parameters is known.
+
+        With a job, connect its ranks by gloo; ``device`` and ``backend`` are not used.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; the message names it.
+        """
+        if self.job is not None:
+            self._connect_job(self.job)
+            return
         if self.control is None:
             return
         # This call also reports errors of other workers since `start`; `new_group` would not.
@@ -159,6 +219,21 @@ class WorkerGroup:
             else:
                 timeout = timedelta(seconds=self.timeout_s + _BACKEND_TIMEOUT_MARGIN_S)
                 self.data = dist.new_group(timeout=timeout, backend=backend)
+        except RuntimeError as error:
+            raise self.explain_error(error, _SETUP_LABEL, started) from error
+
+    def _connect_job(self, job: Job) -> None:
+        self.raise_together(None, _SETUP_LABEL)  # names missing ranks, unlike gloo
+        store = PrefixStore(f"{self._keys}/gloo", job.raw_store)
+        timeout = timedelta(seconds=self.timeout_s)
+
+        def connect() -> Any:
+            reach("connecting the ranks")
+            return dist.ProcessGroupGloo(store, self.worker, self.num_workers, timeout)
+
+        started = self.clock.now()
+        try:
+            self.data = with_timeout(connect, self.timeout_s + 1)
         except RuntimeError as error:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
 
@@ -191,7 +266,9 @@ class WorkerGroup:
             self.watchdog.label = label
             self.watchdog.num_exchanges += 1
 
-    def explain_error(self, error: RuntimeError, label: str, started: float) -> RuntimeError:
+    def explain_error(
+        self, error: RuntimeError, label: str, started: float, *, involves_all: bool = True
+    ) -> RuntimeError:
         """Replace an error of a backend by one that names the worker that caused it.
 
         An error that names a worker already, or that a signal handler has raised during the wait,
@@ -201,11 +278,22 @@ class WorkerGroup:
             error: The error of the backend.
             label: What was being waited for, in words.
             started: When the wait started, by the group's clock.
+            involves_all: Whether all workers take part in the wait. If not, those that are alive
+                may rightly be elsewhere: the error is returned unchanged unless a worker has failed
+                or gives no sign of life.
         """
         self.failed = True
-        if self.watchdog is None or isinstance(error, WorkerFailure) or _is_of_a_signal(error):
+        watchdog = self.watchdog
+        if watchdog is None or isinstance(error, WorkerFailure) or is_of_a_signal(error):
             return error
-        return self.watchdog.blame(label, self.clock.now() - started)
+        if not involves_all and not watchdog.silent() and watchdog.failure is None:
+            return error
+        return watchdog.blame(label, self.clock.now() - started)
+
+    def raise_if_failed(self) -> None:
+        """Raise WorkerFailure if another worker has reported an error, or the store is silent."""
+        if self.watchdog is not None:
+            self.watchdog.raise_if_failed()
 
     def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value from every worker, in order.
@@ -217,27 +305,56 @@ class WorkerGroup:
         Raises:
             RuntimeError: If a worker is missing or has failed; the message names it.
         """
-        if self.control is None:
+        if self.control is None and self.job is None:
             return [value]
         messages = self._all_gather(notes.write(value), label)
-        return [notes.read(m, f"Worker {worker}") for worker, m in enumerate(messages)]
+        pairs = zip(messages, self.names, strict=True)
+        return [notes.read(message, capitalized(name)) for message, name in pairs]
 
     def gather_states(self, state: Any, label: str) -> list[Any]:
         """Collect plain values and tensors from every worker, in order."""
-        if self.control is None:
+        if self.control is None and self.job is None:
             return [state]
         messages = self._all_gather(notes.write_state(state), label)
         return [notes.read_state(message) for message in messages]
 
-    def _all_gather(self, message: bytes, label: str) -> list[bytes]:
-        assert self.control is not None
+    def wait_for_all(self, label: str) -> None:
+        """Wait without a timeout for all ranks of a job, unless one fails or gives no sign of life.
+
+        Args:
+            label: What for, in words, for errors.
+
+        Raises:
+            RuntimeError: If a rank has failed or gives no sign of life; the message names it.
+        """
+        assert self.job is not None
+        self._all_gather(b"", label, waits_indefinitely=True)
+
+    def _all_gather(
+        self, message: bytes, label: str, *, waits_indefinitely: bool = False
+    ) -> list[bytes]:
         self.announce_wait(label)
         started = self.clock.now()
-        names = [f"Worker {worker}" for worker in range(self.num_workers)]
         try:
-            return notes.all_gather(message, self.control, names)
+            if self.job is not None:
+                is_limited = not (waits_indefinitely or self.waits_indefinitely)
+                limit_s = self.timeout_s if is_limited else math.inf
+                return self._gather_in_store(self.job, message, label, limit_s)
+            assert self.control is not None
+            return notes.all_gather(message, self.control, list(map(capitalized, self.names)))
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error
+
+    def _gather_in_store(self, job: Job, message: bytes, label: str, limit_s: float) -> list[bytes]:
+        watchdog = self.watchdog
+        assert watchdog is not None
+
+        def check(waited_s: float) -> None:
+            watchdog.raise_if_failed()
+            if waited_s > limit_s or watchdog.lost(self.timeout_s):
+                raise watchdog.blame(label, waited_s)
+
+        return job.gather(job.next_keys(f"{self._keys}/agreement"), message, check)
 
     def raise_together(self, error: Exception | None, label: str = "an agreement") -> None:
         """Raise an error on all workers if any worker has one; all must call it.
@@ -253,8 +370,8 @@ class WorkerGroup:
             raise (error or missing) from missing
         if error is not None:
             raise error
-        for worker, value in enumerate(values):
-            if (other := notes.read_error(value, f"Worker {worker}")) is not None:
+        for name, value in zip(self.names, values, strict=True):
+            if (other := notes.read_error(value, capitalized(name))) is not None:
                 raise other
 
     @contextmanager
@@ -267,11 +384,26 @@ class WorkerGroup:
             error = raised
         self.raise_together(error, label)
 
-    def report_error(self, error: BaseException) -> None:
-        """Report to the other workers the error with which this worker ends."""
+    def report_error(self, error: BaseException, hint: str = "") -> None:
+        """Report to the other workers the error with which this worker ends.
+
+        With a job, a RuntimeError that names no rank is reported with the names of those that give
+        no sign of life, which takes up to 2.5 s: it may be of a collective inside a worker.
+
+        Args:
+            error: The error.
+            hint: What to do about it.
+        """
         self.failed = True
-        if self.watchdog is not None:
-            self.watchdog.report("".join(traceback.format_exception(error)))
+        if self.watchdog is None:
+            return
+        text = "".join(traceback.format_exception(error)) + hint
+        is_explained = isinstance(error, WorkerFailure) or not isinstance(error, RuntimeError)
+        silent = [] if self.job is None or is_explained else self.watchdog.silent()
+        if silent:
+            text = f"No sign of life from {', '.join(silent)}.\n{text}"
+            log.error(text.split("\n")[0])
+        self.watchdog.report(text)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the watchdog and destroy the groups; a second call does nothing.
@@ -284,13 +416,15 @@ class WorkerGroup:
         """
         if error is not None:
             self.report_error(error)
-        if self.store is not None:
+        if self.store is not None and self.job is None:
             self.store.close()
         if self.watchdog is not None:
             self.failed = self.failed or self.watchdog.failure is not None
             self.watchdog.end()
             self.watchdog = None
-        groups = [g for g in (self.data, self.control) if g is not None and dist.is_initialized()]
+        # PyTorch does not know the group of a job, which ends with the last reference to it.
+        is_known = self.job is None and dist.is_initialized()
+        groups = [g for g in (self.data, self.control) if g is not None and is_known]
         self.data = self.control = self.store_barrier = self.store = None
         if self.failed:
             abort_groups(groups)
@@ -298,7 +432,7 @@ class WorkerGroup:
             list(map(dist.destroy_process_group, groups))
 
 
-def _is_of_a_signal(error: RuntimeError) -> bool:
+def is_of_a_signal(error: RuntimeError) -> bool:
     """Whether a signal handler of PyTorch has raised it: a process of a DataLoader was killed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__") == _signal_handling.__name__

@@ -269,8 +269,6 @@ class EmulatedHandle:
         return self._arrives_at
 
     def _sleep_until(self, arrival: float) -> None:
-        watchdog = self._group.watchdog
         while (left_s := arrival - self._clock.wall_time()) > 0:
             self._clock.sleep(min(left_s, _LONGEST_NAP_S))
-            if watchdog is not None:
-                watchdog.raise_if_failed()
+            self._group.raise_if_failed()

@@ -505,9 +505,7 @@ class EngineStrategy(WorkerStrategy):
             self._resume()
         self._steps.start_batch()
         self._external_updates.on_batch_start()
-        watchdog = self._engine.worker.group.watchdog
-        if watchdog is not None:
-            watchdog.raise_if_failed()
+        self._engine.worker.group.raise_if_failed()
         self._make_due_round()
 
     def _make_due_round(self) -> None:

@@ -117,24 +117,21 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self.checkpoints.start_fit()
         service = self.service
         assert service is not None
-        error: Exception | None = None
-        try:
+        with service.errors_shared("the set-up"):
             leave_shared_memory(self.lightning_module)
             check_arguments(trainer, self.lightning_module)
             super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
-        except Exception as found:
-            error = found
-        service.raise_together(error)
         self.check_same_models(service)
         if self.serves:
             lightning_compat.replace_loops(trainer, self._serve_fit)
         else:
             self._connect(trainer)
+        service.announce_wait("training")
 
     def _transport(self) -> Transport:
         assert self.service is not None
-        group, watchdog = self.service.group, self.service.watchdog
+        group, watchdog = self.service.data, self.service.watchdog
         return Transport(group, self.bucket_bytes, self.compression, self.timeout_s, watchdog)
 
     def _connect(self, trainer: pl.Trainer) -> None:

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
+from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve
-from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameters.replica import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_compat
@@ -41,17 +41,17 @@ class ServiceRankStrategy(WorkerStrategy):
         counts: ``(num_workers, num_servers, replica_size)``; ``num_workers`` None means 2 tiers.
         timeout_s: Longest wait for another rank, in seconds.
         remote: A worker's client of the servers, during ``fit``.
-        service: All ranks, connected, during ``fit``.
+        service: All ranks, those that train and those that serve, during ``fit``.
         replica_group: The ranks of this worker, if there are several, during ``fit``.
     """
 
     counts: tuple[int | None, int, int]
     timeout_s: float
     remote: RemoteOptimizer | None = None
-    service: ServiceGroup | None = None
+    service: WorkerGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     _gradients_group: dist.ProcessGroup | None = None
-    _all_ranks: AllRanks | None = None
+    _job: Job | None = None
     _present: tuple[int, ...] = ()
     _added: ExitStack
     _owners: ParameterOwners | None = None
@@ -105,15 +105,20 @@ class ServiceRankStrategy(WorkerStrategy):
     # ------------------------------------------------------------------- setup
 
     def setup_distributed(self) -> None:
-        """Connect all ranks, and put those that train into the default process group."""
+        """Find all ranks, and put those that train into the default process group.
+
+        From now on all ranks of a ``fit`` watch each other.
+        """
         self.set_world_ranks()
-        self._close_all_ranks()
-        self._all_ranks = self._connect_all_ranks()
+        self._close_connections()
+        self._job = self._join_job()
+        if self.is_fitting:
+            self.service = WorkerGroup.of_job(self._job, waits_indefinitely=self.serves)
         if not self.serves:
             self._present = self._present or tuple(range(self.tiers.num_training))
             super().setup_distributed()
 
-    def _connect_all_ranks(self) -> AllRanks:
+    def _join_job(self) -> Job:
         tiers, environment = self.tiers, self.cluster_environment
         assert environment is not None
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
@@ -125,20 +130,20 @@ class ServiceRankStrategy(WorkerStrategy):
             self.timeout_s,
             job_name(environment),
         )
-        return AllRanks(job)
+        job.publish_end()
+        return job
 
     def _init_default_group(self) -> None:
-        assert self._all_ranks is not None
+        assert self._job is not None
         backend = lightning_compat.backend_of(self)
-        self._all_ranks.init_default_group(self._present, backend, self.root_device)
+        self._job.init_default_group(self._present, backend, self.root_device)
 
     def setup_environment(self) -> None:
-        """Connect the ranks; from now on all ranks of a ``fit`` watch each other."""
+        """Connect the ranks; in ``fit``, also those that train with those that serve."""
         self._finished = False
         super().setup_environment()
-        if self.is_fitting:
-            assert self._all_ranks is not None
-            self.service = self._all_ranks.new_group(waits_indefinitely=self.serves)
+        if self.service is not None:
+            self.service.connect()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up training; service ranks make the model and its optimizer, and only in ``fit``."""
@@ -171,11 +176,13 @@ class ServiceRankStrategy(WorkerStrategy):
         named = [(n, p) for n, p in self.lightning_module.named_parameters() if id(p) in optimized]
         return ParameterOwners(self.lightning_module, [n for n, _ in named], [p for _, p in named])
 
-    def check_same_models(self, service: ServiceGroup) -> None:
+    def check_same_models(self, service: WorkerGroup) -> None:
         """Raise ValueError on all ranks if those that train have different models."""
         assert self.lightning_module is not None
         training = slice(self.tiers.num_training)
-        check_same_tensors(self.lightning_module, lambda value, _: service.gather(value)[training])
+        check_same_tensors(
+            self.lightning_module, lambda *value: service.gather_objects(*value)[training]
+        )
 
     def configure_ddp(self) -> None:
         """Wrap the model: without communication, or in DDP if a worker has several ranks."""
@@ -233,7 +240,7 @@ class ServiceRankStrategy(WorkerStrategy):
         """Raise if another rank has failed, or if a parameter was replaced by another object."""
         assert self.service is not None
         assert self._owners is not None
-        self.service.watchdog.raise_if_failed()
+        self.service.raise_if_failed()
         self._owners.check()
 
     @contextmanager
@@ -287,8 +294,9 @@ class ServiceRankStrategy(WorkerStrategy):
         rank_zero_warn(f"Going on without {names}; their share of the data is lost.")
         self._present = present
         assert self.service is not None
+        assert self.service.watchdog is not None
         self.service.watchdog.forget(lost)
-        self.service.wait_for_store()
+        self.service.watchdog.wait_for_store()
         abort_default_group()
         self._init_default_group()
 
@@ -296,13 +304,14 @@ class ServiceRankStrategy(WorkerStrategy):
         """Return the ranks that train and are left, as a worker group for collectives."""
         group = dist.group.WORLD if self.world_size > 1 else None
         own = self._present.index(self.global_rank)
-        return WorkerGroup(own, self.world_size, data=group, control=group)
+        names = list(map(self.tiers.name, self._present))
+        return WorkerGroup(own, self.world_size, names, data=group, control=group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train; before ``setup`` for all, which may prepare data."""
         name = args[0] if args else kwargs.get("name")
         if self.service is not None and name == lightning_compat.BEFORE_SETUP:
-            self.service.wait_for_all()
+            self.service.wait_for_all("the preparation of data")
         super().barrier(*args, **kwargs)
 
     @property
@@ -312,7 +321,9 @@ class ServiceRankStrategy(WorkerStrategy):
 
     def waiting_in(self, label: str) -> AbstractContextManager[object]:
         """Make errors inside name the rank that is missing."""
-        return nullcontext() if self.service is None else self.service.explain_errors(label)
+        if self.service is None:
+            return nullcontext()
+        return ExplainErrors(self.service, label, involves_all=False)
 
     # --------------------------------------------------------- checkpoints and end
 
@@ -324,9 +335,9 @@ class ServiceRankStrategy(WorkerStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         error: BaseException | None = None
-        with closing(self._connect_all_ranks()) as ranks:
+        with closing(self._join_job()) as job:
             if self.serves:
-                ranks.wait_until_written()
+                job.wait_until_written()
                 return
             try:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -335,11 +346,11 @@ class ServiceRankStrategy(WorkerStrategy):
                 raise
             finally:
                 if self.is_global_zero:
-                    ranks.report_written(error)
+                    job.report_written(error)
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks of a ``fit`` that this one has failed."""
-        hint = None
+        hint = ""
         is_own = not isinstance(error, WorkerFailure)
         if self.serves and is_own and "process group" in str(error):
             hint = (
@@ -348,18 +359,13 @@ class ServiceRankStrategy(WorkerStrategy):
             )
             log.error(hint)
         if self.service is not None:
-            self.service.report_failure(error, hint)
-        elif self._all_ranks is not None and self.is_fitting:
-            self._all_ranks.report(error)
+            self.service.report_error(error, hint)
 
     def teardown(self) -> None:
         """Close the connections."""
         self._added.close()
         self._owners = None
-        self._close_all_ranks()  # first, so that nothing waits for a store that does not respond
-        if self.service is not None:
-            self.service.close()
-            self.service = None
+        self._close_connections()
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
@@ -376,7 +382,10 @@ class ServiceRankStrategy(WorkerStrategy):
         else:
             list(map(dist.destroy_process_group, groups))
 
-    def _close_all_ranks(self) -> None:
-        if self._all_ranks is not None:
-            self._all_ranks.close()
-            self._all_ranks = None
+    def _close_connections(self) -> None:
+        if self._job is not None:
+            self._job.close()  # first, so that nothing waits for a store that does not answer
+            self._job = None
+        if self.service is not None:
+            self.service.close()
+            self.service = None

@@ -1,7 +1,7 @@
 """The table of faults: methods, victims, kinds of failures, phases, and what the others do.
 
 New methods are added automatically. Other faults have tests of their own: losses before training in
-tests/parameter_server/test_all_ranks.py, patience in tests/parameter_server/test_patience.py,
+tests/distributed/test_all_ranks.py, patience in tests/parameter_server/test_patience.py,
 runs that continue without a worker in tests/strategies/test_remote_faults.py, other points of a
 round and workers that return in tests/elastic/test_faults.py, peers in tests/gossip/test_faults.py,
 and launchers in tests/strategies/test_faults.py.

@@ -11,10 +11,10 @@ import torch
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.store import TimeoutStore
+from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
 from lightning_loco.parameter_server.protocol import FRAME_BYTES, MessageKind, MessageTag
-from lightning_loco.parameter_server.service_group import ServiceGroup
 from tests.forked_jobs import Start
 from tests.pool import Pool
 from tests.programs import free_ports
@@ -99,11 +99,11 @@ def wait_for(store: TimeoutStore, key: str) -> None:
 def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     names = ["worker 0", "worker 1"]
     job = Job("127.0.0.1", port, rank, names, 30.0)
-    group = ServiceGroup(job, "group")
+    group = WorkerGroup.of_job(job)
     try:
+        group.connect()
         if rank == 1:
-            store: TimeoutStore = job.store.with_prefix("group")
-            store.set("agreement2/1", garbage)
+            group.own_store("agreement2").set("1", garbage)
             return "sent"
         group.raise_together(None)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.distributed import job as jobs
-from lightning_loco.parameter_server.service_group import AllRanks
+from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, freeze
 from tests.limits import HARNESS_S
@@ -26,34 +26,29 @@ NAMES = ("worker 0", "worker 1", "the aggregator-optimizer (rank 2)")
 
 
 @contextmanager
-def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
-    """Connect all ranks, after destroying the default process group of the job."""
+def job_of_all(rank: int, port: int, timeout_s: float) -> Iterator[jobs.Job]:
+    """Join a job of all ranks, after destroying the default process group."""
     dist.barrier()
     dist.destroy_process_group()
-    ranks = AllRanks(jobs.Job("127.0.0.1", port, rank, NAMES, timeout_s))
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    with closing(jobs.Job("127.0.0.1", port, rank, NAMES, timeout_s)) as job:
+        yield job
 
 
 def agree_and_fail(rank: int, world: int, port: int) -> str:
-    with all_ranks(rank, port, 20.0) as ranks:
+    with job_of_all(rank, port, 20.0) as job, closing(WorkerGroup.of_job(job)) as group:
         if rank < 2:
-            ranks.init_default_group([0, 1], "gloo", CPU)
+            job.init_default_group([0, 1], "gloo", CPU)
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total == 2
-        group = ranks.new_group()
-        assert group.group is not None
-        assert group.group.size() == 3
+        group.connect()
+        assert group.data is not None
+        assert group.data.size() == 3
         group.raise_together(None)
         try:
             group.raise_together(ValueError("two many") if rank == 1 else None)
         except ValueError as error:
             return str(error)
-        finally:
-            group.close()
     return "nothing"
 
 
@@ -74,20 +69,18 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
     is_victim = rank == victim
     began = time.monotonic()
     try:
-        with all_ranks(rank, port, TIMEOUT_S) as ranks:
+        with job_of_all(rank, port, TIMEOUT_S) as job:
             began = time.monotonic()
             if phase == "default group":
-                freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
+                freeze() if is_victim else job.init_default_group([0, 1, 2], "gloo", CPU)
             if phase == "joining" and is_victim:
                 freeze()
             fails_now = phase == "connection" and is_victim
-            with failing_at("connecting the ranks", lambda: fails_now, freeze):
-                group = ranks.new_group()
-            try:
+            with closing(WorkerGroup.of_job(job)) as group:
+                with failing_at("connecting the ranks", lambda: fails_now, freeze):
+                    group.connect()
                 began = time.monotonic()
                 freeze() if is_victim else group.raise_together(None)
-            finally:
-                group.close()
     except RuntimeError as error:  # on a busy machine, already while it connects
         return str(error), time.monotonic() - began
     return "nothing", 0.0
@@ -122,16 +115,17 @@ def test_a_frozen_rank_is_named_in_time(
 def wait_for_missing_worker(rank: int, world: int, port: int) -> str:
     """Return what a rank raises when worker 1 never joins and others wait without a timeout."""
     try:
-        with all_ranks(rank, port, TIMEOUT_S) as ranks:
+        with job_of_all(rank, port, TIMEOUT_S) as job:
             if rank == 1:
                 time.sleep(HARNESS_S)
-            try:
-                if rank == 0:
-                    ranks.init_default_group([0, 1], "gloo", CPU)
-                ranks.new_group(waits_indefinitely=True)
-            except RuntimeError as error:
-                ranks.report(error)
-                raise
+            with closing(WorkerGroup.of_job(job, waits_indefinitely=True)) as group:
+                try:
+                    if rank == 0:
+                        job.init_default_group([0, 1], "gloo", CPU)
+                    group.connect()
+                except RuntimeError as error:
+                    group.report_error(error)
+                    raise
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -151,13 +145,13 @@ def end_without_saving(rank: int, world: int, port: int) -> str:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.barrier()
     dist.destroy_process_group()
-    job = jobs.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)
-    with closing(AllRanks(job)) as ranks:
+    with closing(jobs.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)) as job:
+        job.publish_end()
         if rank == 0:
             atexit._run_exitfuncs()  # which a forked process does not do
             return "nothing"
         try:
-            ranks.wait_until_written()
+            job.wait_until_written()
         except RuntimeError as error:
             return str(error)
     return "nothing"
