@@ -24,6 +24,7 @@ from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.distributed.names import capitalized
 from lightning_loco.distributed.notes import MAX_BYTES, read
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
+from lightning_loco.distributed.worker_group import is_of_a_signal
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
 from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
@@ -456,6 +457,8 @@ def explain_unreachable(
     try:
         yield
     except RuntimeError as error:
+        if is_of_a_signal(error):
+            raise
         if watchdog is not None:
             is_timeout = timeout_s is not None and time.monotonic() - start >= timeout_s
             failure = watchdog.failure if is_timeout else watchdog.wait_for_failure()

@@ -82,6 +82,35 @@ def test_an_error_is_replaced_by_a_reported_failure() -> None:
             clock.pass_during(lambda: fail(watchdogs[0], 2, cause), others=2)
 
 
+def fail_among_some(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
+    """Raise an error of the backend on worker 0, where only some of the workers wait."""
+    with ExplainErrors(group_of(watchdog, 0, num_workers), "validation", involves_all=False):
+        raise error
+
+
+def test_among_some_workers_only_a_silent_one_is_blamed() -> None:
+    cause, clock = RuntimeError("sizes differ"), ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        start(*watchdogs)
+        watchdogs[2].num_exchanges = watchdogs[0].num_exchanges + 1
+        with pytest.raises(RuntimeError) as raised:
+            clock.pass_during(lambda: fail_among_some(watchdogs[0], 3, cause), others=3)
+        assert raised.value is cause
+        watchdogs[1].end()
+        with pytest.raises(WorkerFailure, match=r"from worker 1 \(no sign of life") as explained:
+            clock.pass_during(lambda: fail_among_some(watchdogs[0], 3, cause), others=2)
+    assert "worker 2" not in str(explained.value)
+
+
+def test_among_some_workers_a_reported_failure_is_raised() -> None:
+    cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].report("IndexError: 7")
+        with pytest.raises(WorkerFailure, match="^Worker 1 failed:\nIndexError: 7$"):
+            clock.pass_during(lambda: fail_among_some(watchdogs[0], 2, cause), others=2)
+
+
 def test_an_explained_error_is_not_explained_again() -> None:
     with make_watchdogs(2) as watchdogs:
         group = group_of(watchdogs[0], 0, 2)

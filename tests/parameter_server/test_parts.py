@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data._utils import signal_handling
 
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, run_role
@@ -344,3 +345,12 @@ def test_after_a_timeout_reports_are_not_waited_for() -> None:
             with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), explained:
                 raise RuntimeError("the backend's error")
             assert (clock.now() > before_s) == waits
+
+
+def test_an_error_of_a_signal_handler_is_not_explained() -> None:
+    """PyTorch raises it, wherever this process is waiting, if a data loader's process is killed."""
+    handler: dict[str, Any] = {"__name__": signal_handling.__name__}
+    exec("def handle():\n    raise RuntimeError('killed by signal')", handler)
+    explained = explain_unreachable("Worker 1", 1, "the gradients", None)
+    with pytest.raises(RuntimeError, match="^killed by signal$"), explained:
+        handler["handle"]()
