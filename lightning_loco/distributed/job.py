@@ -100,7 +100,8 @@ def _check_default_group(device: torch.device, timeout_s: float) -> None:
 class Job:
     """The ranks of a job, connected by its key-value store.
 
-    Every wait has a timeout, and its error names the rank that is missing.
+    Waits have a timeout, except those of :meth:`gather` and :meth:`wait_until_written`. An error
+    names the rank that is missing.
 
     Args:
         address: Address of the host of rank 0.
@@ -289,25 +290,27 @@ class Job:
                 which has no other limit.
 
         Raises:
-            ValueError: If a rank was refused.
             RuntimeError: If the store does not answer within ``timeout_s``.
             Exception: Any error that ``poll`` raises.
         """
-        store, ranks = self.store.with_prefix(keys), list(map(str, range(len(self.names))))
-        store.set(ranks[self.rank], message, self.timeout_s)
-        started, pause_s, has_warned = time.monotonic(), POLL_INTERVAL_S, False
-        while not store.check(ranks, self.timeout_s):
+        key_of_each = [f"{keys}/{rank}" for rank in range(len(self.names))]
+        self.store.set(key_of_each[self.rank], message, self.timeout_s)
+        return self._wait_for(key_of_each, poll)
+
+    def _wait_for(self, keys: Sequence[str], poll: Callable[[float], object]) -> list[bytes]:
+        """Return the values of keys once they exist; they are set by the first ranks, in order."""
+        started, pause_s, warn_after_s = time.monotonic(), POLL_INTERVAL_S, self.timeout_s
+        while not self.store.check(keys, self.timeout_s):
             waited_s = time.monotonic() - started
             poll(waited_s)
-            self.raise_if_refused()
-            if waited_s > self.timeout_s and not has_warned:
-                has_warned = True
-                pairs = zip(self.names, ranks, strict=True)
-                missing = ", ".join(name for name, rank in pairs if not store.check([rank]))
-                log.warning("Still waiting for %s, after %.0f s.", missing, waited_s)
+            if waited_s > warn_after_s:
+                warn_after_s = math.inf
+                pairs = zip(self.names, keys, strict=False)
+                missing = [name for name, key in pairs if not self.store.check([key])]
+                log.warning("Still waiting for %s, after %.0f s.", ", ".join(missing), waited_s)
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
-        return store.get_all(ranks, self.timeout_s)
+        return self.store.get_all(keys, self.timeout_s)
 
     def publish_end(self) -> None:
         """Let rank 0 publish when its process ends, for ranks in :meth:`wait_until_written`.
@@ -336,20 +339,18 @@ class Job:
                 does not answer.
             Exception: Rank 0's error, if it could not write the file.
         """
-        key, store, name = self.next_keys("lightning_loco/file"), self.store, self.names[0]
-        warn_at = time.monotonic() + self.timeout_s
+        key, name = self.next_keys("lightning_loco/file"), self.names[0]
+
+        def check_rank_0(_: float) -> None:
+            has_ended = self.store.check([_ENDED_KEY], self.timeout_s)
+            if has_ended and not self.store.check([key], self.timeout_s):
+                raise WorkerFailure(
+                    f"{name} has ended without a checkpoint that this rank waits for. Call "
+                    "trainer.save_checkpoint on all ranks, or on none."
+                )
+
         try:
-            while not store.check([key], self.timeout_s):
-                if store.check([_ENDED_KEY], self.timeout_s) and not store.check([key]):
-                    raise WorkerFailure(
-                        f"{name} has ended without a checkpoint that this rank waits for. Call "
-                        "trainer.save_checkpoint on all ranks, or on none."
-                    )
-                if time.monotonic() > warn_at:
-                    warn_at = math.inf
-                    log.warning("Still waiting for %s to save a checkpoint.", name)
-                time.sleep(POLL_INTERVAL_S)
-            value = store.get(key)
+            (value,) = self._wait_for([key], check_rank_0)
         except WorkerFailure:
             raise
         except RuntimeError as error:

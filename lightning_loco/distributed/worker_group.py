@@ -351,6 +351,7 @@ class WorkerGroup:
 
         def check(waited_s: float) -> None:
             watchdog.raise_if_failed()
+            job.raise_if_refused()
             if waited_s > limit_s or watchdog.lost(self.timeout_s):
                 raise watchdog.blame(label, waited_s)
 
