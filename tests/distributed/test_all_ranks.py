@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ def agree_and_fail(rank: int, world: int, port: int) -> str:
         assert group.data is not None
         assert group.data.size() == 3
         group.raise_together(None)
+        states = group.gather_states(torch.tensor([float(rank), math.nan]), "the test")
+        assert [float(state[0]) for state in states] == [0.0, 1.0, 2.0]
+        group.wait_for_all("the test")
         try:
             group.raise_together(ValueError("two many") if rank == 1 else None)
         except ValueError as error:
