@@ -201,8 +201,8 @@ class Worker:
         own = f"{purpose} after {self.steps} local steps"
         found = self.group.gather_objects(own, purpose)
         raise RuntimeError(
-            "Workers wait for each other in different places: "
-            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(found))
+            "Workers wait for each other at different sync points: "
+            + "; ".join(f"worker {i} at {where}" for i, where in enumerate(found))
             + ". They have different numbers of batches, or not all do the same in their hooks. "
             "Give every worker the same number of batches "
             "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."

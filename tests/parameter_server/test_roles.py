@@ -215,6 +215,24 @@ def test_another_model_is_refused_on_both_sides(pool: Pool) -> None:
     assert "Another model on: Worker 0" in str(caught.value)
 
 
+def reach_different_sync_points(rank: int, world: int) -> None:
+    def work(remote: RemoteOptimizer) -> None:
+        remote.sync_point("validation" if rank == 0 else "checkpoint")
+
+    run_role(work, nn.Linear(2, 2).parameters(), OPTIMIZERS["SGD"], 2)
+
+
+def test_different_sync_points_are_an_error_on_every_rank(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(reach_different_sync_points, world=3)
+    messages = {rank: failure.message for rank, failure in caught.value.failures.items()}
+    assert sorted(messages) == [0, 1, 2]
+    for message in messages.values():
+        assert "Workers wait for each other at different sync points: " in message
+        assert "worker 0 at validation" in message.lower()
+        assert "worker 1 at checkpoint" in message.lower()
+
+
 def lose_worker(rank: int, world: int, victim: int) -> str:
     net = nn.Linear(4, 3)
     tiers = Tiers.detect(world, 2)

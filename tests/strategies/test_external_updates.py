@@ -198,7 +198,7 @@ def fit_each_later(
             [1.0, None],
             [
                 "a new start from weights that a hook has set on this worker",
-                "worker 0 in a new start",
+                "worker 0 at a new start",
                 "not all do the same in their hooks",
             ],
         ),

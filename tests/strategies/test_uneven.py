@@ -92,12 +92,12 @@ def fit_diverging(rank: int, world: int, folder: str) -> None:
 
 
 def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match="wait for each other in different places") as error:
+    with pytest.raises(PoolError, match="wait for each other at different sync points") as error:
         pool.run(fit_diverging, str(tmp_path), world=2)
     for failure in error.value.failures.values():
-        assert "worker 0 in validation after 5 local steps" in failure.message
+        assert "worker 0 at validation after 5 local steps" in failure.message
         # Before it saves, Lightning 2.6 reduces, and older versions broadcast.
-        where = r"worker 1 in (reduce|broadcast) after 7 local steps"
+        where = r"worker 1 at (reduce|broadcast) after 7 local steps"
         assert re.search(where, failure.message)
         assert "limit_train_batches" in failure.message
     assert sorted(error.value.failures) == [0, 1]
