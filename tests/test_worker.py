@@ -126,7 +126,8 @@ def miss_each_other(rank: int, world: int) -> None:
 
 
 def test_workers_at_different_sync_points_get_an_error(pool: Pool) -> None:
-    text = "worker 0 in a checkpoint after 1 local steps; worker 1 in validation after 1 local"
+    found = "worker 0 at a checkpoint after 1 local steps; worker 1 at validation after 1 local"
+    text = f"Workers wait for each other at different sync points: {found}"
     with pytest.raises(PoolError, match=text) as error:
         pool.run(miss_each_other, world=2)
     assert sorted(error.value.failures) == [0, 1]
