@@ -192,17 +192,17 @@ PANELS = (
     ),
     (
         "GASLoC on a ring",
-        "parameters, to the neighbours only; within a round nobody waits for the others",
+        "parameters, to the neighbours only; within a round no worker waits for the others",
         draw_gasloc, 0.95, 0.95,
     ),
     (
         "Asynchronous model average",
-        "parameters, by the clock; nobody waits (filled: snapshot leaves, open: mean comes)",
+        "parameters, by the clock; no worker waits (filled: snapshot leaves, open: mean comes)",
         draw_async_model_average, 1.2, 0.6,
     ),
     (
         "Pairwise gossip",
-        "parameters, from a random peer to whoever asks for them; peers may come and go",
+        "parameters, from a random peer, on request; peers may come and go",
         draw_pairwise_gossip, 0.6, 0.6,
     ),
 )  # fmt: skip
@@ -237,8 +237,8 @@ def draw(file: Path) -> None:
         len(PANELS), 1, height_ratios=heights, hspace=0.3, left=0.1, right=0.97, top=0.96,
         bottom=0.045,
     )  # fmt: skip
-    for place, (name, what, timeline, below, above) in zip(grid, PANELS, strict=True):
-        axes = figure.add_subplot(place)
+    for cell, (name, what, timeline, below, above) in zip(grid, PANELS, strict=True):
+        axes = figure.add_subplot(cell)
         axes.set(xlim=(0, END), ylim=(-below, WORKERS - 1 + above))
         axes.set_axis_off()
         timeline(axes)
@@ -273,20 +273,20 @@ MIDDLE = 2.0
 TOP, GAP, SIDE = 4.0, 0.3, 0.32  # row of the workers; between two arrows; from box to label
 
 
-def box(axes: Axes, place: tuple[float, float], half_width: float, name: str, rank: str) -> None:
+def box(axes: Axes, center: tuple[float, float], half_width: float, name: str, rank: str) -> None:
     """A rank: filled if it trains, open if it serves."""
     trains = name in SENDERS
     axes.add_patch(
         FancyBboxPatch(
-            (place[0] - half_width, place[1] - BOX), 2 * half_width, 2 * BOX,
+            (center[0] - half_width, center[1] - BOX), 2 * half_width, 2 * BOX,
             boxstyle="round,pad=0,rounding_size=0.12", facecolor=STEP if trains else "white",
             edgecolor=STEP, linewidth=1.8,
         )
     )  # fmt: skip
     colour = "white" if trains else TEXT
-    axes.text(place[0], place[1] + 0.16, name, ha="center", va="center", fontsize=10,
+    axes.text(center[0], center[1] + 0.16, name, ha="center", va="center", fontsize=10,
               fontweight="bold", color=colour)  # fmt: skip
-    axes.text(place[0], place[1] - 0.19, rank, ha="center", va="center", fontsize=9, color=colour)
+    axes.text(center[0], center[1] - 0.19, rank, ha="center", va="center", fontsize=9, color=colour)
 
 
 def there_and_back(axes: Axes, sender: tuple[float, float], server: tuple[float, float]) -> None:
@@ -340,8 +340,8 @@ def draw_remote_optimizer(file: Path) -> None:
         ("3 tiers", "N workers and two more ranks", draw_three_tiers),
     )
     grid = figure.add_gridspec(1, 2, left=0.03, right=0.97, top=0.88, bottom=0.06, wspace=0.06)
-    for place, (name, what, tiers) in zip(grid, panels, strict=True):
-        axes = figure.add_subplot(place)
+    for cell, (name, what, tiers) in zip(grid, panels, strict=True):
+        axes = figure.add_subplot(cell)
         axes.set(xlim=(-1.25, 5.25), ylim=(-BOX - 0.05, TOP + BOX + 0.05))
         axes.set_axis_off()
         tiers(axes)

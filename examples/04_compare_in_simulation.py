@@ -2,7 +2,7 @@
 
 What it shows: the simulation runs the algorithms of a real run and computes the same numbers. The
 workers disagree on purpose, since each sees another part of the plane. "one alone" is a worker that
-never hears of the others.
+never communicates.
 
 Run it: python examples/04_compare_in_simulation.py
 """

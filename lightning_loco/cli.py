@@ -188,7 +188,7 @@ def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
     if len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:
         raise ValueError(
             f"with sync_every={steps} workers take different numbers of batches, and cannot"
-            " meet for validation after a number of batches. Use"
+            " validate together after a number of batches. Use"
             " trainer.check_val_every_n_epoch=1 trainer.val_check_interval=null."
         )
 

@@ -1,4 +1,4 @@
-"""All machines join at machine 0, which sends each of them everybody's facts and, later, findings.
+"""All machines join at machine 0, which sends each of them the facts of all and, later, findings.
 
 The messages, in this order: every machine sends :class:`Hello` and receives :class:`Participants`
 (or :class:`Refusal`), sends :class:`~lightning_loco.doctor.connectivity.Results` and receives

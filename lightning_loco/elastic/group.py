@@ -272,9 +272,9 @@ def _one_byte() -> Tensor:
 class MemberMonitor:
     """Detects members that are lost while a group is created and used.
 
-    The members watch each other in a ring, and the first one that detects a loss tells all others
-    through the store of the donor. This is needed because the lighthouse considers a worker alive
-    until its heartbeats have been missing for some time, and a process group waits long for a
+    The members watch each other in a ring, and the first one that detects a loss notifies all
+    others through the store of the donor. This is needed because the lighthouse considers a worker
+    alive until its heartbeats have been missing for some time, and a process group waits long for a
     member that never connects or is frozen. In contrast, the store of a dead worker refuses
     connections at once, and that of a frozen one does not answer within ``timeout_s`` seconds.
     RuntimeError if this is so with the store of the donor, which is used.
@@ -332,7 +332,7 @@ class MemberMonitor:
             del running  # a reference cycle, from the error's frames back to the error
 
     def leave(self) -> None:
-        """Tell the others that this member has left the group, or does not join it."""
+        """Notify the others that this member has left the group, or does not join it."""
         with suppress(RuntimeError):
             self._check_alive(self._plan.donor)
             self._store.set(_LEFT_KEY, self._plan.names[self._plan.rank], _LEAVE_S)

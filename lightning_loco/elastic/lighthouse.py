@@ -123,7 +123,7 @@ class Lighthouse:
                 replica_id=self.name,
                 lighthouse_addr=self._url,
                 hostname=socket.gethostname(),
-                bind=_LOOPBACK,  # unused here, and it obeys everybody who can connect
+                bind=_LOOPBACK,  # unused here, and open to any client that can connect
                 store_addr="",
                 world_size=1,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_S),

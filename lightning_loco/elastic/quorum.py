@@ -192,7 +192,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
 
 
 def _has_size(group: str, size: int) -> bool:
-    """Whether a group has so many members: then all who have it open, and no others."""
+    """Whether a group has so many members: then all of them have it open, and no others."""
     return group.endswith(f"/{size}")
 
 

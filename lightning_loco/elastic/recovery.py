@@ -105,7 +105,7 @@ def is_ahead(engine: Engine, state: RunState | None) -> bool:
     """Whether this worker resumed from a later round than the next one of the run's ``state``.
 
     It then starts that round, and the others recover from it. With exactly the next one it would
-    meet them in the same round, but with another state.
+    take part in the same round as they, but with another state.
     """
     return state is not None and int(state.values["round_index"]) + 1 < engine.worker.round_index
 

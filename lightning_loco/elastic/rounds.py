@@ -52,8 +52,8 @@ STOP_WAIT_S = 10.0
 _CHECK_STOP_S, _RETRY_S, _PARTING_S = 0.2, 0.2, 2.0
 
 _ALONE = (
-    " This worker is alone now and continues from its own state. If it was this worker that the "
-    "lighthouse did not hear from, because it was stopped or cut off, the others have continued "
+    " This worker is alone now and continues from its own state. If the lighthouse received no "
+    "heartbeats from this worker, because it was stopped or cut off, the others have continued "
     "without it, may have finished, and have other weights."
 )
 
@@ -198,7 +198,7 @@ class RoundThread(BackgroundThread):
     def leave(self, has_finished: bool) -> None:
         """Complete the pending round, then leave the run.
 
-        If this worker ``has_finished``, the others are told not to wait for a replacement.
+        If this worker ``has_finished``, the others need not wait for a replacement.
         """
         self.is_leaving = True
         self._requests.put(None)
@@ -329,7 +329,7 @@ class RoundThread(BackgroundThread):
         if len(lost) <= self._num_finished - before:
             return
         log.warning(
-            "Round %d goes on without %s: ended, or not heard by the lighthouse.%s",
+            "Round %d goes on without %s: ended, or no heartbeats at the lighthouse.%s",
             plan.round_index,
             ", ".join(sorted(lost)),
             _ALONE if len(plan.names) == 1 else "",

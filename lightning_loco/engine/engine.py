@@ -186,7 +186,7 @@ class Engine:
         if self.connection is not None:
             for index in range(len(self.fragments)):
                 if index != self._turn:
-                    self._apply(index)  # who joins gets the state as it is between two rounds
+                    self._apply(index)  # a worker that joins gets the state between two rounds
         worker.check_trainable()
         index, steps = worker.round_index, worker.steps
         if statuses is None:

@@ -281,7 +281,7 @@ def open_node(
 
 
 def make_discovery(settings: PairwiseSettings, group: WorkerGroup) -> PeerDiscovery:
-    """Return the discovery of the other nodes or of the other ranks; of nobody for one worker."""
+    """Return the discovery of the other nodes or of the other ranks; of none for one worker."""
     if settings.name is not None:
         return NodeListDiscovery(settings.peers, settings.name)
     if group.num_workers > 1:

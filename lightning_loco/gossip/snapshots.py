@@ -1,8 +1,8 @@
 """Snapshots of a model: memory that peers read while the next snapshot is written.
 
 The training thread writes snapshots and the threads of the server read them. Neither waits for the
-other: the lock is held for bookkeeping only. Parameters are written only to memory that nobody
-reads, and read only from memory that nobody writes. There is memory for three snapshots: the
+other: the lock is held for bookkeeping only. Parameters are written only to memory that no thread
+reads, and read only from memory that no thread writes. There is memory for three snapshots: the
 latest one, an earlier one that is still being read, and the next one.
 """
 
@@ -121,9 +121,9 @@ class Snapshots:
     def flat_buffer(self) -> Tensor | None:
         """Return memory ``(P,)``, in the dtype of the wire format, for the next snapshot.
 
-        Nobody reads it before :meth:`commit_flat`. Without a codec it is the memory of the snapshot
-        itself, which saves a copy. Until the commit, further calls return the same memory. None
-        while peers are reading all of it.
+        No peer reads it before :meth:`commit_flat`. Without a codec it is the memory of the
+        snapshot itself, which saves a copy. Until the commit, further calls return the same memory.
+        None while peers are reading all of it.
         """
         wire = self.wire_buffer()
         if wire is None or self.wire_format.codec is None:

@@ -96,8 +96,8 @@ class CompressedSum:
             subtract_written(codec, wire, self._message)
         sums = torch.empty_like(wire)
         codec.encode(total, sums[own.wire])
-        places = {worker: sums[parts[worker].wire] for worker in inbox}
-        swap(dict.fromkeys(inbox, sums[own.wire]), places)
+        received = {worker: sums[parts[worker].wire] for worker in inbox}
+        swap(dict.fromkeys(inbox, sums[own.wire]), received)
         if self._has_feedback:
             subtract_written(codec, sums[own.wire], total)
             self._message[own.values].add_(total)
@@ -204,8 +204,8 @@ class CompressedAllReduce(SeparateStatuses):
         staged = group.wait_blocks_host and any(tensor.is_cuda for tensor in inbox.values())
         if staged:
             wires = {peer: tensor.cpu() for peer, tensor in wires.items()}
-        places = {p: t.cpu() if staged else t for p, t in inbox.items() if t.numel()}
-        operations = [dist.P2POp(dist.irecv, places[peer], peer, group.data) for peer in places] + [
+        inputs = {p: t.cpu() if staged else t for p, t in inbox.items() if t.numel()}
+        operations = [dist.P2POp(dist.irecv, inputs[peer], peer, group.data) for peer in inputs] + [
             dist.P2POp(dist.isend, wires[peer], peer, group.data) for peer in wires
         ]
         if not operations:
@@ -213,8 +213,8 @@ class CompressedAllReduce(SeparateStatuses):
         with ExplainErrors(group, label):
             works = dist.batch_isend_irecv(operations)
         PendingWork(group, label, works).wait()
-        for peer in places if staged else ():
-            inbox[peer].copy_(places[peer])
+        for peer in inputs if staged else ():
+            inbox[peer].copy_(inputs[peer])
 
     def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):

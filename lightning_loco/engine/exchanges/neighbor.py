@@ -100,8 +100,8 @@ class NeighborExchange(SeparateStatuses):
 class NeighborHandle:
     """The messages of the neighbours, which are being received.
 
-    Gloo cannot tell whether point-to-point works have completed: :meth:`has_arrived` has a thread
-    wait for them. It touches no tensor.
+    Gloo does not report whether point-to-point works have completed: :meth:`has_arrived` has a
+    thread wait for them. It touches no tensor.
 
     Args:
         works: Of the sends and receives.

@@ -210,8 +210,8 @@ def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
 def _grade(stamp: str, everyone: Sequence[Found]) -> int:
     """Grade a save that all workers have.
 
-    3 if each worker has its own side file; 2 if some have only that of worker 0, because nobody has
-    theirs; 1 if there are no side files at all; 0 if a worker cannot use it.
+    3 if each worker has its own side file; 2 if some have only that of worker 0, because theirs are
+    missing; 1 if there are no side files at all; 0 if a worker cannot use it.
     """
     if stamp == _NO_STAMP:
         return 1
