@@ -66,7 +66,7 @@ class Worker:
         )
         try:
             yield
-            self.wait_for_all()  # who closes early may cut off a message to a slower worker
+            self.wait_for_all()  # closing early may cut off a message to a slower worker
         finally:
             dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ Measured: the seconds at the end of a local phase, of DiLoCo with ``membership=E
 DiLoCo in a process group, in turns of several rounds each, with the same model; blocking, and with
 a round that travels during the next local steps. Then one more worker joins, and the longest round
 from its coming until it takes part is compared with the median of those after it. A local step is a
-sleep: a stand-in for a GPU that computes while the CPU is free to communicate.
+sleep, as if a GPU computed while the CPU is free to communicate.
 
 How to read it: the difference should be at most 25 ms for blocking rounds of 5M parameters, and 1
 ms with overlap; a join should hold up the others for at most 1.5 rounds more than a usual one, in

@@ -32,7 +32,7 @@ Make = Callable[[int, int], RoundSettings]
 
 
 def blocking(algorithm: Any) -> Make:
-    """Rounds that everybody waits for."""
+    """Rounds that all workers wait for."""
     return lambda every, exchange: RoundSettings(algorithm, EverySteps(every))
 
 

@@ -136,7 +136,7 @@ def serve(connection: socket.socket, memory: memoryview) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
+    """Ports at which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -2,8 +2,8 @@
 
 Measured: ``engine.statistics.wait_s``, the seconds a worker is blocked in exchanges, per round, of
 AsyncDiLoCo (``overlap=True, warm_start=True``) and of blocking DiLoCo, in turns of several rounds
-each, with the same model and the same ``sync_every``. A local step is a sleep: a stand-in for a GPU
-that computes while the CPU is free to communicate. It is made so long that a local phase takes
+each, with the same model and the same ``sync_every``. A local step is a sleep, as if a GPU
+computed while the CPU is free to communicate. It is made so long that a local phase takes
 several times a blocking round. The first round of each turn is not counted: it fills the pipe.
 
 How to read it: the ratio compares the waiting per round and should be at most 0.10. ``boundary`` is

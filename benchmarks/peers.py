@@ -22,7 +22,7 @@ are listed as absent, and a run that fails or is not done by the deadline says s
 
 The loopback is that of a network namespace of its own, the shaped link joins a namespace for each
 worker at a switch behind a token bucket (Linux, as root); without namespaces the loopback counts
-everybody's bytes, and the shaped link is skipped.
+the bytes of all processes, and the shaped link is skipped.
 
 How to read it: times are medians over all rounds of all repetitions, with quartiles. ``ours / it``
 is the ratio of the medians of one repetition, and should be at most 0.5 to torchft's bucketised

@@ -24,9 +24,9 @@ operations too. With 4 to 32 workers the set-up should take at most 2 s and a sy
 times as long as the gather. (Two workers gather by one message each way, within half a millisecond;
 a sync point takes four of the store.)
 
-PyTorch's store asks the name server for the name of everybody who connects, and whoever connects
-asks too. A name server that loses answers to many questions holds up all workers for 5 s whenever
-they connect. So unless RES_OPTIONS is set, they wait for 1 s here, and then ask no more.
+When a client connects to PyTorch's store, both ask the name server for the name of the other. One
+that loses answers to many questions holds up all workers for 5 s whenever they connect. So unless
+RES_OPTIONS is set, they wait for 1 s here, and then ask no more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SIZES = [2, 4, 8, 16, 32, 64]
 WIDTH = 100
 NUM_WARM_UP = 2
 BOUND_SET_UP_S = 2.0
-BOUND_MEETING = 1.3
+BOUND_SYNC_POINT = 1.3
 BOUNDED = range(4, 33)
 
 Seconds = dict[str, list[float]]
@@ -115,7 +115,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
             "ring": gossips[0].step,
             "one-peer": gossips[1].step,
             "gather": lambda: dist.all_gather(table, row, group=rows),
-            "meeting": lambda: engine.sync_point("validation"),
+            "sync point": lambda: engine.sync_point("validation"),
             "checkpoint": save,
         }
         order = random.Random(0)  # the same on all workers
@@ -125,7 +125,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
                 if repetition < NUM_WARM_UP:
                     clock.seconds[name].clear()
     for one in (engine, *gossips):
-        clock.take("end", lambda: None)  # who closes early may cut off a message to a slower worker
+        clock.take("end", lambda: None)  # closing early may cut off a message to a slower worker
         one.close()
 
 
@@ -188,7 +188,7 @@ def main() -> None:
         ms = {name: f"{1000 * seconds:.1f}" for name, seconds in found.items()}
         ratio = {
             (name, raw): found[name] / found[raw]
-            for name, raw in (("round", "all-reduce"), ("meeting", "gather"))
+            for name, raw in (("round", "all-reduce"), ("sync point", "gather"))
         }
         set_ups.append(
             [
@@ -202,8 +202,8 @@ def main() -> None:
                 f"{n} workers",
                 *(ms["all-reduce"], ms["round"], f"{ratio['round', 'all-reduce']:.2f}"),
                 *(ms["ring"], ms["one-peer"]),
-                *(ms["gather"], ms["meeting"], f"{ratio['meeting', 'gather']:.2f}"),
-                bound(ratio["meeting", "gather"], BOUND_MEETING, n),
+                *(ms["gather"], ms["sync point"], f"{ratio['sync point', 'gather']:.2f}"),
+                bound(ratio["sync point", "gather"], BOUND_SYNC_POINT, n),
                 ms["checkpoint"],
             ]
         )

@@ -2,8 +2,8 @@
 
 Workers exchange a model across a link that is shaped to 100 Mbit/s (a token bucket in network
 namespaces: Linux, as root; elsewhere it is the loopback, which shows little). Local steps are
-sleeps: a stand-in for a GPU that computes while the CPU communicates. First the blocking rounds
-tell how long an exchange takes; a local phase is then 1.2 times as long.
+sleeps, as if a GPU computed while the CPU communicates. First the blocking rounds show
+how long an exchange takes; a local phase is then 1.2 times as long.
 
 Measured: the wall time of several whole phases with their rounds, from the first local step of one
 to the first of another, whatever the time was spent on; against the same sleeps without rounds.

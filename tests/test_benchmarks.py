@@ -89,7 +89,7 @@ def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_scale_judges_the_set_up_and_the_meeting_of_4_to_32_workers() -> None:
+def test_scale_judges_the_set_up_and_a_sync_point_of_4_to_32_workers() -> None:
     output = run("scale", "--workers", "2", "4", "32", "--jobs", "1", "--repetitions", "1")
     for row, column, most in (
         ("setting up {} workers", "set-up", 2.0),

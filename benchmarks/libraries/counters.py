@@ -12,7 +12,7 @@ PROC = Path("/proc")
 
 
 def bytes_sent(interface: str) -> float:
-    """What an interface of this network namespace has sent so far; NaN where nobody counts.
+    """What an interface of this network namespace has sent so far; NaN where there is no counter.
 
     Headers of every layer count, and so do acknowledgements.
     """
@@ -28,7 +28,7 @@ def bytes_sent(interface: str) -> float:
 
 
 def forget_peak() -> None:
-    """Let the highest resident memory of this process begin anew."""
+    """Reset the highest resident memory of this process."""
     with contextlib.suppress(OSError):
         (PROC / "self" / "clear_refs").write_text("5")
 

@@ -112,7 +112,7 @@ class InRounds:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of this worker that nobody uses."""
+    """A free TCP port of this worker."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,7 @@
 """Networks between the workers of a run: the loopback, or machines at a switch with a slow link.
 
-Both are network namespaces of Linux where they are allowed, so that nobody else's bytes count.
+Both are network namespaces of Linux where they are allowed: bytes of other processes do not
+count.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Link(Protocol):
 
 
 class PlainLoopback:
-    """The loopback of this machine, with all others who use it."""
+    """The loopback of this machine, shared with other processes."""
 
     name, shared = "loopback", True
     interface = "lo" if sys.platform == "linux" else "lo0"
@@ -71,7 +72,7 @@ class Namespaces:
     ) -> None:
         self.name, self.interface, self.shared = name, interface, len(spaces) == 1
         self._spaces, self._hosts, self._folder = spaces, hosts, folder
-        names = [f"{host} worker-{place}" for place, host in enumerate(hosts)]
+        names = [f"{host} worker-{index}" for index, host in enumerate(hosts)]
         (folder / "hosts").write_text("\n".join([f"{HOST} localhost", *names]) + "\n")
         (folder / "resolv").write_text(f"nameserver {HOST}\n")
 
@@ -81,16 +82,16 @@ class Namespaces:
 
     def command(self, rank: int, words: list[str]) -> list[str]:
         """The command inside a namespace."""
-        place = rank % len(self._spaces)
+        index = rank % len(self._spaces)
         inside = " && ".join(
             [
-                f"hostname worker-{place}",
+                f"hostname worker-{index}",
                 f'mount --bind "{self._folder}/hosts" /etc/hosts',
                 f'mount --bind "{self._folder}/resolv" /etc/resolv.conf',
                 'exec "$@"',
             ]
         )
-        enter = ["ip", "netns", "exec", self._spaces[place], "unshare", "--uts", "--mount"]
+        enter = ["ip", "netns", "exec", self._spaces[index], "unshare", "--uts", "--mount"]
         return [*enter, "sh", "-c", inside, "sh", *words]
 
 

@@ -19,9 +19,9 @@ def draw(tables: dict[str, Runs], path: Path) -> None:
     time, size = figure.subplots(1, 2, sharey=True)
     thickness = 0.8 / len(tables)
     for index, (name, runs) in enumerate(tables.items()):
-        shown = [(place, _done(runs, key)) for place, key in enumerate(keys)]
-        shown = [(place, done) for place, done in shown if done]
-        at = [place + (index - (len(tables) - 1) / 2) * thickness for place, _ in shown]
+        shown = [(row, _done(runs, key)) for row, key in enumerate(keys)]
+        shown = [(row, done) for row, done in shown if done]
+        at = [row + (index - (len(tables) - 1) / 2) * thickness for row, _ in shown]
         blocking = [
             statistics.median(ms for run in done for ms in run.blocking_ms) for _, done in shown
         ]

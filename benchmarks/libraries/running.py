@@ -89,7 +89,7 @@ def _started(jobs: Sequence[Job], link: Link) -> Iterator[list[_Started]]:
                 os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
             worker.line.close()
-        for process in marked(f"{MARK}={mark}"):  # who has left the process group
+        for process in marked(f"{MARK}={mark}"):  # those that have left the process group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""One worker: a process that is told its job on a line, does it, and reports."""
+"""One worker: a process that reads its job from a line, does it, and reports."""
 
 from __future__ import annotations
 
