@@ -47,7 +47,7 @@ SLOW = (
     "same numbers",
     "resume",
     "uneven",
-    "written weights",
+    "external updates",
     "nan",
     "nan by hand",
     "nan ends",
@@ -188,7 +188,7 @@ CASES = {
     "diloco_adamw": Case(
         DiLoCo(outer_optimizer=torch.optim.AdamW),
         accuracy=2.0,
-        not_in={"without progress": DECAYS, "written weights": DECAYS},
+        not_in={"without progress": DECAYS, "external updates": DECAYS},
     ),
     "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2, variant_of="diloco"),
     "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),

@@ -91,7 +91,7 @@ def cover(
         uses.update(enumerate(best))
     others = [row for row in rows if row not in chosen] if _full else []
     return [
-        _joined([axis[place] for axis, place in zip(values, row, strict=True)], soak)
+        _joined([axis[index] for axis, index in zip(values, row, strict=True)], soak)
         for some, soak in ((sorted(chosen), False), (others, True))
         for row in some
     ]

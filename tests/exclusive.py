@@ -36,7 +36,7 @@ def lock(folder: Path, exclusive: bool) -> Iterator[None]:
 
     Args:
         folder: The same for all processes; two files in it are locked.
-        exclusive: Whether nobody else may hold it.
+        exclusive: Whether no other process may hold it.
     """
     with (folder / "queue.lock").open("a") as queue, (folder / "tests.lock").open("a") as tests:
         fcntl.flock(queue, fcntl.LOCK_EX)

@@ -132,7 +132,7 @@ def _children() -> dict[int, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             except OSError:
                 continue
-            # A zombie has no command line: it ended, and nobody has asked for its status yet.
+            # A zombie has no command line: it ended, and its status has not been read yet.
             if command and not any(name in command for name in KNOWN_CHILDREN):
                 found[int(pid)] = command[:200]
     return found

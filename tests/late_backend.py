@@ -1,7 +1,7 @@
 """A backend with the host semantics of NCCL, for tensors of the CPU.
 
-Work is handed over and goes on by itself, as on the stream of a GPU: ``wait()`` returns at once and
-never raises, what is received comes later, ``is_completed()`` tells when, and what is sent is read
+Work is enqueued and goes on by itself, as on the stream of a GPU: ``wait()`` returns at once and
+never raises, what is received comes later, ``is_completed()`` says when, and what is sent is read
 later, too. Without one of the workers it goes on for ever. Destroying the group waits for all that
 is under way; aborting it does not.
 
@@ -78,18 +78,18 @@ class LateGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> LateWork:
-        return self._hand_over(
+        return self._enqueue(
             tensors[0], lambda copy: self._gloo.allreduce([copy], dist.AllreduceOptions())
         )
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> LateWork:
-        return self._hand_over(tensors[0], lambda copy: self._gloo.broadcast([copy], options))
+        return self._enqueue(tensors[0], lambda copy: self._gloo.broadcast([copy], options))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
-        return self._hand_over(tensors[0], lambda copy: self._gloo.send([copy], peer, tag), False)
+        return self._enqueue(tensors[0], lambda copy: self._gloo.send([copy], peer, tag), False)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
-        return self._hand_over(tensors[0], lambda copy: self._gloo.recv([copy], peer, tag))
+        return self._enqueue(tensors[0], lambda copy: self._gloo.recv([copy], peer, tag))
 
     def shutdown(self) -> None:
         """Wait for all that is under way, for as long as it takes."""
@@ -113,7 +113,7 @@ class LateGroup(dist.ProcessGroup):
         for work in self._works:
             work.done.wait()
 
-    def _hand_over(
+    def _enqueue(
         self, tensor: Tensor, begin: Callable[[Tensor], dist.Work], receives: bool = True
     ) -> LateWork:
         """Begin in a moment, in order; ``begin`` is given a copy, made at that time."""
@@ -125,17 +125,19 @@ class LateGroup(dist.ProcessGroup):
             copy = tensor.detach().clone()
             inner = begin(copy)
 
-            def bring() -> None:
+            def finish_operation() -> None:
                 try:
                     inner.wait()
                 except RuntimeError:
-                    return  # nobody is told: the work never ends
+                    return  # there is no error: the work never ends
                 if receives:
                     tensor.detach().copy_(copy)
                 work.done.set()
 
             self._waiters = [w for w in self._waiters if w.is_alive()]
-            self._waiters.append(threading.Thread(target=bring, name="late-work", daemon=True))
+            self._waiters.append(
+                threading.Thread(target=finish_operation, name="late-work", daemon=True)
+            )
             self._waiters[-1].start()
 
         self._operations.put(operation)

@@ -1,4 +1,4 @@
-"""Clocks for tests: one that moves only when it is told to, and one that skips what is slept."""
+"""Clocks for tests: one that only a test moves, and one that skips sleeps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.limits import HARNESS_S
 
 T = TypeVar("T")
 
-_LOOK_S = 0.002
+_POLL_S = 0.002
 _YEARS_S = 2.0**30
 
 
 class ManualClock(Clock):
-    """Moves only when told, from 0; whoever sleeps or waits by it is held until then.
+    """Starts at 0 and moves only by :meth:`advance` and :meth:`pass_during`.
 
     Attributes:
-        asked: How long somebody wanted to sleep or wait, in order.
+        asked: Requested seconds of all sleeps and waits, in order.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,9 @@ class ManualClock(Clock):
             entry = (self._now + timeout_s, event)
             self._waiting.append(entry)
             try:
-                self._hold(lambda: event.is_set() or self._now >= entry[0], "moves the clock")
+                self._hold(
+                    lambda: event.is_set() or self._now >= entry[0], "the clock stands still"
+                )
             finally:
                 self._waiting.remove(entry)
             return event.is_set()
@@ -62,38 +64,38 @@ class ManualClock(Clock):
     def wait_until_waiting(self, count: int = 1) -> None:
         """Return once so many threads sleep or wait."""
         with self._changed:
-            self._hold(lambda: len(self._ends()) >= count, "waits")
+            self._hold(lambda: len(self._ends()) >= count, "too few waits")
 
     def wait_until_read(self, times: int = 5) -> None:
-        """Return once somebody has looked at the clock so many times from now on."""
+        """Return once the clock has been read so many more times."""
         with self._changed:
             wanted = self._num_reads + times
-            self._hold(lambda: self._num_reads >= wanted, "looks at the clock")
+            self._hold(lambda: self._num_reads >= wanted, "no thread reads the clock")
 
     def pass_during(self, call: Callable[[], T], others: int = 0) -> T:
-        """What a call returns; while it and so many others wait, the clock moves to who is next."""
+        """What a call returns; while it and so many wait, the clock moves to the next end."""
         future = run_in_thread(call)
         while True:
             with self._changed:
-                self._hold(lambda: future.done() or len(self._ends()) > others, "waits")
+                self._hold(lambda: future.done() or len(self._ends()) > others, "too few waits")
                 if future.done():
                     return future.result()
                 self._now = min(self._ends())
                 self._changed.notify_all()
 
     def _ends(self) -> list[float]:
-        """Until when each of those wait who have to wait on."""
+        """The ends of all waits that are not over."""
         return [end for end, event in self._waiting if end > self._now and not event.is_set()]
 
     def _hold(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + HARNESS_S
         while not condition():
-            assert time.monotonic() < deadline, f"Nobody {what}."
-            self._changed.wait(_LOOK_S)  # whoever sets an event tells nobody here
+            assert time.monotonic() < deadline, what
+            self._changed.wait(_POLL_S)  # setting an event does not notify this condition
 
 
 class SkippingClock(ManualClock):
-    """Whoever sleeps moves it, and goes on at once."""
+    """A sleep moves it, and returns at once."""
 
     def sleep(self, seconds: float) -> None:
         with self._changed:

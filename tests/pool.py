@@ -119,7 +119,7 @@ class Pool:
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
             results, failures, missing = self._collect(world, timeout_s, grace_s)
         except BaseException:
-            self.close()  # an interrupted call leaves workers that nobody listens to
+            self.close()  # the results of an interrupted call are never read
             raise
         if failures or missing:
             text = _describe(f"{fn.__module__}.{fn.__qualname__}", world, failures, missing)
@@ -293,7 +293,7 @@ class _Worker:
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """Tells a Lightning Trainer inside a pool job that its ranks exist and who they are.
+    """A Lightning Trainer inside a pool job gets its ranks, which exist already, from this.
 
     Args:
         num_nodes: Pretend that the ranks are spread over this many machines.
@@ -350,9 +350,9 @@ def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
 def _describe(name: str, world: int, failures: dict[int, Failure], missing: dict[int, str]) -> str:
     """The first failure in full, a line for each that followed, then the missing ranks."""
     lines = []
-    for place, failure in enumerate(sorted(failures.values(), key=lambda one: one.raised_at_s)):
+    for index, failure in enumerate(sorted(failures.values(), key=lambda one: one.raised_at_s)):
         who = f"rank {failure.rank} of {world}"
-        if place == 0:
+        if index == 0:
             lines.append(f"{who} failed in {name}:\n{failure.traceback}")
         else:
             first_line = failure.message.strip().split("\n")[0][:300]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.guards import Surroundings, restore_environ
 from tests.seeding import seed
 
-# Collectives give up later than the pool, so that a hang is reported with everybody's stacks.
+# Collectives give up later than the pool, so that a hang is reported with the stacks of all.
 COLLECTIVE_MARGIN_S = 60.0
 
 
@@ -77,7 +77,7 @@ def serve(connection: Connection, port: int, stack_file: str) -> None:
         connection.send_bytes(b"ready")
         try:
             while message := connection.recv_bytes():
-                # Anew for every job: at its end Lightning's Trainer resets all signal handlers.
+                # For every job: at its end Lightning's Trainer resets all signal handlers.
                 faulthandler.unregister(signal.SIGUSR2)
                 faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
                 _work(connection, store, pickle.loads(message))
@@ -97,7 +97,7 @@ def _work(connection: Connection, store: dist.TCPStore, job: Job) -> None:
     except BaseException as error:
         failure = _failure(job.rank, error)
         del error  # its frames may hold the process group
-        _destroy_group()  # whoever waits for this rank learns that it is gone
+        _destroy_group()  # ranks that wait for this one get an error
         answer = pickle.dumps(failure)
     connection.send_bytes(answer)
     # A rank that is done keeps its group until all are: closing early can lose data on the way.

@@ -126,13 +126,13 @@ def one_per_rank(
     """A program for each rank of a job, none of which ends another; what is left is killed."""
     (port,) = free_ports()
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    places = [divmod(rank, world // num_nodes) for rank in range(world)]
+    node_and_local = [divmod(rank, world // num_nodes) for rank in range(world)]
     with ExitStack() as stack:
         yield [
             stack.enter_context(
                 Program(command, folder, NODE_RANK=str(node), LOCAL_RANK=str(local), **job)
             )
-            for node, local in places
+            for node, local in node_and_local
         ]
 
 
@@ -145,9 +145,9 @@ def start_together(folder: Path, rank: int, world: int, timeout_s: float = 60.0)
 
 
 def free_ports(count: int = 1) -> list[int]:
-    """Ports of this machine that nobody listens at, and that nobody takes before they are used.
+    """Ports of this machine that are free, and stay free for this process until they are used.
 
-    They lie below those that the system gives to connections and to who asks for any port, in a
+    They lie below those that the system gives to connections and to binds to port 0, in a
     block that this process has for itself.
     """
     found = filter(_is_free, itertools.islice(_own_ports(os.getpid()), _BLOCK))

@@ -1,4 +1,4 @@
-"""Run pytest; tests that fail run once more, alone, which tells a flaky test from a broken one.
+"""Run pytest; tests that fail run once more, alone, so that a flaky test is told from a broken one.
 
 `make test-faults` runs this. A test that fails and then passes is flaky: the last lines and the
 file `build/test-logs/flaky` name it, both logs stay in that folder, and the exit status is 0. It is

@@ -32,7 +32,7 @@ OF_SOME = {
     "alone",
     "chunks",
     "without progress",
-    "written weights",
+    "external updates",
     "nan ends",
 }
 

@@ -16,7 +16,7 @@ from tests.programs import Program
 
 
 class Holder:
-    """A thread that takes the lock and holds it until it is told to release it."""
+    """A thread that takes the lock and holds it until :meth:`release`."""
 
     def __init__(self, folder: Path, exclusive: bool) -> None:
         self._taken, self._release = threading.Event(), threading.Event()

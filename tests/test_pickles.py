@@ -221,10 +221,10 @@ def call(world):
 
 
 def call_from(rank: int, world: int, file: str) -> list[Call]:
-    place: dict[str, Any] = {}
-    exec(compile(CALLS, file, "exec"), place)
+    names: dict[str, Any] = {}
+    exec(compile(CALLS, file, "exec"), names)
     with recorded() as calls:
-        place["call"](world)
+        names["call"](world)
     return calls
 
 

@@ -178,7 +178,7 @@ def fit(rank: int, world: int) -> tuple[list[torch.Tensor], list[float], int]:
     return [p.detach() for p in model.parameters()], model.seen, trainer.global_step
 
 
-def places(rank: int, world: int) -> tuple[int, int, int]:
+def ranks_of_trainer(rank: int, world: int) -> tuple[int, int, int]:
     environment = PoolEnvironment(num_nodes=2)
     return environment.global_rank(), environment.node_rank(), environment.local_rank()
 
@@ -192,4 +192,4 @@ def test_a_trainer_fits_inside_the_pool(pool: Pool) -> None:
 
 
 def test_environment_spreads_ranks_over_nodes(pool: Pool) -> None:
-    assert pool.run(places) == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert pool.run(ranks_of_trainer) == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]

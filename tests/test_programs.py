@@ -1,4 +1,4 @@
-"""Ports for tests: nobody else gets them before they are used, however many tests run at once."""
+"""Ports for tests: no other process gets them first, however many tests run at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_port_is_free_again_after_its_connections() -> None:
     for _ in range(2):
         address = ("127.0.0.1", port)
         with socket.create_server(address) as server, socket.create_connection(address):
-            server.accept()[0].close()  # who closes first keeps the port for a minute
+            server.accept()[0].close()  # the side that closes first keeps the port for a minute
         assert port in [one for _ in range(20) for one in free_ports(10)]
 
 

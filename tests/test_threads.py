@@ -59,7 +59,7 @@ class Shadowing(threading.Thread):
         self._handle = None
 
     def run(self) -> None:
-        """Meant to be written anew."""
+        """Meant to be overridden."""
 
 
 def test_a_shadowed_name_is_found() -> None:

@@ -1,4 +1,4 @@
-"""What is tested, allowed, pinned and told of versions agrees."""
+"""The versions that are tested, allowed, pinned and documented agree."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_lightning_is_tested_from_the_oldest_to_the_newest() -> None:
 
 
 def test_every_python_of_the_classifiers_is_in_the_workflow() -> None:
-    told = tuple(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
-    assert told == versions.PYTHON
+    listed = tuple(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
+    assert listed == versions.PYTHON
     for job in ("test", "soak"):
-        assert tuple(WORKFLOW["jobs"][job]["strategy"]["matrix"]["python"]) == told
+        assert tuple(WORKFLOW["jobs"][job]["strategy"]["matrix"]["python"]) == listed
 
 
 def test_the_workflow_has_older_versions_of_lightning() -> None:
@@ -52,12 +52,12 @@ def test_the_workflow_has_the_oldest_torch() -> None:
         assert any(f'"{package}=={oldest(package)}.0"' in line for line in lines)
 
 
-def test_the_page_tells_of_each_version() -> None:
-    told = [cell for cell, *_ in doc("testing.md").table("version")]
-    assert [cell.removeprefix("Lightning ") for cell in told if "Lightning" in cell] == [
+def test_the_page_has_each_version() -> None:
+    listed = [cell for cell, *_ in doc("testing.md").table("version")]
+    assert [cell.removeprefix("Lightning ") for cell in listed if "Lightning" in cell] == [
         *versions.LIGHTNING
     ]
-    assert {f"Python {release}" for release in versions.PYTHON} <= set(told)
+    assert {f"Python {release}" for release in versions.PYTHON} <= set(listed)
 
 
 def test_the_python_that_runs_is_found_and_one_that_is_missing_is_not() -> None:

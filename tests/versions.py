@@ -31,7 +31,7 @@ OLDER = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
 """The LightningCLI of older versions calls what newer versions of jsonargparse warn of."""
 
 TESTS = ("tests/strategies", "tests/callbacks", "tests/test_cli.py", "tests/test_threads.py")
-"""Whatever meets Lightning, and threads."""
+"""Tests of what uses Lightning, and of threads."""
 
 Outcome = str
 """One line: passed, FAILED, or why it was not run."""

@@ -88,31 +88,31 @@ def test_one_worker_with_a_round_is_enough(store: TimeoutStore, with_round: set[
     with make_watchdogs(3) as watchdogs:
         all_barriers = barriers(store, 3)
 
-        def come(worker: int) -> bool:
+        def reach(worker: int) -> bool:
             if worker in with_round:
                 calls_to_round(all_barriers[worker])
                 return True
             return reaches_a_sync_point(all_barriers[worker], watchdogs[worker])
 
-        assert on_every_worker(3, come) == [True] * 3
+        assert on_every_worker(3, reach) == [True] * 3
 
 
-def test_those_who_come_early_wait(store: TimeoutStore) -> None:
+def test_workers_that_come_early_wait(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         first, second = barriers(store, 2)
 
-        has_come = threading.Event()
+        has_reached_it = threading.Event()
 
-        def come(worker: int) -> tuple[bool, bool]:
+        def reach(worker: int) -> tuple[bool, bool]:
             if worker == 1:
                 wait_until(lambda: store.check(["1/count"]))  # that of the first
                 time.sleep(0.1)
-                has_come.set()
+                has_reached_it.set()
                 calls_to_round(second)
                 return True, True
-            return reaches_a_sync_point(first, watchdogs[0]), has_come.is_set()
+            return reaches_a_sync_point(first, watchdogs[0]), has_reached_it.is_set()
 
-        assert on_every_worker(2, come) == [(True, True)] * 2
+        assert on_every_worker(2, reach) == [(True, True)] * 2
 
 
 def test_an_arrival_counts_for_its_own_exchange_only(store: TimeoutStore) -> None:
@@ -135,7 +135,7 @@ def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
     with make_watchdogs(num_workers) as watchdogs:
         all_barriers = barriers(store, num_workers)
 
-        def come(worker: int) -> list[bool]:
+        def reach(worker: int) -> list[bool]:
             answers = []
             for makes_round in plans[worker]:
                 time.sleep(0.002 * random.random())
@@ -147,13 +147,13 @@ def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
                 together.wait(TIMEOUT_S)
             return answers
 
-        answers = on_every_worker(num_workers, come)
+        answers = on_every_worker(num_workers, reach)
     expected = [any(plan[t] for plan in plans) for t in range(num_exchanges)]
     assert {True, False} == set(expected)
     assert answers == [expected] * num_workers
 
 
-def test_who_does_not_come_is_named_to_the_others_too(store: TimeoutStore) -> None:
+def test_a_worker_that_does_not_come_is_named_on_the_others_too(store: TimeoutStore) -> None:
     """Worker 0 hosts the store, so the others learn of it before it ends."""
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
@@ -161,11 +161,11 @@ def test_who_does_not_come_is_named_to_the_others_too(store: TimeoutStore) -> No
         first, second, _ = barriers(store, 3)
         calls_to_round(second)
 
-        def come() -> None:
+        def reach() -> None:
             reaches_a_sync_point(first, watchdogs[0], timeout_s=0.2)
 
         with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
-            clock.pass_during(come, others=2)
+            clock.pass_during(reach, others=2)
         assert "from worker 2" in str(watchdogs[1].failure)
 
 
@@ -191,17 +191,17 @@ def test_counters_of_old_exchanges_are_deleted(store: TimeoutStore) -> None:
 
 
 def test_numbers_arrive_as_they_are(store: TimeoutStore) -> None:
-    told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
+    sent = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
     with make_watchdogs(2) as watchdogs:
         both = barriers(store, 2)
         for _ in range(2):
             for store_barrier in both:
                 store_barrier.exchange += 1
             found = on_every_worker(
-                2, lambda w: both[w].wait(told[w], watchdogs[w], "here", TIMEOUT_S)
+                2, lambda w: both[w].wait(sent[w], watchdogs[w], "here", TIMEOUT_S)
             )
-            assert [repr(table) for table in found] == [repr(told)] * 2
-            told.reverse()
+            assert [repr(table) for table in found] == [repr(sent)] * 2
+            sent.reverse()
 
 
 @pytest.mark.parametrize("num_workers", [2, 8, 16])

@@ -139,9 +139,9 @@ def test_a_report_does_not_wait_for_missing_workers(
         start(*watchdogs[:2])
         assert clock.pass_during(lambda: detect(watchdogs[0]), others=2)
         checked = checked_keys(monkeypatch, watchdogs[0])
-        clock.pass_during(lambda: watchdogs[0].report("nobody else reads it"), others=2)
+        clock.pass_during(lambda: watchdogs[0].report("no other worker reads it"), others=2)
         assert {key for key in checked if key.startswith("read/")} == {"read/1"}
-        assert watchdogs[1].failure == "Worker 0 failed:\nnobody else reads it"
+        assert watchdogs[1].failure == "Worker 0 failed:\nno other worker reads it"
 
 
 def checked_keys(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
@@ -471,7 +471,7 @@ def test_a_silent_store_is_blamed_on_worker_0() -> None:
         assert clock.now() == module._STORE_TIMEOUT_S
         clock.advance(0.5)
         assert watchdog.silent() == ["worker 0"]
-        watchdog.report("nobody reads it")  # it makes no more calls: the clock stands still
+        watchdog.report("no worker reads it")  # it makes no more calls: the clock stands still
         clock.advance(18.5)
         watchdog.raise_if_failed()
         clock.advance(0.1)

@@ -84,7 +84,7 @@ def test_statuses_that_are_known_need_no_wait() -> None:
     assert statuses.wait() == [WorkerStatus(IN_ROUND, 4, 1, 1.0)]
 
 
-def test_workers_in_different_rounds_are_told_to_resume_from_one_checkpoint() -> None:
+def test_workers_in_different_rounds_are_asked_to_resume_from_one_checkpoint() -> None:
     with pytest.raises(RuntimeError, match="Worker 1 is in round 5 and worker 0 in round 4"):
         exchanged(WorkerStatus(IN_ROUND, 4, 1, 1.0), WorkerStatus(IN_ROUND, 5, 1, 1.0))
 
@@ -169,7 +169,7 @@ def part(rank: int, world: int) -> None:
         group.close()
 
 
-def test_every_worker_is_told_of_different_rounds(pool: Pool) -> None:
+def test_different_rounds_are_an_error_on_every_worker(pool: Pool) -> None:
     with pytest.raises(PoolError, match="Resume all workers from the same checkpoint") as error:
         pool.run(part, world=2)
     assert sorted(error.value.failures) == [0, 1]

@@ -23,7 +23,7 @@ def distances(rank: int, world: int, code: str) -> tuple[float, float]:
     for _ in range(2 * 20):
         engine.step()
     worker = engine.worker
-    worker.sync_point("a place of the loop")
+    worker.sync_point("the last step")
     distance = worker.measure_consensus(max_elements=100)
     engine.finish()
     spread = worker.measure_consensus(max_elements=100)

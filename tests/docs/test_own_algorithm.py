@@ -87,8 +87,8 @@ def test_one_line_makes_its_strategy() -> None:
 
 
 def test_the_table_names_what_the_contract_has() -> None:
-    told = {name for first in ("function", "name") for name, *_ in PAGE.table(first)}
-    words = {word.strip("`").partition("(")[0] for cell in told for word in cell.split("`, `")}
+    listed = {name for first in ("function", "name") for name, *_ in PAGE.table(first)}
+    words = {word.strip("`").partition("(")[0] for cell in listed for word in cell.split("`, `")}
     of_class = {name for name in vars(Algorithm) if not name.startswith("_")}
     shown = {"exchange", "consensus_key", "replicated"}  # in the example
     driven = {"apply", "check_overlap", "warn_overlap"}  # what the engine calls besides

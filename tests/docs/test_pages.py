@@ -61,10 +61,10 @@ def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, obj
 
 
 def test_code_compiles_and_names_what_exists(subtests: pytest.Subtests) -> None:
-    for place, code in PYTHON.items():
-        with subtests.test(place):
+    for label, code in PYTHON.items():
+        with subtests.test(label):
             tree = ast.parse(code)
-            compile(tree, place, "exec")
+            compile(tree, label, "exec")
             calls = list(calls_of(tree))
             for node, kind, _ in calls:
                 arguments = {str(word.arg): word.value for word in node.keywords}
@@ -73,8 +73,8 @@ def test_code_compiles_and_names_what_exists(subtests: pytest.Subtests) -> None:
 
 
 def test_methods_that_are_called_exist(subtests: pytest.Subtests) -> None:
-    for place, code in PYTHON.items():
-        with subtests.test(place):
+    for label, code in PYTHON.items():
+        with subtests.test(label):
             tree = ast.parse(code)
             kinds = {id(node): kind for node, kind, _ in calls_of(tree)}
             made = {
@@ -101,8 +101,8 @@ def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("files_of_the_text")
 def test_what_is_shown_can_be_built(subtests: pytest.Subtests) -> None:
-    for place, code in PYTHON.items():
-        with subtests.test(place):
+    for label, code in PYTHON.items():
+        with subtests.test(label):
             for node, kind, names in calls_of(ast.parse(code)):
                 if isinstance(kind, type) and issubclass(kind, BUILDABLE):
                     assert isinstance(eval(ast.unparse(node), names), kind)

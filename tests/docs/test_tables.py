@@ -48,17 +48,17 @@ def test_a_method_page_names_its_strategy(subtests: pytest.Subtests) -> None:
 
 
 def test_arguments_of_a_method(subtests: pytest.Subtests) -> None:
-    """Those that a page tells exist, have the default that it says, and none is missing."""
+    """Those in the table of a page exist and have its defaults, and none is missing."""
     shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
     of_ddp = set(inspect.signature(loco.LocoStrategy).parameters) - {"topology"}
     for page in METHOD_PAGES:
         with subtests.test(str(page)):
             parameters = inspect.signature(METHODS[page.path.stem]).parameters
-            told = page.table("argument") if page.has_table("argument") else []
-            for cell, default, _ in told:
+            listed = page.table("argument") if page.has_table("argument") else []
+            for cell, default, _ in listed:
                 name = cell.strip("`")
                 assert ast.literal_eval(default.strip("`")) == parameters[name].default, name
-            names = {name.strip("`") for name, *_ in told}
+            names = {name.strip("`") for name, *_ in listed}
             assert set(parameters) - shared - of_ddp <= names
 
 
@@ -90,8 +90,8 @@ def test_the_table_of_topologies() -> None:
 
 
 def test_callbacks_exist() -> None:
-    told = {cell.strip("`") for cell, *_ in doc("logging.md").table("callback")}
-    assert told == set(loco.callbacks.__all__) & set(loco.__all__)
+    listed = {cell.strip("`") for cell, *_ in doc("logging.md").table("callback")}
+    assert listed == set(loco.callbacks.__all__) & set(loco.__all__)
 
 
 def test_metrics_exist() -> None:
@@ -114,7 +114,7 @@ def test_metrics_exist() -> None:
         assert set(re.findall(r"`(loco/\w+)`", page.text)) <= logged, page
 
 
-def test_arguments_that_users_ask_for_are_told() -> None:
+def test_arguments_that_users_ask_for_are_documented() -> None:
     parameters: set[str] = set()
     for kind in (*METHODS.values(), loco.LocoStrategy, loco.ConsensusMonitor):
         parameters |= set(inspect.signature(kind).parameters)
@@ -126,10 +126,10 @@ def test_arguments_that_users_ask_for_are_told() -> None:
 
 
 def test_the_groups_of_the_command_line() -> None:
-    told = re.search(r"^Groups: `([^`]+)`", doc("command_line.md").text, re.MULTILINE)
-    assert told
+    listed = re.search(r"^Groups: `([^`]+)`", doc("command_line.md").text, re.MULTILINE)
+    assert listed
     folders = {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()}
-    assert set(told.group(1).split()) == folders - {"hydra"}
+    assert set(listed.group(1).split()) == folders - {"hydra"}
 
 
 def test_every_example_is_listed() -> None:

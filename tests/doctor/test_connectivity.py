@@ -118,14 +118,14 @@ def other_program(answer: bytes) -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
 
-        def talk() -> None:
+        def reply() -> None:
             connection, _ = listener.accept()
             with connection, suppress(OSError):
                 connection.sendall(answer)
 
-        talking = threading.Thread(target=talk)
-        talking.start()
+        replying = threading.Thread(target=reply)
+        replying.start()
         try:
             yield listener
         finally:
-            talking.join()
+            replying.join()

@@ -209,7 +209,7 @@ class Cluster:
         states: dict[tuple[int, int], dict[int, int]] = {}
         for index in self.processes:
             for line in self.lines(index):
-                at = line["round"], line.get("under_way", 0)
+                at = line["round"], line.get("pending", 0)
                 states.setdefault(at, {})[index] = line["checksum"]
         for at, found in states.items():
             assert len(set(found.values())) == 1, (at, found)

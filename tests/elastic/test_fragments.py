@@ -94,7 +94,7 @@ def test_it_equals_a_run_of_ranks(
 
 def by_round(workers: Cluster, index: int) -> dict[tuple[int, int], Line]:
     """The lines of a worker by round and by the number of pending rounds."""
-    return {(line["round"], line["under_way"]): line for line in workers.lines(index)}
+    return {(line["round"], line["pending"]): line for line in workers.lines(index)}
 
 
 def check_steps(workers: Cluster, *indices: int) -> None:
@@ -131,7 +131,7 @@ def test_one_joins_one_is_killed_and_the_others_continue(
         joined = first_members(workers, 2, 3)
         assert weight_of(joined) == 0
         assert workers.lines(2)[-1]["checksum"] == workers.lines(1)[-1]["checksum"]
-        assert workers.lines(2)[-1]["under_way"] == 0
+        assert workers.lines(2)[-1]["pending"] == 0
         assert {len(line["members"]) for line in workers.lines(1)} >= {2, 3}
 
 
@@ -213,7 +213,7 @@ def test_resuming_with_a_pending_round_equals_an_uninterrupted_run(
             again = by_round(workers, index)
             assert min(again) == (4, 0)
             started, *_ = workers.lines(index)
-            assert started["under_way"] == 1
+            assert started["pending"] == 1
             assert started["steps"] == whole[index][4, 1]["steps"] + 1
             for at, line in again.items():
                 assert line["checksum"] == whole[index][at]["checksum"], at

@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
             line = {
                 "round": worker.round_index,
                 "steps": worker.steps,
-                "under_way": sum(fragment.pending is not None for fragment in engine.fragments),
+                "pending": sum(fragment.pending is not None for fragment in engine.fragments),
                 "members": [] if last is None else list(last.plan.names),
                 "own": "" if last is None else last.plan.names[last.plan.rank],
                 "weights": [] if last is None else last.statuses[:, 3].tolist(),

@@ -95,7 +95,7 @@ def train(
     settings: RoundSettings,
     steps: int,
     cuts: Sequence[int] = (),
-    meets: bool = False,
+    syncs: bool = False,
     late: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same by an engine: this worker's parameters after each step, and at the end.
@@ -106,7 +106,7 @@ def train(
         settings: Of the rounds.
         steps: Local steps to make.
         cuts: Save after so many of them, and go on with a new engine.
-        meets: Whether to show the consensus after each step, as a validation does.
+        syncs: Whether to show the consensus after each step, as a validation does.
         late: Whether data come late, as with NCCL, and not while the host waits.
     """
     settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
@@ -117,7 +117,7 @@ def train(
         approach(rank, model)
         engine.step()
         history.append(flat(model))
-        if meets:
+        if syncs:
             engine.sync_point("a validation")
             engine.show_consensus()
             engine.worker.show_local()

@@ -343,7 +343,7 @@ def test_a_failure_of_one_worker_ends_all_with_its_reason(pool: Pool, topology: 
     assert str(caught.value).count("the disk of worker 2 is full") >= 2
 
 
-# ------------------------------------------------------------------------- figures, alone, input
+# ------------------------------------------------------------------------- metrics, alone, input
 
 
 def measured(rank: int, world: int) -> tuple[float | None, float]:

@@ -1,4 +1,4 @@
-"""What a codec loses stays in the worker's model: nothing is late for who has made it."""
+"""What a codec loses stays in the worker's model: nothing is late for the worker itself."""
 
 from __future__ import annotations
 

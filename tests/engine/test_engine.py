@@ -19,8 +19,8 @@ from lightning_loco.parameters.flat import Chunk, Packing
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.engine.toys import (
-    Talking,
-    TalkingGossip,
+    GossipSendingScalars,
+    SendingScalars,
     approach,
     flat,
     run_each,
@@ -30,21 +30,21 @@ from tests.engine.toys import (
 )
 from tests.pool import Pool, PoolError
 
-# ------------------------------------------------------------------------------- own numbers
+# ------------------------------------------------------------------------------- scalars
 
 ROUNDS = 4
-TALKS: dict[str, tuple[Algorithm, bool]] = {
-    "riding": (Talking(), False),
-    "travelling": (Talking(), True),
-    "neighbours": (TalkingGossip(), False),
-    "late neighbours": (TalkingGossip(), True),
+WITH_SCALARS: dict[str, tuple[Algorithm, bool]] = {
+    "blocking": (SendingScalars(), False),
+    "overlapped": (SendingScalars(), True),
+    "neighbours": (GossipSendingScalars(), False),
+    "overlapped neighbours": (GossipSendingScalars(), True),
 }
 
 
 def test_own_scalars_of_all_workers_are_received(pool: Pool, subtests: pytest.Subtests) -> None:
     """In every kind of round, in the simulation, and after a resume with a pending round."""
     settings_of = {
-        name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in TALKS.items()
+        name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in WITH_SCALARS.items()
     }
     rows = {
         (name, after): (settings, ROUNDS, zeros, after, True)
@@ -75,17 +75,17 @@ def receive_scalars(
     engine.drain()
     engine.finish()
     engine.close()
-    return state["heard"], state["rounds"]
+    return state["received"], state["rounds"]
 
 
 def test_scalars_are_in_the_order_of_the_workers_and_received_once_a_round(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    for name, results in run_each(pool, receive_scalars, TALKS, world=3).items():
+    for name, results in run_each(pool, receive_scalars, WITH_SCALARS, world=3).items():
         with subtests.test(name):
-            _, overlap = TALKS[name]
-            told = 1 if overlap else 2  # rounds applied when the last message was made
-            assert results == [(1 + 4 + 9 + 3 * told, 3)] * 3
+            _, overlap = WITH_SCALARS[name]
+            applied = 1 if overlap else 2  # rounds applied when the last message was made
+            assert results == [(1 + 4 + 9 + 3 * applied, 3)] * 3
 
 
 # ---------------------------------------------------------------------------- light sync points
@@ -115,11 +115,11 @@ def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 SYNC_POINTS: dict[str, tuple[Algorithm, bool]] = {
-    "riding": (DiLoCo(), False),
-    "riding whole": (DiLoCo(outer_optimizer=adamw), False),
-    "travelling": (DiLoCo(0.7, 0.0), True),
+    "blocking": (DiLoCo(), False),
+    "blocking, whole": (DiLoCo(outer_optimizer=adamw), False),
+    "overlapped": (DiLoCo(0.7, 0.0), True),
     "neighbours": (GASLoC(), False),
-    "late neighbours": (GASLoC(), True),
+    "overlapped neighbours": (GASLoC(), True),
 }
 
 
@@ -193,12 +193,12 @@ def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
             assert torch.isfinite(first["model"]).all()
             algorithm, overlap = SYNC_POINTS[name]
             if algorithm.exchange == "mean" and not overlap:
-                expected = meet_alone(algorithm)
+                expected = expected_without_worker_0(algorithm)
                 assert_close(first["model"], expected)
 
 
-def meet_alone(algorithm: Algorithm) -> Tensor:
-    """What comes of it by hand: two workers in the first round, worker 1 alone from then on.
+def expected_without_worker_0(algorithm: Algorithm) -> Tensor:
+    """The parameters, by hand: two workers in the first round, worker 1 alone from then on.
 
     Worker 0 ends with what the last round has left, worker 1 a local step further.
     """
@@ -288,7 +288,7 @@ def measured(rank: int, world: int) -> tuple[float | None, float | None]:
     return engine.statistics.consensus_distance, engine.statistics.outer_grad_norm
 
 
-def test_figures_are_measured_on_request(pool: Pool) -> None:
+def test_metrics_are_measured_on_request(pool: Pool) -> None:
     values = torch.stack([randn(1000, seed=rank) for rank in range(3)])
     away = float((values - values.mean(0)).square().sum(1).mean().sqrt())
     for distance, norm in pool.run(measured, world=3):

@@ -57,9 +57,9 @@ def fitting(num_workers: int) -> list[str]:
 
 
 def exchange_all(
-    rank: int, world: int, names: list[str | None], dtype: torch.dtype, under_way: int
+    rank: int, world: int, names: list[str | None], dtype: torch.dtype, num_pending: int
 ) -> dict[str | None, tuple[list[Tensor], int]]:
-    """Several rounds of several messages, so many under way at once, for each topology.
+    """Several rounds of several messages, so many pending at once, for each topology.
 
     Returns:
         By topology (None for the mean): all that was received, in order, and the bytes sent.
@@ -77,7 +77,7 @@ def exchange_all(
         for t in range(ROUNDS):
             handles: list[Any] = []
             for index in range(len(SIZES)):
-                if len(handles) == under_way:
+                if len(handles) == num_pending:
                     received.append(received_from(exchange, handles.pop(0), world))
                 handles.append(start(exchange, message_of(rank, t, index, dtype), t))
             received += [received_from(exchange, handle, world) for handle in handles]
@@ -105,11 +105,11 @@ def alone(name: str | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype", "under_way"),
+    ("world", "dtype", "num_pending"),
     cover((2, 3, 4), (torch.float32, torch.float64), (1, 3, 5), strength=1),
 )
 def test_processes_receive_what_simulate_says_and_count_bytes(
-    pool: Pool, world: int, dtype: torch.dtype, under_way: int
+    pool: Pool, world: int, dtype: torch.dtype, num_pending: int
 ) -> None:
     """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum.
 
@@ -117,7 +117,7 @@ def test_processes_receive_what_simulate_says_and_count_bytes(
     """
     names = fitting(world)
     assert len(names) >= 8
-    results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
+    results = pool.run(exchange_all, [None, *names], dtype, num_pending, world=world)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     for name in [None, *names]:
         expected = simulate_all(alone(name), world, dtype)

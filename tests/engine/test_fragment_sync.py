@@ -129,7 +129,7 @@ def test_a_round_that_loses_its_second_bucket_changes_nothing(
 
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:
-    """With two buckets under way, the first has been applied when the fourth is lost."""
+    """With two pending buckets, the first has been applied when the fourth is lost."""
     settings = RoundSettings(
         DiLoCo(), STEPS, compression=rounding(DiLoCo()), bucket_bytes=SMALL_BUCKET
     )

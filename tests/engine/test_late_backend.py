@@ -154,7 +154,7 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
         return "", 0.0, 0.0, True
     error, began = "", time.monotonic()
     while not error:
-        assert time.monotonic() < began + 3 * LATEST_S, "nobody was missed"
+        assert time.monotonic() < began + 3 * LATEST_S, "no missing worker was detected"
         approach(rank, model)
         try:
             engine.step()
@@ -228,7 +228,7 @@ def test_a_reported_failure_ends_the_wait_at_once(pool: Pool) -> None:
 
 
 def leave(rank: int, world: int, name: str) -> float:
-    """Worker 0 gives up by itself while a round is under way that worker 1 has not begun."""
+    """Worker 0 gives up by itself while a round is pending that worker 1 has not started."""
     engine = engine_of(name, Point(torch.zeros(10)), late_group())
     if rank == 0:
         engine.step()

@@ -19,10 +19,10 @@ from tests.engine.toys import LARGE, SMALL_BUCKET, Counting, flat
 ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counting(), GASLoC()]
 
 
-def landed(
+def apply_pending(
     algorithm: Algorithm, pending: dict[str, Any], params: Tensor
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    """The parameters, and the state before and after, of one worker alone."""
+    """The parameters of one worker alone, and its state before and after the pending round."""
     model = Point(randn(LARGE, seed=1))
     settings = RoundSettings(algorithm, EverySteps(2), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)
@@ -36,20 +36,20 @@ def landed(
 
 
 def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
-    for algorithm, has_departure in itertools.product(ALGORITHMS, (False, True)):
-        with subtests.test(str(algorithm), has_departure=has_departure):
-            received, message, left = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
+    for algorithm, keeps_params in itertools.product(ALGORITHMS, (False, True)):
+        with subtests.test(str(algorithm), keeps_params=keeps_params):
+            received, message, at_send = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
             params = randn(LARGE, seed=5)
-            sent_params = left if has_departure else None
+            sent_params = at_send if keeps_params else None
             pending = {
                 "received": received,
                 "messages": message,
                 "sent_params": sent_params,
                 "scalars": None,
             }
-            found, before, after = landed(algorithm, pending, params)
+            found, before, after = apply_pending(algorithm, pending, params)
             prepared = RoundSettings(algorithm).prepare(1).algorithm
-            start = left if has_departure else prepared.restart(before)
+            start = at_send if keeps_params else prepared.restart(before)
             assert start is not None
             start = start.clone()
             result = prepared.update(message.clone(), received.clone(), before).clone()
@@ -65,6 +65,6 @@ def test_parameters_that_are_not_finite_become_the_result() -> None:
     params = randn(LARGE, seed=5)
     params[7] = float("nan")
     pending = {"received": randn(LARGE, seed=2), "sent_params": None, "scalars": None}
-    found, _, after = landed(Counting(), pending, params)
+    found, _, after = apply_pending(Counting(), pending, params)
     assert torch.isfinite(found).all()
     assert torch.equal(found[7], after["outer"][7])

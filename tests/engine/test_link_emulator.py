@@ -1,4 +1,4 @@
-"""Exchanges on slower links: as late as foretold, hidden by local steps, not a bit different."""
+"""Exchanges on slower links: as late as predicted, hidden by local steps, not a bit different."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def make_rounds(
     return took
 
 
-def check_seconds(seconds: list[float], foretold: float) -> None:
-    """Each round takes as long as foretold; the few bytes beside the parameters count, too."""
-    assert seconds == pytest.approx([foretold] * len(seconds), rel=1e-3)
+def check_seconds(seconds: list[float], predicted: float) -> None:
+    """Each round takes as long as predicted; the few bytes beside the parameters count, too."""
+    assert seconds == pytest.approx([predicted] * len(seconds), rel=1e-3)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: int) -> None:
-    foretold = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
+    predicted = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
     for took in pool.run(make_rounds, LocalSGD(), SLOW, 3, {}, world=world):
-        check_seconds(took.seconds, foretold)
+        check_seconds(took.seconds, predicted)
         total_s = pytest.approx(sum(took.seconds))
         assert took.statistics.emulated_s == total_s
         assert took.statistics.emulated_wait_s == total_s
@@ -130,10 +130,10 @@ def make_real_rounds(rank: int, world: int) -> tuple[list[float], float]:
 @pytest.mark.soak
 @pytest.mark.alone
 def test_a_blocking_mean_takes_as_long_by_the_real_clock(pool: Pool) -> None:
-    foretold = 0.5 + 2 * 0.05
+    predicted = 0.5 + 2 * 0.05
     for seconds, processor_s in pool.run(make_real_rounds, world=2):
         for took in seconds:
-            assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
+            assert predicted - 0.01 <= took <= 1.5 * predicted + 0.1
         assert processor_s < 0.5 * sum(seconds)
 
 
@@ -159,13 +159,13 @@ def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None
 
 def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
     links = [Link(1000), Link(1000), Link(32, 0.02)]
-    foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
-    assert foretold == pytest.approx(4 / 3 * 0.25 + 4 * 0.02)
+    predicted = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
+    assert predicted == pytest.approx(4 / 3 * 0.25 + 4 * 0.02)
     for took in pool.run(make_rounds, DiLoCo(), links, 2, {}, world=3):
-        check_seconds(took.seconds, foretold)
+        check_seconds(took.seconds, predicted)
 
 
-def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
+def test_buckets_follow_each_other_on_the_link(pool: Pool) -> None:
     """Eight buckets in pieces of two: the next one leaves when the last but one is here."""
     settings = {"bucket_bytes": MEGABYTE // 4}
     for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
@@ -220,28 +220,28 @@ def overlap(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "topology", "foretold"),
+    ("algorithm", "topology", "predicted"),
     [(DiLoCo(outer_momentum=0.0), None, 0.25 + 2 * 0.02), (GASLoC(momentum=0.0), "ring", 0.27)],
     ids=["mean", "neighbours"],
 )
 def test_overlapped_rounds_hide_the_link(
-    pool: Pool, algorithm: Algorithm, topology: Any, foretold: float
+    pool: Pool, algorithm: Algorithm, topology: Any, predicted: float
 ) -> None:
     for statistics in pool.run(overlap, algorithm, topology, world=2):
         assert statistics.wait_s == statistics.emulated_wait_s == 0.0
-        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)  # one is under way
+        assert statistics.emulated_s == pytest.approx(2 * predicted, rel=1e-3)  # one is pending
 
 
 def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
     algorithm = DiLoCo(outer_momentum=0.0)
     for statistics in pool.run(overlap, algorithm, None, "int8", world=2):
         assert statistics.wait_s == statistics.emulated_wait_s == 0.0
-        foretold = statistics.emulated_bytes / 3 * 8 / 32e6 + 2 * 0.02
-        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)
+        predicted = statistics.emulated_bytes / 3 * 8 / 32e6 + 2 * 0.02
+        assert statistics.emulated_s == pytest.approx(2 * predicted, rel=1e-3)
 
 
-def look(rank: int, world: int) -> tuple[list[bool], float]:
-    """Whether a round by the clock is over when its messages are here, but would not have come."""
+def step_before_and_after_arrival(rank: int, world: int) -> tuple[list[bool], float]:
+    """Whether a round by the clock ends when gloo has its messages, but the emulated link not."""
     group, clock = skipping_group()
     engine = ClockEngine(model(rank), interval_s=0, link=SLOW, group=group)
     engine.step()
@@ -258,8 +258,8 @@ def look(rank: int, world: int) -> tuple[list[bool], float]:
     return early, waited_s
 
 
-def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
-    for early, waited_s in pool.run(look, world=2):
+def test_rounds_by_the_clock_do_not_end_before_their_messages_arrive(pool: Pool) -> None:
+    for early, waited_s in pool.run(step_before_and_after_arrival, world=2):
         assert early == [False] * 5
         assert waited_s == 0.0
 
@@ -327,8 +327,8 @@ def test_a_link_changes_no_bit_of_rounds_by_the_clock(pool: Pool) -> None:
     assert not torch.equal(without[0], without[1])
 
 
-class SaveInFlight(Callback):
-    """Saves in the middle of an overlapped round."""
+class SaveDuringRound(Callback):
+    """Saves while an overlapped round is pending."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -345,7 +345,7 @@ def fit(
     strategy = LocoStrategy(
         DiLoCo(outer_momentum=0.0), sync_every=3, overlap=True, link=link, finalize="keep"
     )
-    callbacks = [SaveInFlight(save)] if save else []
+    callbacks = [SaveDuringRound(save)] if save else []
     settings = {"max_steps": steps, "use_distributed_sampler": False, "callbacks": callbacks}
     module = TinyModule()
     loader = StatefulDataLoader(WorkerData(rank, 20), batch_size=None)
@@ -417,7 +417,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
 
 
 def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
-    """The first part is hidden by 0.3 s without a look; the second one is not."""
+    """The first part is hidden by 0.3 s without a check; the second one is not."""
     for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
         assert (value, sent) == (4.0, 2 * MEGABYTE)
         check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)

@@ -104,7 +104,7 @@ def test_random_matchings_agree_and_are_involutions(mixed: list[Mixed]) -> None:
         for pairs in rounds:
             assert [pairs[peer] for peer in pairs] == everyone
             assert all(peer != worker for worker, peer in enumerate(pairs))
-        for worker in everyone:  # in 500 rounds each meets all others
+        for worker in everyone:  # in 500 rounds each is paired with all others
             assert len({pairs[worker] for pairs in rounds}) == WORKERS - 1
     assert mixed[0].partners[0] != mixed[0].partners[1]
 

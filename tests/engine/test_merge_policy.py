@@ -40,9 +40,9 @@ def test_restarting_takes_the_result() -> None:
 def test_progress_made_meanwhile_is_kept() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
     sent_params = torch.tensor([0.5, 0.0])
-    landed = KeepProgress().merge(result, local, sent_params)
-    assert landed is sent_params  # what was written, exactly, is kept
-    assert landed.tolist() == [7.5, 10.0]
+    merged = KeepProgress().merge(result, local, sent_params)
+    assert merged is sent_params  # what was written, exactly, is kept
+    assert merged.tolist() == [7.5, 10.0]
 
 
 def test_results_are_mixed_with_what_is_local_now() -> None:
@@ -64,7 +64,7 @@ def test_results_are_mixed_with_what_is_local_now() -> None:
 
 
 def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:
-    """The parameters with which local steps go on while a first round is under way."""
+    """The parameters with which local steps go on while a first round is pending."""
     model = Point(torch.zeros(2))
     engine = StepEngine(model, algorithm, sync_every=1, overlap=True, warm_start=False)
     model.value.data.copy_(torch.tensor([1.0, math.nan if broken and rank else 2.0]))
@@ -153,8 +153,8 @@ def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
     for t in range(ROUNDS):
         local = approached(local, targets)
         if pending is not None:
-            u, departed = pending
-            start, progress = apply(u, before), local - departed
+            u, sent_params = pending
+            start, progress = apply(u, before), local - sent_params
             local, before = start + progress, u
         u = start + algorithm.outer_lr * (local - start)
         pending = u, local
@@ -163,8 +163,8 @@ def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
             local = start
         history.append(local)
     assert pending is not None
-    u, departed = pending
-    local = apply(u, before) + (local - departed)
+    u, sent_params = pending
+    local = apply(u, before) + (local - sent_params)
     return torch.stack([*history, local.mean(0).expand(WORLD, -1)])
 
 
@@ -252,24 +252,24 @@ def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Po
 
 @dataclasses.dataclass(frozen=True)
 class Impatient(Algorithm):
-    """Takes its own progress when it leaves, and the last mean as often as messages have left."""
+    """Applies its own progress on sending, and the last mean as often as it has sent."""
 
     exchange = "mean"
     merge_policy = Restart()
 
     def init(self, params: Tensor) -> State:
-        return {"outer": params, "departures": 0}
+        return {"outer": params, "sends": 0}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
         return torch.sub(state["outer"], params, out=params)
 
     def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
-        assert (ended is None) == (state["departures"] == 0)
-        state["departures"] += 1
+        assert (ended is None) == (state["sends"] == 0)
+        state["sends"] += 1
         return state["outer"].sub_(message)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        return state["outer"].sub_(received, alpha=state["departures"])
+        return state["outer"].sub_(received, alpha=state["sends"])
 
     def restart(self, state: State) -> Tensor:
         return state["outer"]

@@ -17,7 +17,7 @@ from tests.engine.toys import (
     SMALL_BUCKET,
     Counting,
     Halves,
-    Talking,
+    SendingScalars,
     approach,
     flat,
     rounding,
@@ -78,7 +78,7 @@ def go_on(
     return notes, taken, bool(torch.isfinite(flat(model)).all())
 
 
-def carried(
+def resumed_from(
     pool: Pool, before: RoundSettings, now: RoundSettings, numbers: tuple[int, int]
 ) -> tuple[list[State], list[tuple[list[str], State]]]:
     written = pool.run(write, before, world=numbers[0])
@@ -110,7 +110,7 @@ def test_counters_and_shared_vectors_are_exact(
     pool: Pool, schedule: EverySteps, whole: bool, numbers: tuple[int, int]
 ) -> None:
     settings = settings_of(Counting(whole), schedule)
-    states, found = carried(pool, settings, settings, numbers)
+    states, found = resumed_from(pool, settings, settings, numbers)
     text = f"all workers begin at the mean of the {numbers[0]} workers' parameters"
     mean = torch.stack([state["params"] for state in states]).mean(0)
     for notes, taken in found:
@@ -147,7 +147,7 @@ def test_a_setting_that_was_described_in_other_words_changes_nothing(pool: Pool)
 
 def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
     settings = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
-    states, found = carried(pool, settings, settings, (3, 2))
+    states, found = resumed_from(pool, settings, settings, (3, 2))
     left = torch.stack([state["fragments"][0]["residual"]["residual"] for state in states])
     assert left.abs().max() > 0
     for _, taken in found:
@@ -167,7 +167,7 @@ def test_a_pending_round_of_other_parts_is_dropped(
     pool: Pool, before: EverySteps, now: EverySteps
 ) -> None:
     algorithm = DiLoCo(0.7, 0.3)
-    states, found = carried(
+    states, found = resumed_from(
         pool, settings_of(algorithm, before), settings_of(algorithm, now), (2, 2)
     )
     for notes, taken in found:
@@ -180,16 +180,18 @@ def test_a_pending_round_of_other_parts_is_dropped(
 def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
     with_codec = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     plain = dataclasses.replace(with_codec, compression=None)
-    _, found = carried(pool, with_codec, plain, (2, 2))
+    _, found = resumed_from(pool, with_codec, plain, (2, 2))
     assert [notes for notes, _ in found] == [["what compression had left over is dropped"]] * 2
-    _, found = carried(pool, plain, with_codec, (2, 2))
+    _, found = resumed_from(pool, plain, with_codec, (2, 2))
     assert [notes for notes, _ in found] == [[], []]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "schedule"),
     cover(
-        [Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC()], [EverySteps(2), Halves(2)], strength=1
+        [Counting(), DiLoCo(0.7, 0.3), SendingScalars(), GASLoC()],
+        [EverySteps(2), Halves(2)],
+        strength=1,
     ),
 )
 def test_a_pending_round_is_applied_where_none_may_be_pending(
@@ -197,7 +199,7 @@ def test_a_pending_round_is_applied_where_none_may_be_pending(
 ) -> None:
     late = dataclasses.replace(schedule, overlap=True)
     before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
-    states, found = carried(pool, before, now, (2, 2))
+    states, found = resumed_from(pool, before, now, (2, 2))
     for own, (notes, taken) in zip(states, found, strict=True):
         assert notes == ["a pending round is applied at once"]
         assert all(fragment["pending"] is None for fragment in taken["fragments"])

@@ -120,7 +120,7 @@ def test_settings_that_differ_by_value_are_refused_on_every_worker(
 def start_with_all(rank: int, world: int) -> None:
     for kind in ("partial", "object"):
         start_with(rank, world, kind, same=True)
-    start_with(rank, world, "function, which is told by its name", same=False)
+    start_with(rank, world, "function, which is compared by its name", same=False)
 
 
 def test_settings_of_equal_value_are_accepted(pool: Pool) -> None:

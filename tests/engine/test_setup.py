@@ -20,7 +20,7 @@ from lightning_loco.worker import Worker
 
 
 def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests) -> None:
-    """An overlapped round, which nobody waits for, cannot call workers at a sync point."""
+    """An overlapped round, for which no worker waits, cannot call workers at a sync point."""
     late = EverySteps(2, overlap=True)
     rows: dict[str, tuple[Algorithm, Schedule, type, bool]] = {
         "blocking": (DiLoCo(), EverySteps(2), AllReduce, True),
@@ -37,6 +37,6 @@ def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests)
             assert type(exchange) is kind
             assert exchange.carries_status is carries_status
             (fragment,) = make_fragments(worker, settings, exchange)
-            room = WorkerStatus.width(0) if carries_status else 0
-            assert fragment.memory.statuses.numel() == room
+            width = WorkerStatus.width(0) if carries_status else 0
+            assert fragment.memory.statuses.numel() == width
             assert [len(bucket) for bucket in fragment.memory.buckets] == [9]

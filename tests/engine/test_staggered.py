@@ -50,8 +50,8 @@ ONE_LATE = (
 def drift(rank: int, world: int, delay: int, mix: float) -> tuple[list[Tensor], list[Tensor]]:
     """Local parameters and outer ones after each step.
 
-    torchft begins a round early and lands it at the multiple of three; here it begins there. So
-    the first ``delay`` steps do not move, and are not told.
+    torchft starts a round early and applies it at the multiple of three; here it starts there. So
+    the first ``delay`` steps do not move, and are not recorded.
     """
     model = Layers((1, 1))
     for p in model.parameters():
@@ -90,7 +90,7 @@ def test_the_numbers_of_torchft(pool: Pool, delay: int, mix: float, expected: An
 SHAPES = {
     "at once": (7, 3, 0, 0.5),
     "before the next begins": (7, 3, 2, 0.5),
-    "several under way": (7, 3, 5, 0.25),
+    "several pending": (7, 3, 5, 0.25),
     "a whole phase late": (7, 3, 7, 0.5),
     "one fragment": (6, 1, 4, 0.0),
     "results aside": (4, 2, 3, 1.0),
@@ -121,7 +121,7 @@ def train_lengths(rank: int, world: int, settings: RoundSettings, lengths: range
     ("delay", "lengths"), cover([0, 2, 5], [range(1, 5), range(5, 9), range(9, 15)], strength=1)
 )
 def test_a_run_may_end_after_any_step(pool: Pool, delay: int, lengths: range) -> None:
-    """The mean of what the workers have then, with or without fragments under way."""
+    """The mean of what the workers have then, with or without pending fragments."""
     settings = settings_of(6, 3, delay, 0.5)
     expected = [stream(settings, 2, steps).consensus for steps in lengths]
     for ends in pool.run(train_lengths, settings, lengths, world=2):
@@ -236,24 +236,24 @@ def test_workers_of_different_pace(pool: Pool) -> None:
 def test_a_validation_changes_nothing(
     pool: Pool, delays: tuple[int, ...], subtests: pytest.Subtests
 ) -> None:
-    met, unbroken = (
+    validated, unbroken = (
         run_each(
             pool,
             train,
-            {delay: (settings_of(6, 3, delay, 0.5), 14, (), meets) for delay in delays},
+            {delay: (settings_of(6, 3, delay, 0.5), 14, (), syncs) for delay in delays},
             world=2,
         )
-        for meets in (True, False)
+        for syncs in (True, False)
     )
     for delay in delays:
         with subtests.test(delay=delay):
-            for one, other in zip(met[delay], unbroken[delay], strict=True):
+            for one, other in zip(validated[delay], unbroken[delay], strict=True):
                 assert torch.equal(one[0], other[0])
                 assert torch.equal(one[1], other[1])
 
 
 RESUMED = {
-    # Of three fragments two are under way at most steps with a delay of 5, and all with 6.
+    # Of three fragments two are pending at most steps with a delay of 5, and all with 6.
     **{f"{delay=}": settings_of(6, 3, delay, 0.5) for delay in (0, 5, 6, 2)},
     "a whole phase late": RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
     "with a residual": RoundSettings(
@@ -295,7 +295,7 @@ def test_a_resumed_run_equals_the_unbroken_one(
                 assert torch.equal(one[1], other[1])
 
 
-def under_way(rank: int, world: int) -> list[int]:
+def numbers_of_pending(rank: int, world: int) -> list[int]:
     """How many pending rounds there are after each step."""
     model = Layers()
     engine = Engine.from_settings(model, settings_of(6, 3, 5, 0.5))
@@ -308,8 +308,8 @@ def under_way(rank: int, world: int) -> list[int]:
     return counts
 
 
-def test_several_fragments_are_under_way_at_once(pool: Pool) -> None:
-    for counts in pool.run(under_way, world=2):
+def test_several_fragments_are_pending_at_once(pool: Pool) -> None:
+    for counts in pool.run(numbers_of_pending, world=2):
         assert counts == [0, 1, 1, 2, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
 
 
@@ -346,18 +346,18 @@ def elements(rank: int, world: int, delay: int, dtype: torch.dtype) -> dict[str,
         "messages": sum(message.numel() for message in messages),
         "memory": len({message.untyped_storage().data_ptr() for message in messages}),
         "outer": len({fragment.state["outer"].data_ptr() for fragment in fragments}),
-        "departures": len({None if d is None else d.data_ptr() for d in kept} - {None}),
+        "sent_params": len({None if d is None else d.data_ptr() for d in kept} - {None}),
     }
     engine.close()
     return found
 
 
 def test_fragments_share_what_is_as_long_as_the_model(pool: Pool) -> None:
-    expected = {"messages": sum(SIZES), "memory": 3, "outer": 1, "departures": 0}
+    expected = {"messages": sum(SIZES), "memory": 3, "outer": 1, "sent_params": 0}
     for dtype in (torch.float64, torch.bfloat16):
         is_rounded = dtype == torch.bfloat16
         for found in pool.run(elements, 2, dtype, world=2):
-            assert found == {**expected, "departures": int(is_rounded)}
+            assert found == {**expected, "sent_params": int(is_rounded)}
 
 
 def hold_still(rank: int, world: int, dtype: torch.dtype) -> Tensor:
@@ -382,7 +382,7 @@ def test_narrow_parameters_lose_nothing_of_what_is_mixed(pool: Pool) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------- figures, input
+# ------------------------------------------------------------------------------- metrics, input
 
 
 def metrics(rank: int, world: int) -> tuple[list[float], int, float]:
@@ -435,7 +435,7 @@ def test_what_does_not_fit_is_refused_on_every_worker(
 def go_on(
     rank: int, world: int, before: RoundSettings, now: RoundSettings
 ) -> tuple[list[str], int, Tensor]:
-    """What is dropped when a run goes on with other settings, what is under way, and its end."""
+    """What is dropped when a run goes on with other settings, what is pending, and its end."""
     model = Layers()
     engine = Engine.from_settings(model, before)
     for _ in range(8):
@@ -475,7 +475,7 @@ def test_a_run_goes_on_with_other_fragments(pool: Pool, subtests: pytest.Subtest
     for name, results in run_each(pool, go_on, calls, world=2).items():
         with subtests.test(name):
             _, notes, pending_rounds = rows[name]
-            for found, under_way_now, outer in results:
-                assert (found, under_way_now) == (notes, pending_rounds)
+            for found, pending_now, outer in results:
+                assert (found, pending_now) == (notes, pending_rounds)
                 assert torch.isfinite(outer).all()
                 assert torch.equal(outer, results[0][2])

@@ -120,10 +120,10 @@ class SignBlocks(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class Talking(Algorithm):
-    """Outer steps whose length depends on what all workers have told.
+class SendingScalars(Algorithm):
+    """Outer steps whose length depends on the scalars of all workers.
 
-    Each tells its ``"own"`` number, which a test fills in, and how many rounds it has made.
+    Each sends its ``"own"`` number, which a test fills in, and how many rounds it has made.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
@@ -131,14 +131,14 @@ class Talking(Algorithm):
     num_scalars = 2
 
     def init(self, params: Tensor) -> State:
-        return {"outer": params, "own": torch.zeros_like(params), "rounds": 0, "heard": 0.0}
+        return {"outer": params, "own": torch.zeros_like(params), "rounds": 0, "received": 0.0}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         outer: Tensor = state["outer"]
-        return outer.lerp_(received, 1.0 / (1.0 + state["heard"]))
+        return outer.lerp_(received, 1.0 / (1.0 + state["received"]))
 
     def restart(self, state: State) -> Tensor:
         outer: Tensor = state["outer"]
@@ -149,11 +149,11 @@ class Talking(Algorithm):
 
     def receive_scalars(self, scalars: Sequence[Sequence[float]], state: State) -> None:
         assert len({rounds for _, rounds in scalars}) == 1
-        state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(scalars))
+        state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(scalars))
         state["rounds"] += 1
 
 
-class TalkingGossip(Talking):
+class GossipSendingScalars(SendingScalars):
     """The same between neighbours."""
 
     exchange = "neighbors"

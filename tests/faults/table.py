@@ -84,7 +84,7 @@ class Fault(NamedTuple):
             return self.victim < 2
         if self.is_of_server:
             return self.victim < WORLDS[self.method] and self.phase in POINTS_OF_SERVERS
-        return self.phase != "checkpoint" or self.victim == 0  # who writes them
+        return self.phase != "checkpoint" or self.victim == 0  # it writes them
 
     @property
     def named(self) -> re.Pattern[str]:

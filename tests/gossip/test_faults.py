@@ -1,4 +1,4 @@
-"""Peers in other processes that are killed, stopped, late or restarted: nobody waits for them."""
+"""Peers in other processes that are killed, stopped, late or restarted: no peer waits for them."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_no_thread_file_or_port_is_left_after_close() -> None:
         opened[1].publish(torch.ones(1000), Tag(0, 0))
         assert fetch(opened[0]) is not None
         assert len(peer_threads()) == 5  # including the thread of the connection
-        opened[0].start_fetch()  # nobody waits for this fetch
+        opened[0].start_fetch()  # this fetch is not waited for
         for node in opened:
             node.close()
             node.close()

@@ -1,4 +1,4 @@
-"""What is foretold and emulated, beside what a link of that rate takes: namespaces and tc.
+"""What is predicted and emulated, beside what a link of that rate takes: namespaces and tc.
 
 The quickest of a few rounds counts, on a link so slow that what a busy machine adds is little.
 """
@@ -53,38 +53,38 @@ def measure(network: Network, method: str, link: Any = None, **others: Any) -> l
     return [min(seconds) for seconds in found]
 
 
-def check(found: list[float], foretold: float) -> None:
-    """What was measured is what was foretold within 30 %."""
+def check(found: list[float], predicted: float) -> None:
+    """What was measured is what was predicted within 30 %."""
     for seconds in found:
-        assert 0.7 * foretold <= seconds <= 1.3 * foretold, (found, foretold)
+        assert 0.7 * predicted <= seconds <= 1.3 * predicted, (found, predicted)
 
 
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
-def test_a_round_of_diloco_takes_as_long_as_foretold(network: Network) -> None:
+def test_a_round_of_diloco_takes_as_long_as_predicted(network: Network) -> None:
     """On a slow link, and by the emulator on one without a limit."""
     world = len(network.spaces)
     sent = 2 * (world - 1) / world * BYTES
-    foretold = LinkTimes(Links(RATE), world).mean(sent, 2 * (world - 1), 0).seconds
-    check(measure(network, "diloco", {"mbit_per_s": MBIT_PER_S}), foretold)
+    predicted = LinkTimes(Links(RATE), world).mean(sent, 2 * (world - 1), 0).seconds
+    check(measure(network, "diloco", {"mbit_per_s": MBIT_PER_S}), predicted)
     network.slow_down(f"{MBIT_PER_S}mbit")
-    check(measure(network, "diloco"), foretold)
+    check(measure(network, "diloco"), predicted)
 
 
-def test_a_round_of_gasloc_takes_as_long_as_foretold(network: Network) -> None:
+def test_a_round_of_gasloc_takes_as_long_as_predicted(network: Network) -> None:
     """Each of three workers sends two messages."""
-    foretold = LinkTimes(Links(RATE), 3).neighbors(0, BYTES, Ring(), 0).seconds
-    assert foretold == pytest.approx(2 * 8 * BYTES / (MBIT_PER_S * 1e6))
-    check(measure(network, "gasloc", {"mbit_per_s": MBIT_PER_S}), foretold)
+    predicted = LinkTimes(Links(RATE), 3).neighbors(0, BYTES, Ring(), 0).seconds
+    assert predicted == pytest.approx(2 * 8 * BYTES / (MBIT_PER_S * 1e6))
+    check(measure(network, "gasloc", {"mbit_per_s": MBIT_PER_S}), predicted)
     network.slow_down(f"{MBIT_PER_S}mbit")
-    check(measure(network, "gasloc"), foretold)
+    check(measure(network, "gasloc"), predicted)
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)
-def test_a_fetch_of_pairwise_gossip_takes_as_long_as_foretold(
+def test_a_fetch_of_pairwise_gossip_takes_as_long_as_predicted(
     network: Network, tmp_path: Path
 ) -> None:
     """With a key file; both fetch from each other at once."""
     write_certificate(tmp_path / "job.pem")
-    foretold = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
+    predicted = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
     network.slow_down(f"{MBIT_PER_S}mbit")
-    check(measure(network, "pairwise", keys=tmp_path / "job.pem"), foretold)
+    check(measure(network, "pairwise", keys=tmp_path / "job.pem"), predicted)

@@ -1,4 +1,4 @@
-"""One worker on a machine with a network of its own: makes rounds or fetches and tells how long."""
+"""One worker on a machine with a network of its own: prints the times of rounds or fetches."""
 
 from __future__ import annotations
 

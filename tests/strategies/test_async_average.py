@@ -94,8 +94,8 @@ class RecordsCopies(TinyModule):
         strategy = self.trainer.strategy
         assert isinstance(strategy, AsyncModelAverageStrategy)
         assert strategy.engine is not None
-        self.under_way = [
-            *getattr(self, "under_way", ()),
+        self.was_pending = [
+            *getattr(self, "was_pending", ()),
             strategy.engine.fragments[0].pending is not None,
         ]
         return super().training_step(batch, batch_idx)
@@ -107,7 +107,7 @@ def fit_recording(rank: int, world: int) -> list[bool]:
     make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(
         module, make_loader(rank, 2)
     )
-    return module.under_way
+    return module.was_pending
 
 
 def test_no_round_starts_before_the_first_step(pool: Pool) -> None:

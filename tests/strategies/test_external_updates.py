@@ -116,7 +116,7 @@ def check_start(
 
 
 @pytest.mark.process
-@rows("written weights", without_variants())
+@rows("external updates", without_variants())
 def test_weights_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
     check_start(pool, case, dict.fromkeys(AT_START, [VALUE, VALUE]))
 
@@ -156,7 +156,7 @@ def fit_later(
 @pytest.mark.parametrize(
     ("case", "batches"),
     cover(
-        params("written weights", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1
+        params("external updates", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1
     ),
 )
 def test_training_restarts_from_equal_weights_on_all_workers(

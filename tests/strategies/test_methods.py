@@ -42,7 +42,7 @@ class Blend(Algorithm):
         num_neighbors: Set by :meth:`prepare`.
 
     Source:
-        Nobody wrote this down.
+        This is not documented.
     """
 
     part: float = 0.5

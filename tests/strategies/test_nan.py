@@ -94,15 +94,15 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     states = [algorithm.init(start.clone()) for _ in range(world)]
     params = [start.clone() for _ in range(world)]
     keeps = case.overlap and algorithm.merge_policy == KeepProgress()
-    under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def apply() -> None:
         """Apply the results, and add the progress since the messages were sent."""
-        for worker, (message, received, departed) in enumerate(under_way):
+        for worker, (message, received, sent_params) in enumerate(pending):
             result = algorithm.update(message.clone(), received.clone(), states[worker]).clone()
-            progress = 0.0 if departed is None else params[worker] - departed
+            progress = 0.0 if sent_params is None else params[worker] - sent_params
             params[worker] = result + progress
-        under_way.clear()
+        pending.clear()
 
     for round_index in range(3):
         for worker in range(world):
@@ -128,17 +128,17 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             received = [sum(valid) / len(valid)] * world
         late = case.overlap and not (case.warm_start and round_index == 0)
         if late and not keeps:
-            ended = [(m.clone(), r.clone()) for m, r, _ in under_way] or [None] * world
-            under_way.clear()
+            ended = [(m.clone(), r.clone()) for m, r, _ in pending] or [None] * world
+            pending.clear()
             three = zip(messages, ended, states, strict=True)
             again = [algorithm.on_send(message, one, state) for message, one, state in three]
             params = [
                 p if new is None else new.clone() for p, new in zip(params, again, strict=True)
             ]
-        departed: list[Tensor | None] = [p.clone() if late and keeps else None for p in params]
+        sent: list[Tensor | None] = [p.clone() if late and keeps else None for p in params]
         if round_index == 0:
-            departed[broken] = None
-        under_way.extend(zip(messages, received, departed, strict=True))
+            sent[broken] = None
+        pending.extend(zip(messages, received, sent, strict=True))
         if not late:
             apply()
     return torch.stack(params).mean(0)

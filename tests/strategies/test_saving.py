@@ -393,7 +393,7 @@ def fit_and_fail(rank: int, world: int, *args: Any) -> str:
         (limit_files_to_2_mb, 0.1, 2**20, "File too large"),  # the main file
         (limit_files_to_2_mb, 3.0, 0, "File too large"),  # side files
     ],
-    ids=["a folder", "read-only", "no room for the main file", "no room for side files"],
+    ids=["a folder", "read-only", "the main file is too large", "side files are too large"],
 )
 def test_file_that_cannot_be_replaced_is_an_error(
     pool: Pool,

@@ -148,10 +148,10 @@ def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None
     """With validations and checkpoints in between, too, which change no bit."""
     plain = pool.run(fit, make, world=3)
     seen = pool.run(fit, make, str(tmp_path), world=3)
-    for result, with_meetings in zip(plain, seen, strict=True):
+    for result, with_sync_points in zip(plain, seen, strict=True):
         assert_close(result, by_hand(3))
         assert torch.equal(result, plain[0])
-        assert torch.equal(result, with_meetings)
+        assert torch.equal(result, with_sync_points)
 
 
 @pytest.mark.recovery
