@@ -55,7 +55,7 @@ def config(run_dir: Path, *overrides: str) -> DictConfig:
 
 
 def command(
-    *overrides: str, cwd: Path, timeout_s: float = 120, **env: str
+    *overrides: str, cwd: Path, timeout_s: float = 300, **env: str
 ) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *overrides],
@@ -418,7 +418,7 @@ class TestCommand:
                 str(ROOT / "train.py"), "experiment=smoke", "algorithm=diloco",
             ],
             cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=180, check=False,
+            capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "torchrun decides: trainer.devices=3 instead of 2." in done.stdout
