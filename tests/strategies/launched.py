@@ -21,6 +21,7 @@ from tests.small_model import TinyModule, flat, make_loader, quiet_trainer
 SETTINGS: dict[str, Any] = {"topology": "ring", "sync_every": 3}
 LR = 0.05
 STEPS = 6
+TIMEOUT_S = 180.0  # longer than a busy machine takes for the program
 
 
 class LaunchedModule(TinyModule):
@@ -54,7 +55,7 @@ def main(folder: Path, start_method: str, changes: list[str]) -> None:
         name, _, value = change.partition("=")
         settings[name] = ast.literal_eval(value)
     trainer = quiet_trainer(
-        strategy=GASLoCStrategy(**settings, timeout_s=60, start_method=start_method),
+        strategy=GASLoCStrategy(**settings, timeout_s=TIMEOUT_S, start_method=start_method),
         devices=2,
         max_epochs=1,
         use_distributed_sampler=False,

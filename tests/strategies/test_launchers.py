@@ -26,9 +26,9 @@ def script(folder: Path, start_method: str = "popen", *changes: str) -> list[str
 
 
 def expected_weights() -> Tensor:
-    """Two workers on a ring, in one process."""
+    """The mean of two workers on a ring, in one process; no round follows the last step."""
     rounds = launched.STEPS // launched.SETTINGS["sync_every"]
-    return simulate(GASLoC(), 2, rounds, **launched.SETTINGS)[-1, 0]
+    return simulate(GASLoC(), 2, rounds, last_round=False, **launched.SETTINGS)[-1, 0]
 
 
 def assert_trained(folder: Path, environment: str, launcher: str) -> None:
@@ -37,7 +37,7 @@ def assert_trained(folder: Path, environment: str, launcher: str) -> None:
     assert torch.equal(results[0]["weights"], results[1]["weights"])
     for result in results:
         torch.testing.assert_close(result["weights"], expected_weights(), rtol=0, atol=1e-12)
-        assert (result["world"], result["rounds"]) == (2, 2)
+        assert (result["world"], result["rounds"]) == (2, 1)
         assert (result["environment"], result["launcher"]) == (environment, launcher)
     assert torch.equal(torch.load(folder / "returned.pt"), results[0]["weights"])
 
@@ -99,4 +99,4 @@ def test_a_mistake_ends_the_program(tmp_path: Path, start_method: str) -> None:
     assert code != 0
     assert "moebius" in output
     assert not list(tmp_path.iterdir())
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < launched.TIMEOUT_S  # no worker waits for it

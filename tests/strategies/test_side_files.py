@@ -145,7 +145,7 @@ def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
     """None of 200 flipped bits changes what is read; those in padding have no effect."""
     stamp = folder_of(checkpoint).name
     files = SideFiles(WholeFileIO(), checkpoint)
-    name = Path(files.name_of(stamp, worker))
+    name = Path(files.path_of(stamp, worker))
     whole = name.read_bytes()
     own, shared = files.load(stamp, 1, True)
     expected = checksum([own, shared])
