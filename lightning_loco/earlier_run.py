@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.work import AllReduceSum
+from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.worker import Worker
 
 _LABEL = "the mean of what other workers have saved"
@@ -75,19 +77,24 @@ def with_present_names(state: dict[str, Any]) -> dict[str, Any]:
 
     Checkpoints from before November 2026 have other names for fragments and pending rounds.
     """
-    if "lanes" not in state:
+    fragments = state.get("lanes", state.get("fragments"))
+    if fragments is None:
         return state
-    state = dict(state)
-    state["fragments"] = [_renamed_fragment(dict(fragment)) for fragment in state.pop("lanes")]
-    return state
+    others = {name: value for name, value in state.items() if name != "lanes"}
+    return {**others, "fragments": [_renamed_fragment(dict(fragment)) for fragment in fragments]}
 
 
 def _renamed_fragment(state: dict[str, Any]) -> dict[str, Any]:
-    pending = state.pop("flight")
-    if pending is not None:
+    if "flight" in state:
+        state["pending"], state["sent_params"] = state.pop("flight"), state.pop("departure")
+    pending = state["pending"]
+    if pending is not None and "statuses" not in pending:
         pending = dict(pending)
-        pending["scalars"] = pending.pop("told")
-    return {**state, "pending": pending, "sent_params": state.pop("departure")}
+        scalars = pending.pop("told", pending.pop("scalars", None)) or []
+        status = WorkerStatus(IN_ROUND, pending["index"], steps=math.nan, weight=1.0)
+        statuses = [status._replace(scalars=tuple(numbers)) for numbers in scalars]
+        state["pending"] = {**pending, "statuses": [status.numbers for status in statuses]}
+    return state
 
 
 def settings_with_present_names(settings: dict[str, Any]) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class Case:
     @property
     def graph(self) -> Topology | None:
         """The topology if the seed of the run is 0."""
-        default = self.algorithm.default_topology(seed=0)
-        return default if self.topology is None else get_topology(self.topology)
+        name = self.topology or self.algorithm.default_topology
+        return None if name is None else get_topology(name)
 
     def settings(self, **others: Any) -> dict[str, Any]:
         """Return the keyword arguments for a StepEngine or a Simulation."""

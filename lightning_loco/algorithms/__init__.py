@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from types import GenericAlias
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
@@ -33,6 +33,7 @@ __all__ = [
     "PairwiseAverage",
     "Piecewise",
     "Restart",
+    "RoundInfo",
     "State",
     "Tag",
     "largest_stable_contraction",

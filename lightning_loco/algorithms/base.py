@@ -2,10 +2,10 @@
 
 A round of one worker, in a Trainer, a plain loop, the simulation or a test::
 
-    state    = algorithm.init(params)            # once
-    message  = algorithm.propose(params, state)  # what the worker sends
-    received = ...                               # the result of the exchange of all messages
-    algorithm.apply(params, received, state)     # the new local parameters, in place
+    state   = algorithm.init(params)                         # once
+    message = algorithm.propose(params, state, info)         # what the worker sends
+    received = ...                                           # the exchange of all messages
+    params  = algorithm.update(message, received, state, info)  # the new local parameters
 
 Signs: ``drift = local - start`` and ``pseudo_gradient = outer - local = -drift``.
 """
@@ -30,6 +30,38 @@ be loaded with ``weights_only=True``. Tensors of shape (P,) belong to the parame
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundInfo:
+    """What an algorithm may know about a round besides the vectors.
+
+    ``weights``, ``scalars``, ``steps`` and ``ages`` have one entry per worker, in order of the
+    workers. They are empty in :meth:`Algorithm.propose`, and with ``exchange = "neighbors"`` unless
+    the algorithm sends :meth:`Algorithm.scalars`: a worker waits for its neighbours only.
+
+    Attributes:
+        index: Number of the round, from 0.
+        weights: Weight of each message: 1, or 0 for a worker without valid progress.
+        scalars: The numbers of :meth:`Algorithm.scalars`.
+        steps: Local steps that each worker made since its last round.
+        ages: Local steps that this worker made since each message was sent: 0 in a blocking round.
+        start: Position of the slice in the vector of all parameters.
+        bounds: Where the tensors begin and end within the slice, as ``(begin, end)``.
+    """
+
+    index: int = 0
+    weights: tuple[float, ...] = ()
+    scalars: tuple[tuple[float, ...], ...] = ()
+    steps: tuple[float, ...] = ()
+    ages: tuple[float, ...] = ()
+    start: int = 0
+    bounds: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of the round; 0 where the workers' numbers are not known."""
+        return len(self.weights)
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm(ABC):
     """The hyper-parameters and the functions of a method, without tensors or process groups.
 
@@ -49,6 +81,10 @@ class Algorithm(ABC):
     """Whether messages are parameters instead of differences. With a mean, a codec then encodes
     their difference to the result of the last round."""
 
+    start_key: ClassVar[str | None] = None
+    """The state entry with the parameters at the start of the round, or None. A worker without
+    valid progress continues from them, and sends them to its neighbours instead of its own."""
+
     consensus_key: ClassVar[str | None] = None
     """The state entry with outer parameters that are the same on all workers, or None. Needed for
     ``evaluate="outer"``, to resume with another number of workers, and for elastic members."""
@@ -60,8 +96,9 @@ class Algorithm(ABC):
     """What happens to the local steps made while a round was pending. None: the algorithm does not
     support overlap."""
 
-    num_scalars: ClassVar[int] = 0
-    """How many numbers the algorithm sends with every worker's status; see :meth:`scalars`."""
+    default_topology: ClassVar[str | None] = None
+    """Name of the topology to use if the user does not give one. A random one gets the seed of the
+    run."""
 
     @property
     def granularity(self) -> int | None:
@@ -71,20 +108,28 @@ class Algorithm(ABC):
         """
         return 1
 
-    def default_topology(self, seed: int) -> Topology | None:
-        """Return the topology to use if the user does not give one.
+    @property
+    def gathers(self) -> bool:
+        """Whether a mean is replaced by :meth:`combine`, which sees the messages of all workers."""
+        return False
 
-        Args:
-            seed: The seed of the run, equal on all workers; for random topologies.
+    def message_length(self, length: int) -> int:
+        """Return the length of the message for a slice of ``length`` parameters.
+
+        It is equal by default. If it is shorter, rounds are blocking and messages uncompressed.
         """
-        return None
+        return length
 
-    def prepare(self, num_workers: int, topology: Topology | None) -> Algorithm:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> Algorithm:
         """Check the hyper-parameters against the workers and fill in ``"auto"`` settings.
 
         Args:
             num_workers: Number of workers N, at least 1.
             topology: The communication graph, or None.
+            is_late: Whether local steps restart from results that are applied one round late. The
+                algorithm may warn about settings that are then unstable.
 
         Returns:
             The algorithm to run, with plain numbers only.
@@ -104,22 +149,6 @@ class Algorithm(ABC):
             )
         return self
 
-    def check_overlap(self) -> None:
-        """Check that the algorithm can apply results one round late.
-
-        Raises:
-            ValueError: If the algorithm has no :attr:`merge_policy`.
-        """
-        if self.merge_policy is None:
-            raise ValueError(
-                "overlap=True needs an algorithm with outer parameters, or one that keeps the"
-                f" progress made meanwhile, got {type(self).__name__}. Use DiLoCo"
-                " (algorithm=async_diloco), GASLoC or ModelAverage, or overlap=False."
-            )
-
-    def warn_overlap(self) -> None:  # noqa: B027
-        """Warn about settings that are unstable one round late."""
-
     @abstractmethod
     def init(self, params: Tensor) -> State:
         """Create the state of a worker.
@@ -129,7 +158,7 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Compute the message from the local parameters.
 
         Pure: it may be called more than once in a round, and must not change the state.
@@ -137,34 +166,49 @@ class Algorithm(ABC):
         Args:
             params: Local parameters ``(P,)``; may be overwritten with the message.
             state: Only read.
+            info: Number of the round, and which slice this is.
 
         Returns:
-            The message ``(P,)``: ``params`` or a new tensor, never a tensor of the state.
+            The message ``(P,)``, or shorter as :meth:`message_length` says: ``params`` or a new
+            tensor, never a tensor of the state.
         """
 
+    def combine(self, messages: Tensor, info: RoundInfo) -> Tensor:
+        """Compute what is received from the messages of all workers; only if :attr:`gathers`.
+
+        Args:
+            messages: Those of all workers, ``(N, P)``; zeros for a worker of weight 0. May be
+                overwritten.
+            info: Of this round, without ages.
+
+        Returns:
+            What :meth:`update` receives, ``(P,)``: equal on all workers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gathers messages and has no combine.")
+
     @abstractmethod
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Compute the new local parameters.
 
         Args:
             params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``. With a
-                mean it may share memory with ``received``. May be overwritten.
-            received: The result of the exchange, ``(P,)``. May be overwritten.
+                mean it may share memory with ``received``. If the message is shorter than the
+                slice, the local parameters. May be overwritten.
+            received: The result of the exchange, of the shape of a message. May be overwritten.
             state: Updated in place.
+            info: Of this round.
 
         Returns:
             The new local parameters ``(P,)``: one of the arguments or a tensor of the state, to
             save a copy. The caller only reads it, and before the next call.
         """
 
-    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
-        """Write the new local parameters into ``params``; see :meth:`update`."""
-        result = self.update(params, received, state)
-        if result is not params:
-            params.copy_(result)
-
     def on_send(
-        self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State
+        self,
+        message: Tensor,
+        ended: tuple[Tensor, Tensor] | None,
+        state: State,
+        info: RoundInfo,
     ) -> Tensor | None:
         """Compute the parameters from which local steps continue after a message is sent.
 
@@ -177,41 +221,27 @@ class Algorithm(ABC):
             ended: ``params`` and ``received`` of the previous round, which ends at the same time,
                 as in :meth:`update`; None if no round was pending.
             state: Updated in place.
+            info: Of the previous round; of this one if no round was pending.
 
         Returns:
             The new local parameters as in :meth:`update`; None to leave them unchanged.
         """
-        return self.restart(state) if ended is None else self.update(*ended, state)
-
-    @abstractmethod
-    def restart(self, state: State) -> Tensor | None:
-        """Return the parameters at the start of the round, ``(P,)``; None if they are not kept.
-
-        A worker without valid progress continues from them, and sends them to its neighbours
-        instead of its own parameters. The caller only reads the tensor.
-        """
+        return self.round_start(state) if ended is None else self.update(*ended, state, info)
 
     def scalars(self, state: State) -> Sequence[float]:
-        """Return the :attr:`num_scalars` numbers that this worker sends to all with a round."""
-        return ()
+        """Return numbers that every worker sends to all others with a round, always as many.
 
-    def receive_scalars(  # noqa: B027
-        self, scalars: Sequence[Sequence[float]], state: State
-    ) -> None:
-        """Receive the numbers of all workers, right before :meth:`update`.
-
-        Args:
-            scalars: The :meth:`scalars` of every worker, in order of the workers.
-            state: Updated in place.
+        :attr:`RoundInfo.scalars` holds those of all workers.
         """
+        return ()
 
     def metrics(self, state: State) -> dict[str, float]:
         """Return further numbers to log about the last round, by name."""
         return {}
 
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return the tensor whose norm is logged as ``loco/outer_grad_norm``, or None.
+    def round_start(self, state: State) -> Tensor | None:
+        """Return the parameters at the start of the round, ``(P,)``, which are only read.
 
-        Called right before :meth:`update`.
+        None if the algorithm does not keep them.
         """
-        return None
+        return None if self.start_key is None else state[self.start_key]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
@@ -22,7 +22,11 @@ from lightning_loco.algorithms.outer_optimizer import (
     check_outer_sgd,
     largest_stable_contraction,
     step_outer_sgd,
+    warn_if_unstable_late,
 )
+
+if TYPE_CHECKING:
+    from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +65,10 @@ class DelayedNesterov(Algorithm):
     Example:
         >>> algorithm = DelayedNesterov(outer_lr=2.0, outer_momentum=0.5, every=2)
         >>> state = algorithm.init(torch.zeros(1))
-        >>> local = torch.zeros(1)
         >>> for _ in range(2):
-        ...     algorithm.apply(local, torch.tensor([-1.0]), state)
-        ...     print(local.item())  # a plain step, then one with the momentum of both
+        ...     mean = torch.tensor([-1.0])
+        ...     print(algorithm.update(mean, mean, state, RoundInfo()).item())  # plain, then with
+        ...     # the momentum of both
         1.0
         3.0
     """
@@ -75,6 +79,7 @@ class DelayedNesterov(Algorithm):
     between: float = 0.0
 
     exchange = "mean"
+    start_key = "outer"
     consensus_key = "outer"
     replicated = True
     merge_policy = Restart()
@@ -94,17 +99,19 @@ class DelayedNesterov(Algorithm):
                 "Use 0 for momentum once a block."
             )
 
-    def warn_overlap(self) -> None:
-        """Warn if the settings are unstable when results are one round late."""
-        rate = highest_rate(self.outer_lr)
-        limit = largest_stable_contraction(rate, self.outer_momentum, every=self.every)
-        if limit < 1 - 1e-6:
-            warnings.warn(
-                f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} and "
-                f"every={self.every} is unstable with overlap when a local phase covers more than "
-                f"{limit:.0%} of the way to its optimum. Use lower values of both.",
-                stacklevel=2,
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> DelayedNesterov:
+        """Check that there is no topology."""
+        super().prepare(num_workers, topology, is_late=is_late)
+        if is_late:
+            rate, momentum = highest_rate(self.outer_lr), self.outer_momentum
+            warn_if_unstable_late(
+                largest_stable_contraction(rate, momentum, every=self.every),
+                f"outer_lr={self.outer_lr} with outer_momentum={momentum} and every={self.every}",
+                "Use lower values of both.",
             )
+        return self
 
     def init(self, params: Tensor) -> State:
         """Return the outer parameters; with momentum also its buffer, a block sum, a counter."""
@@ -116,11 +123,11 @@ class DelayedNesterov(Algorithm):
                 state[ROUNDS] = 0
         return state
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Make a plain outer step; at the end of a block, one with momentum."""
         outer: Tensor = state["outer"]
         rate, n = next_rate(self.outer_lr, state), self.every
@@ -138,15 +145,6 @@ class DelayedNesterov(Algorithm):
             outer.add_(momentum, alpha=-rate * share * self.outer_momentum)
         return outer.add_(received, alpha=-rate / n)
 
-    def restart(self, state: State) -> Tensor:
-        """Return the outer parameters."""
-        outer: Tensor = state["outer"]
-        return outer
-
     def metrics(self, state: State) -> dict[str, float]:
         """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
-
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return the mean pseudo-gradient."""
-        return received

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
@@ -25,6 +24,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     largest_stable_contraction,
     step_outer_optimizer,
     step_outer_sgd,
+    warn_if_unstable_late,
 )
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class DiLoCo(Algorithm):
         >>> algorithm = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
         >>> state = algorithm.init(torch.zeros(2))
         >>> local = torch.tensor([1.0, 3.0])
-        >>> message = algorithm.propose(local, state)  # outer - local
+        >>> message = algorithm.propose(local, state, RoundInfo())  # outer - local
         >>> message
         tensor([-1., -3.])
-        >>> algorithm.apply(local, torch.tensor([-1.0, -2.0]), state)
-        >>> local  # outer SGD with rate 1 gives the mean of the local parameters
+        >>> mean = torch.tensor([-1.0, -2.0])
+        >>> algorithm.update(message, mean, state, RoundInfo())  # the mean of local parameters
         tensor([1., 2.])
     """
 
@@ -82,6 +82,7 @@ class DiLoCo(Algorithm):
     outer_optimizer: OuterOptimizer | None = None
 
     exchange = "mean"
+    start_key = "outer"
     consensus_key = "outer"
     replicated = True
     merge_policy = Restart()
@@ -106,26 +107,22 @@ class DiLoCo(Algorithm):
         """1 for the built-in outer SGD; None for other optimizers, which need the whole vector."""
         return 1 if self.outer_optimizer is None else None
 
-    def prepare(self, num_workers: int, topology: Topology | None) -> DiLoCo:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> DiLoCo:
         """Check that there is no topology, and that the outer optimizer can be used."""
-        super().prepare(num_workers, topology)
+        super().prepare(num_workers, topology, is_late=is_late)
         if self.outer_optimizer is not None:
             check_outer_optimizer(self.outer_optimizer)
-        return self
-
-    def warn_overlap(self) -> None:
-        """Warn if (outer_lr, outer_momentum) is unstable when results are one round late."""
-        if self.outer_optimizer is not None:
-            return
-        rate = highest_rate(self.outer_lr)
-        limit = largest_stable_contraction(rate, self.outer_momentum, self.nesterov)
-        if limit < 1 - 1e-6:
-            warnings.warn(
-                f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} is unstable "
-                f"with overlap when a local phase covers more than {limit:.0%} of the way to its "
-                "optimum. Use outer_momentum=0, or (0.7, 0.3), or (0.2, 0.9).",
-                stacklevel=2,
+        elif is_late:
+            warn_if_unstable_late(
+                largest_stable_contraction(
+                    highest_rate(self.outer_lr), self.outer_momentum, self.nesterov
+                ),
+                f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum}",
+                "Use outer_momentum=0, or (0.7, 0.3), or (0.2, 0.9).",
             )
+        return self
 
     def init(self, params: Tensor) -> State:
         """Return the outer parameters; a buffer with momentum; a counter with a schedule."""
@@ -134,11 +131,11 @@ class DiLoCo(Algorithm):
             state["momentum"] = torch.zeros_like(params)
         return state
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Make an outer step with the mean pseudo-gradient; return the outer parameters."""
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
@@ -151,15 +148,6 @@ class DiLoCo(Algorithm):
             step_outer_sgd(outer, received, buffer, rate, self.outer_momentum, self.nesterov)
         return outer
 
-    def restart(self, state: State) -> Tensor:
-        """Return the outer parameters."""
-        outer: Tensor = state["outer"]
-        return outer
-
     def metrics(self, state: State) -> dict[str, float]:
         """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
-
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return the mean pseudo-gradient."""
-        return received

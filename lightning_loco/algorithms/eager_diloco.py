@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
@@ -24,6 +23,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     check_outer_sgd,
     largest_stable_contraction,
     step_outer_sgd,
+    warn_if_unstable_late,
 )
 
 if TYPE_CHECKING:
@@ -67,10 +67,11 @@ class EagerDiLoCo(Algorithm):
     Example:
         >>> algorithm = EagerDiLoCo(outer_lr=1.0, outer_momentum=0.0, share=0.5)
         >>> state = algorithm.init(torch.zeros(1))
-        >>> algorithm.on_send(torch.tensor([-2.0]), None, state)  # half of its progress
+        >>> algorithm.on_send(torch.tensor([-2.0]), None, state, RoundInfo())  # half of its step
         tensor([1.])
         >>> mean = torch.tensor([-3.0])  # of the two workers
-        >>> algorithm.on_send(torch.tensor([0.0]), (mean, mean), state)  # the rest, theirs
+        >>> zero = torch.tensor([0.0])
+        >>> algorithm.on_send(zero, (mean, mean), state, RoundInfo())  # the rest, and theirs
         tensor([3.])
     """
 
@@ -80,28 +81,31 @@ class EagerDiLoCo(Algorithm):
     share: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "mean"
+    start_key = "outer"
     merge_policy = Restart()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_outer_sgd(self.outer_lr, self.outer_momentum)
 
-    def prepare(self, num_workers: int, topology: Topology | None) -> EagerDiLoCo:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> EagerDiLoCo:
         """Check that there is no topology, and set the share of a worker."""
-        super().prepare(num_workers, topology)
-        return dataclasses.replace(self, share=1 / num_workers)
-
-    def warn_overlap(self) -> None:
-        """Warn if (outer_lr, outer_momentum) is unstable when results are one round late."""
-        rate, momentum = highest_rate(self.outer_lr), self.outer_momentum
-        limit = largest_stable_contraction(rate, momentum, self.nesterov, share=self.share)
-        if limit < 1 - 1e-6:
-            warnings.warn(
-                f"outer_lr={rate} with outer_momentum={momentum} and eager updates of "
-                f"{1 / self.share:.0f} workers is unstable when a local phase covers more than "
-                f"{limit:.0%} of the way to its optimum. Use lower values of both.",
-                stacklevel=2,
+        super().prepare(num_workers, topology, is_late=is_late)
+        if is_late:
+            rate, momentum, share = (
+                highest_rate(self.outer_lr),
+                self.outer_momentum,
+                1 / num_workers,
             )
+            warn_if_unstable_late(
+                largest_stable_contraction(rate, momentum, self.nesterov, share=share),
+                f"outer_lr={rate} with outer_momentum={momentum} and eager updates of "
+                f"{num_workers} workers",
+                "Use lower values of both.",
+            )
+        return dataclasses.replace(self, share=1 / num_workers)
 
     def init(self, params: Tensor) -> State:
         """Return this worker's outer parameters, its share of the pending round, and momentum."""
@@ -111,11 +115,17 @@ class EagerDiLoCo(Algorithm):
             state["momentum"] = torch.zeros_like(params)
         return state
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+    def on_send(
+        self,
+        message: Tensor,
+        ended: tuple[Tensor, Tensor] | None,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Make an outer step with the own share of this round and the others' of the last one."""
         own: Tensor = state["own"]
         gradient = own
@@ -127,7 +137,7 @@ class EagerDiLoCo(Algorithm):
         state["under_way"] = 1
         return self._step(gradient, state)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Make the step of DiLoCo, or correct the last step if a round was pending."""
         if not state["under_way"]:
             return self._step(received, state)
@@ -146,15 +156,6 @@ class EagerDiLoCo(Algorithm):
         step_outer_sgd(outer, gradient, state.get("momentum"), rate, momentum, self.nesterov)
         return outer
 
-    def restart(self, state: State) -> Tensor:
-        """Return this worker's outer parameters."""
-        outer: Tensor = state["outer"]
-        return outer
-
     def metrics(self, state: State) -> dict[str, float]:
         """Return the outer learning rate if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
-
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return the mean pseudo-gradient."""
-        return received

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import KeepProgress
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
@@ -21,7 +21,7 @@ from lightning_loco.algorithms.outer_lr import (
     outer_lr_metrics,
     rate_at,
 )
-from lightning_loco.topology import Ring, gossip_radius, lambda_max
+from lightning_loco.topology import gossip_radius, lambda_max
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
@@ -77,9 +77,9 @@ class GASLoC(Algorithm):
         >>> algorithm = GASLoC(outer_lr=1.0, gossip_step=1.0, momentum=0.0)
         >>> state = algorithm.init(torch.zeros(1))
         >>> local = torch.tensor([3.0])
-        >>> message = algorithm.propose(local, state)
-        >>> algorithm.apply(local, torch.tensor([2.0]), state)  # received: own row of W @ u
-        >>> local
+        >>> message = algorithm.propose(local, state, RoundInfo())
+        >>> received = torch.tensor([2.0])  # the worker's row of W @ u
+        >>> algorithm.update(message, received, state, RoundInfo())
         tensor([2.])
     """
 
@@ -90,6 +90,8 @@ class GASLoC(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
+    start_key = "start"
+    default_topology = "ring"
     merge_policy = KeepProgress()
 
     def __post_init__(self) -> None:
@@ -109,13 +111,11 @@ class GASLoC(Algorithm):
                 f"momentum_on must be 'local' or 'gossiped', got {self.momentum_on!r}."
             )
 
-    def default_topology(self, seed: int) -> Topology:
-        """Return a ring."""
-        return Ring()
-
-    def prepare(self, num_workers: int, topology: Topology | None) -> GASLoC:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> GASLoC:
         """Resolve ``"auto"`` on this graph and check that plain gossip is stable on it."""
-        super().prepare(num_workers, topology)
+        super().prepare(num_workers, topology, is_late=is_late)
         assert topology is not None
         topology.check(num_workers)
         gossip_step = self.gossip_step
@@ -189,12 +189,12 @@ class GASLoC(Algorithm):
             state["previous"] = params.clone()
         return state
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return u: the start plus eta times the drift."""
         rate = rate_at(self.outer_lr, state.get(ROUNDS, 0))
         return torch.lerp(state["start"], params, rate, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Average with the neighbours and add momentum; the result starts the next round."""
         assert isinstance(self.gossip_step, (int, float))
         assert isinstance(self.momentum, (int, float))
@@ -210,19 +210,9 @@ class GASLoC(Algorithm):
         previous.copy_(point)
         return torch.add(gossiped, start, alpha=self.momentum, out=start)
 
-    def restart(self, state: State) -> Tensor:
-        """Return the start of the round."""
-        start: Tensor = state["start"]
-        return start
-
     def metrics(self, state: State) -> dict[str, float]:
         """Return eta if it is a schedule."""
         return outer_lr_metrics(self.outer_lr, state)
-
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return this worker's drift times eta."""
-        start: Tensor = state["start"]
-        return params - start
 
 
 def _is_number_in(value: object, low: float, high: float) -> bool:

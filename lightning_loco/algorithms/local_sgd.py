@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class LocalSGD(Algorithm):
         >>> algorithm = LocalSGD()
         >>> params = torch.tensor([1.0, 3.0])
         >>> state = algorithm.init(params.clone())
-        >>> message = algorithm.propose(params, state)
-        >>> algorithm.apply(params, torch.tensor([0.0, 2.0]), state)  # the mean over the workers
-        >>> params
+        >>> message = algorithm.propose(params, state, RoundInfo())
+        >>> mean = torch.tensor([0.0, 2.0])  # over the workers
+        >>> algorithm.update(message, mean, state, RoundInfo())
         tensor([0., 2.])
     """
 
@@ -38,13 +38,10 @@ class LocalSGD(Algorithm):
         """Return an empty state."""
         return {}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the local parameters."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the mean."""
         return received
-
-    def restart(self, state: State) -> None:
-        """Return None: the start is not kept, so a worker without progress takes the mean."""

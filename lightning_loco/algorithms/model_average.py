@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import KeepProgress
-from lightning_loco.topology import Ring
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
@@ -36,8 +35,9 @@ class ModelAverage(Algorithm):
         >>> import torch
         >>> algorithm = ModelAverage()
         >>> state = algorithm.init(torch.zeros(1))
-        >>> message = algorithm.propose(torch.tensor([1.0]), state)  # the snapshot
-        >>> algorithm.update(message, torch.tensor([2.0]), state)    # the mean of the snapshots
+        >>> snapshot = algorithm.propose(torch.tensor([1.0]), state, RoundInfo())
+        >>> mean = torch.tensor([2.0])  # of the workers' snapshots
+        >>> algorithm.update(snapshot, mean, state, RoundInfo())
         tensor([2.])
     """
 
@@ -49,17 +49,13 @@ class ModelAverage(Algorithm):
         """Return an empty state."""
         return {}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the local parameters: the snapshot."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the result of the exchange."""
         return received
-
-    def restart(self, state: State) -> Tensor | None:
-        """Return None: the start is not kept, so a worker without progress takes the mean."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +73,14 @@ class NeighborAverage(ModelAverage):
     """
 
     exchange = "neighbors"
+    start_key = "start"
+    default_topology = "ring"
 
-    def default_topology(self, seed: int) -> Topology:
-        """Return a ring."""
-        return Ring()
-
-    def prepare(self, num_workers: int, topology: Topology | None) -> NeighborAverage:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> NeighborAverage:
         """Check that averaging on this graph reaches all workers."""
-        super().prepare(num_workers, topology)
+        super().prepare(num_workers, topology, is_late=is_late)
         assert topology is not None
         topology.check(num_workers)
         return self
@@ -93,12 +89,7 @@ class NeighborAverage(ModelAverage):
         """Return the result of the last round, which is the common start at first."""
         return {"start": params}
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the weighted mean of the neighbours, and keep it in the state."""
         start: Tensor = state["start"]
         return start.copy_(received)
-
-    def restart(self, state: State) -> Tensor:
-        """Return the result of the last round."""
-        start: Tensor = state["start"]
-        return start

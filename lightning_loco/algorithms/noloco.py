@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge import KeepProgress
-from lightning_loco.topology import RandomMatching, gossip_radius
+from lightning_loco.topology import gossip_radius
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
@@ -52,9 +52,9 @@ class NoLoCo(Algorithm):
         >>> algorithm = NoLoCo(outer_momentum=0.0, outer_lr=1.0)
         >>> state = algorithm.init(torch.zeros(1))
         >>> local = torch.tensor([3.0])
-        >>> message = algorithm.propose(local, state)
-        >>> algorithm.apply(local, torch.tensor([2.0]), state)  # received: own row of W @ u
-        >>> local
+        >>> message = algorithm.propose(local, state, RoundInfo())
+        >>> received = torch.tensor([2.0])  # the worker's row of W @ u
+        >>> algorithm.update(message, received, state, RoundInfo())
         tensor([2.])
     """
 
@@ -63,6 +63,8 @@ class NoLoCo(Algorithm):
     gossip_step: float | None = None
 
     exchange = "neighbors"
+    start_key = "start"
+    default_topology = "random_matching"
     merge_policy = KeepProgress()
 
     def __post_init__(self) -> None:
@@ -76,13 +78,11 @@ class NoLoCo(Algorithm):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}. A common value is 0.7.")
 
-    def default_topology(self, seed: int) -> Topology:
-        """Return random pairs, which are new in every round."""
-        return RandomMatching(seed)
-
-    def prepare(self, num_workers: int, topology: Topology | None) -> NoLoCo:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> NoLoCo:
         """Check that gossip without local steps brings the workers together on this graph."""
-        super().prepare(num_workers, topology)
+        super().prepare(num_workers, topology, is_late=is_late)
         assert topology is not None
         topology.check(num_workers)
         if 1 < num_workers <= _MAX_CHECKED_WORKERS:
@@ -114,13 +114,13 @@ class NoLoCo(Algorithm):
             state["momentum"] = torch.zeros_like(params)
         return state
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return u, which is the local parameters if both step sizes are equal."""
         if self._gossip_step == self.outer_lr:
             return params
         return torch.lerp(state["start"], params, self.outer_lr / self._gossip_step, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Make an outer step with momentum towards the mean of the group."""
         start: Tensor = state["start"]
         if self.outer_momentum == 0:
@@ -129,13 +129,3 @@ class NoLoCo(Algorithm):
         pull = torch.sub(received, start, out=received)
         momentum.mul_(self.outer_momentum).add_(pull, alpha=self._gossip_step)
         return start.add_(momentum)
-
-    def restart(self, state: State) -> Tensor:
-        """Return this worker's outer parameters."""
-        start: Tensor = state["start"]
-        return start
-
-    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """Return this worker's drift times beta / gamma."""
-        start: Tensor = state["start"]
-        return params - start

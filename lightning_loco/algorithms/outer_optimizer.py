@@ -5,6 +5,7 @@ The state of an outer optimizer is part of the algorithm's state.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,22 @@ def largest_stable_contraction(
         else:
             high = middle
     return low
+
+
+def warn_if_unstable_late(limit: float, settings: str, advice: str) -> None:
+    """Warn of an outer optimizer that may diverge if its results are applied one round late.
+
+    Args:
+        limit: Result of :func:`largest_stable_contraction`.
+        settings: The settings, in words.
+        advice: What to use instead.
+    """
+    if limit < 1 - 1e-6:
+        warnings.warn(
+            f"{settings} is unstable with overlap when a local phase covers more than {limit:.0%} "
+            f"of the way to its optimum. {advice}",
+            stacklevel=3,
+        )
 
 
 def _spectral_radius(

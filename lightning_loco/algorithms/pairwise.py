@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 
 Interpolation = Callable[[float, float, float, float], float]
 """``(clock, peer_clock, loss, peer_loss) -> factor``"""
@@ -231,15 +231,12 @@ class PairwiseAverage(Algorithm):
         """Return an empty state: the engine keeps the clock."""
         return {}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the parameters that are served to peers: the local ones."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Call :meth:`blend` with the factor of equal clocks and losses."""
         factor = self.factor if self.interpolation == "constant" else 0.5
         self.blend(params, received, factor)
         return params
-
-    def restart(self, state: State) -> None:
-        """Do nothing: there are no rounds, and so no state of a round."""

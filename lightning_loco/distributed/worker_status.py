@@ -56,6 +56,12 @@ class WorkerStatus(NamedTuple):
         return [*map(float, self[:-1]), *self.scalars]
 
     @classmethod
+    def of(cls, numbers: Sequence[float]) -> WorkerStatus:
+        """The status with these :attr:`numbers`."""
+        width = cls.width(0)
+        return cls(*numbers[:width])._replace(scalars=tuple(numbers[width:]))  # type: ignore[arg-type]
+
+    @classmethod
     def width(cls, num_scalars: int) -> int:
         """How many values a status has."""
         return len(cls._fields) - 1 + num_scalars
@@ -160,9 +166,7 @@ class GatheredStatuses:
 
 def statuses_in(table: Tensor) -> list[WorkerStatus]:
     """Read a table ``(N, width)``; RuntimeError if the workers are in different rounds."""
-    width = WorkerStatus.width(0)
-    rows = table.tolist()
-    statuses = [WorkerStatus(*v[:width])._replace(scalars=tuple(v[width:])) for v in rows]
+    statuses = [WorkerStatus.of(numbers) for numbers in table.tolist()]
     for worker, status in enumerate(statuses):
         if status.round_index != statuses[0].round_index:
             raise RuntimeError(
@@ -172,9 +176,9 @@ def statuses_in(table: Tensor) -> list[WorkerStatus]:
     return statuses
 
 
-def total_weight(statuses: list[WorkerStatus], label: str) -> float:
+def total_weight(weights: Sequence[float], label: str) -> float:
     """Return the sum of the workers' weights; RuntimeError if it is zero."""
-    total = sum(status.weight for status in statuses)
+    total = sum(weights)
     if total == 0:
         raise RuntimeError(
             f"No worker has made finite progress in {label}: the parameters hold NaN or infinity "

@@ -112,7 +112,7 @@ class ElasticConnection:
             if request.received is not None:
                 sync = self._add_pending_round(request)
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
-                    sync.apply()
+                    sync.apply(worker.steps)
                 worker.round_index += 1
         except BaseException:
             self.close()

@@ -96,11 +96,11 @@ class Elastic:
                 f"{self.check_every!r}."
             )
 
-    def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
+    def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
         """Fill in ``"auto"``; see :class:`lightning_loco.engine.membership.Membership`."""
         if algorithm.exchange == "neighbors" and topology is not None:
             return prepare_for_any_number(algorithm, topology)
-        prepared = algorithm.prepare(1, topology)
+        prepared = algorithm.prepare(1, topology, is_late=is_late)
         if prepared != algorithm.prepare(2, topology):
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that does the same with any number of "
@@ -111,12 +111,13 @@ class Elastic:
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
         """Connect an engine; see :class:`lightning_loco.engine.membership.Membership`."""
         algorithm = settings.algorithm
-        if algorithm.exchange not in ("mean", "neighbors") or algorithm.num_scalars:
+        sends_scalars = type(algorithm).scalars is not Algorithm.scalars
+        is_pull = algorithm.exchange == "pull"
+        if is_pull or algorithm.gathers or sends_scalars or settings.is_partial:
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that averages over all workers or "
-                "neighbours, and exchanges no numbers of its own, got "
-                f"{type(algorithm).__name__}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, "
-                "NoLoCo or GASLoC."
+                "neighbours, sends all parameters, and exchanges no numbers of its own, got "
+                f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
             )
         check_schedule(settings)
         if group.num_workers > 1:

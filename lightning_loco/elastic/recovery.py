@@ -77,7 +77,7 @@ def copy_state(engine: Engine, position: dict[str, Any], with_saved_rounds: bool
     """
     fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _to_cpu(v) for k, v in state.items() if isinstance(v, Tensor)}
-    if engine.settings.algorithm.restart(fragment.state) is None:
+    if engine.settings.algorithm.round_start(fragment.state) is None:
         tensors[_PARAMS] = worker.replica.layout.new_flat_on_cpu()
     if (shared_residual := shared_part(fragment.residual)) is not None:
         tensors[_SHARED_RESIDUAL] = _to_cpu(shared_residual)
@@ -130,7 +130,7 @@ def apply_saved_rounds(engine: Engine) -> None:
         }
         for handle in sync.drop_pending():
             handle.release()
-        sync.apply_saved(pending)
+        sync.apply_saved(pending, engine.worker.steps)
 
 
 def resume_from_state(
@@ -181,7 +181,7 @@ def adopt_state(engine: Engine, state: RunState) -> None:
             if isinstance(own, Tensor) and getattr(values.get(key), "shape", None) != own.shape:
                 message = f"The state of the run does not fit this worker's: {key!r} differs."
                 raise RuntimeError(message)
-    outer = engine.settings.algorithm.restart(states[0])
+    outer = engine.settings.algorithm.round_start(states[0])
     params = state.tensors.get(_PARAMS) if outer is None else outer
     if params is None or params.shape != (replica.layout.numel,):
         raise RuntimeError("The state of the run has parameters of another size than this model.")

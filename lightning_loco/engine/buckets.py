@@ -7,15 +7,20 @@ messages, because making views of many small tensors takes longer than copying t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.compression import Compression
 from lightning_loco.fault_points import reach
 from lightning_loco.parameters.flat import Chunk
+
+T = TypeVar("T")
 
 
 class BucketChunk:
@@ -23,11 +28,12 @@ class BucketChunk:
 
     Args:
         params: The chunk of the parameters.
-        message: Memory for the message, of shape ``(len(params),)``.
+        message: Memory for the message, as long as the algorithm says.
         algorithm: What a round computes.
         state: The algorithm's state, cut to this chunk.
         sent_params: Memory for the parameters as they were sent, if they are kept.
-        scratch: Memory of the same length or longer. Default: that of the message.
+        scratch: Memory of ``len(params)`` elements or more. Default: that of the message, if it is
+            as long.
         compression: How messages are compressed.
         residual: State of the compression, cut to this chunk.
     """
@@ -52,12 +58,24 @@ class BucketChunk:
         self._algorithm = algorithm
         self._compression = compression
         self._is_rounded = params.is_rounded(message.dtype)
+        self._ends = list(itertools.accumulate(view.numel() for view in params.views))
         kept = [message, self.scratch, sent_params, *self.state.values()]
-        self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
+        shape = (len(params),)
+        self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == shape]
         self._packings = {id(v): params.packing(v) for v in self._kept}
 
     def __len__(self) -> int:
         return len(self.params)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the message is shorter than the parameters."""
+        return len(self.message) < len(self.params)
+
+    def info_of(self, info: RoundInfo) -> RoundInfo:
+        """What the algorithm may know of a round, with the position of this chunk."""
+        bounds = tuple(itertools.pairwise([0, *self._ends]))
+        return dataclasses.replace(info, start=self.params.start, bounds=bounds)
 
     def pack(self, into: Tensor) -> None:
         """Copy the local parameters into ``into``, of shape ``(len(self),)``."""
@@ -82,23 +100,30 @@ class BucketChunk:
 
     def round_start(self) -> Tensor | None:
         """The parameters at the start of the round; None if the algorithm does not keep them."""
-        start = self._algorithm.restart(self.state)
+        start = self._algorithm.round_start(self.state)
         if start is None or self._compression is None:
             return start
         return self._compression.local_params(start, self.residual)
 
-    def propose(self, params: Tensor) -> None:
-        """Replace ``params`` by the message."""
+    def propose(self, params: Tensor, into: Tensor, info: RoundInfo) -> None:
+        """Write the message that follows from ``params`` into ``into``; both may be the same."""
         reach("packing")
-        message = self._algorithm.propose(params, self.state)
-        if message is not params:
-            params.copy_(message)
+        message = self._algorithm.propose(params, self.state, self.info_of(info))
+        if message is not into:
+            if message.shape != into.shape:
+                raise RuntimeError(
+                    f"{type(self._algorithm).__name__}.propose has made a message of shape "
+                    f"{tuple(message.shape)} for {len(self)} parameters, and message_length says "
+                    f"{len(into)}."
+                )
+            into.copy_(message)
         if self._compression is not None:
-            self._compression.prepare_message(params, self.residual)
+            self._compression.prepare_message(into, self.residual)
 
-    def restart(self) -> None:
+    def restart(self, info: RoundInfo) -> None:
         """Write the parameters from which local steps go on once the message is sent."""
-        if (start := self._algorithm.on_send(self.message, None, self.state)) is not None:
+        info = self.info_of(info)
+        if (start := self._algorithm.on_send(self.message, None, self.state, info)) is not None:
             self.unpack(start)
 
     def keep_lost(self, lost: Tensor, was_prepared: bool) -> None:
@@ -116,14 +141,22 @@ class BucketChunk:
         if self._compression is not None:
             self._compression.update_reference(received, self.residual)
 
-    def update(self, received: Tensor, next_message: Tensor | None) -> Tensor:
+    def combine(self, messages: Tensor, info: RoundInfo) -> Tensor:
+        """Compute what is received from the messages of all workers, ``(N, len(message))``."""
+        return self._algorithm.combine(messages, self.info_of(info))
+
+    def update(self, received: Tensor, info: RoundInfo, next_message: Tensor | None) -> Tensor:
         """Compute the result of a round from what the exchange has brought for this chunk.
 
         ``next_message`` is that of the next round, if it is sent at the same time.
         """
+        info, own = self.info_of(info), self.message
+        if self.is_partial:
+            own = self.scratch
+            self.pack_exact(own)
         if next_message is None:
-            return self._algorithm.update(self.message, received, self.state)
-        result = self._algorithm.on_send(next_message, (self.message, received), self.state)
+            return self._algorithm.update(own, received, self.state, info)
+        result = self._algorithm.on_send(next_message, (own, received), self.state, info)
         assert result is not None
         return result
 
@@ -140,7 +173,7 @@ class Bucket:
     def __init__(self, wire: Tensor, chunks: list[BucketChunk]) -> None:
         self.wire = wire
         self.chunks = chunks
-        self._lengths = [len(chunk) for chunk in chunks]
+        self._lengths = [len(chunk.message) for chunk in chunks]
         self._length = sum(self._lengths)
 
     def __len__(self) -> int:
@@ -152,23 +185,23 @@ class Bucket:
         return self.wire[: self._length]
 
     @property
-    def slices(self) -> list[range]:
-        """Which elements of the flat vector it holds."""
-        return [range(chunk.params.start, chunk.params.stop) for chunk in self.chunks]
+    def start(self) -> int:
+        """Position of its first parameter in the flat vector."""
+        return self.chunks[0].params.start
 
     def keep_lost(self, lost: Tensor | None, was_prepared: bool) -> None:
         """Let each chunk keep its slice of what was lost, if that is fed back."""
         for chunk, part in self.split(lost) if lost is not None else ():
             chunk.keep_lost(part, was_prepared)
 
-    def split(self, received: Tensor, weight: float = 1.0) -> Iterator[tuple[BucketChunk, Tensor]]:
-        """Yield each chunk with its slice of what was received, ``(len(self),)`` or longer.
+    def split(self, received: Tensor) -> Iterator[tuple[BucketChunk, Tensor]]:
+        """Yield each chunk with its slice of what was received.
 
-        Sums are divided by the total ``weight``, in place.
+        Args:
+            received: A message, ``(len(self),)`` or longer; or one per worker, in rows.
         """
-        parts = torch.split_with_sizes(received[: self._length], self._lengths)
-        for chunk, part in zip(self.chunks, parts, strict=True):
-            yield chunk, part if weight == 1 else part.div_(weight)
+        parts = torch.split_with_sizes(received[..., : self._length], self._lengths, dim=-1)
+        yield from zip(self.chunks, parts, strict=True)
 
 
 def slice_state(state: State, numel: int, params: Chunk) -> State:
@@ -182,14 +215,20 @@ def slice_state(state: State, numel: int, params: Chunk) -> State:
     return sliced
 
 
-def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:
-    """Group neighbouring chunks, up to ``longest`` elements unless one chunk is longer."""
-    groups: list[list[Chunk]] = []
+def group_chunks(
+    chunks: Sequence[T], message_length: Callable[[T], int], longest: int
+) -> list[list[T]]:
+    """Group neighbouring chunks whose messages have up to ``longest`` elements together.
+
+    The message of a single chunk may be longer.
+    """
+    groups: list[list[T]] = []
     length = 0
     for chunk in chunks:
-        if not groups or length + len(chunk) > longest:
+        added = message_length(chunk)
+        if not groups or length + added > longest:
             groups.append([])
             length = 0
         groups[-1].append(chunk)
-        length += len(chunk)
+        length += added
     return groups

@@ -205,7 +205,7 @@ class Engine:
             fragment.begin(pending, is_overlapped=False)
             self.connection.catch_up()
             fragment = self.fragments[self._turn]
-            fragment.apply()
+            fragment.apply(steps)
         is_over = fragment.pending is None
         if had_pending or is_over:
             self.statistics.outer_grad_norm = fragment.gradient_norm
@@ -225,7 +225,7 @@ class Engine:
         """Prepare the next round as far as possible alone, and return this worker's status."""
         worker, fragment = self.worker, self.fragments[self._turn]
         fragment.measure_gradient = self.measure_outer_gradient
-        worker.was_finite = finite = fragment.prepare()
+        worker.was_finite = finite = fragment.prepare(worker.round_index)
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
         self._has_progress = finite and has_moved
         if not finite:
@@ -240,7 +240,7 @@ class Engine:
     def _status(self, sync_point: float) -> WorkerStatus:
         """This worker's status, without a look at its parameters."""
         algorithm, fragment = self.settings.algorithm, self.fragments[self._turn]
-        numbers = algorithm.scalars(fragment.state) if algorithm.num_scalars else ()
+        numbers = algorithm.scalars(fragment.state)
         steps = self.worker.steps - fragment.began_at
         status = self.worker.status(sync_point)
         return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
@@ -261,7 +261,7 @@ class Engine:
         fragment, statistics = self.fragments[index], self.statistics
         if (pending := fragment.pending) is None:
             return
-        fragment.apply()
+        fragment.apply(self.worker.steps)
         fragment.applied_at = time.monotonic()
         statistics.outer_grad_norm = fragment.gradient_norm
         if not self.worker.was_finite:
@@ -534,10 +534,10 @@ def make_fragments(
 ) -> list[FragmentSync]:
     """The fragments of the schedule, which share the memory of vectors ``(P,)``."""
     layout, algorithm = worker.replica.layout, settings.algorithm
-    status_elements = worker.group.num_workers * WorkerStatus.width(algorithm.num_scalars)
     longest = settings.bucket_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
     residual, state = settings.init_residual(start), algorithm.init(start)
+    status_width = WorkerStatus.width(len(algorithm.scalars(state)))
     fragments: list[FragmentSync] = []
     for slices in settings.schedule.fragment_slices(layout.sizes):
         memory = FragmentMemory(
@@ -547,7 +547,7 @@ def make_fragments(
             state,
             residual,
             longest,
-            status_elements if exchange.carries_status else 0,
+            worker.group.num_workers * status_width if exchange.carries_status else 0,
             fragments[0].memory.sent_params if fragments else None,
         )
         fragments.append(FragmentSync(memory, settings, exchange))

@@ -65,7 +65,7 @@ class FragmentMemory:
         self.state = {**state, **copy.deepcopy(uncut)}
         self.residual = residual
         groups = self._groups()
-        lengths = [sum(map(len, group)) for group in groups] or [0]
+        lengths = [sum(map(self._message_length, group)) for group in groups] or [0]
         self.holds_all = settings.is_overlapped or len(groups) <= PENDING_BUCKETS
         if not self.holds_all:
             lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
@@ -73,8 +73,9 @@ class FragmentMemory:
         self.statuses = self._wires[0][lengths[0] :]
         self._scratch: Tensor | None = None
         self.sent_params: Tensor | None = None
-        if settings.is_overlapped:
+        if settings.is_overlapped or settings.is_partial:
             self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
+        if settings.is_overlapped:
             policy = settings.merge_policy
             if policy is not None and policy.keeps_sent_params(layout.is_rounded):
                 self.sent_params = layout.new_flat() if sent_params is None else sent_params
@@ -87,7 +88,10 @@ class FragmentMemory:
     def _groups(self) -> list[list[Chunk]]:
         chunks = self.layout.chunks()
         own = [c for c in chunks if any(c.start in part for part in self._slices)]
-        return group_chunks(own, self._bucket_elements)
+        return group_chunks(own, self._message_length, self._bucket_elements)
+
+    def _message_length(self, chunk: Chunk) -> int:
+        return self._algorithm.message_length(len(chunk))
 
     def build(self) -> None:
         """Make all views; again when the memory of parameters or state has moved."""
@@ -106,8 +110,9 @@ class FragmentMemory:
         chunks: list[BucketChunk] = []
         length = 0
         for params in group:
-            chunks.append(self._chunk(params, wire[length : length + len(params)]))
-            length += len(params)
+            added = self._message_length(params)
+            chunks.append(self._chunk(params, wire[length : length + added]))
+            length += added
         return Bucket(wire[: length + (0 if index else self._status_elements)], chunks)
 
     def _chunk(self, params: Chunk, message: Tensor) -> BucketChunk:

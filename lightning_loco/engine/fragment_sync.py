@@ -18,13 +18,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Restart, State
+from lightning_loco.algorithms import Restart, RoundInfo, State
 from lightning_loco.distributed.work import labelled
 from lightning_loco.distributed.worker_status import (
     KnownStatuses,
@@ -48,13 +48,12 @@ class PendingRound:
         index: Number of the round.
         valid: Whether this worker's message holds progress of its own, with weight in a mean.
         began_at: Local steps of this worker when the round began.
-        statuses: Of all workers; none in a round from a checkpoint.
+        statuses: Of all workers.
         handles: Of the buckets that have been sent, in order.
         received: What they have brought; None before :meth:`FragmentSync.wait`.
         is_overlapped: Whether local steps are made while it is pending.
-        scalars: The algorithm's own numbers of all workers; None before they are known.
-        is_divided: Whether ``received`` has been divided by the total weight and decoded, and the
-            residuals have been updated.
+        is_reduced: Whether ``received`` has been divided by the total weight, or combined, and
+            decoded, and the residuals have been updated.
         finite: Whether this worker's parameters were finite when it began.
     """
 
@@ -65,8 +64,7 @@ class PendingRound:
     handles: list[Handle] = dataclasses.field(default_factory=list)
     received: list[Tensor] | None = None
     is_overlapped: bool = False
-    scalars: list[tuple[float, ...]] | None = None
-    is_divided: bool = False
+    is_reduced: bool = False
     finite: bool = True
 
     def has_arrived(self) -> bool:
@@ -74,10 +72,11 @@ class PendingRound:
         have_statuses_arrived = self.statuses.has_arrived()  # also if no bucket has: it calls them
         return all(handle.has_arrived() for handle in self.handles) and have_statuses_arrived
 
-    def state_dict(self) -> dict[str, Any]:
-        """All but what is received, for a checkpoint."""
-        names = ("index", "valid", "began_at", "scalars", "finite")
-        return {name: getattr(self, name) for name in names}
+    def state_dict(self, statuses: Sequence[WorkerStatus]) -> dict[str, Any]:
+        """All but what is received, for a checkpoint, with the statuses that are to be kept."""
+        names = ("index", "valid", "began_at", "finite")
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "statuses": [status.numbers for status in statuses]}
 
     @classmethod
     def from_state(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> PendingRound:
@@ -85,17 +84,16 @@ class PendingRound:
 
         Args:
             saved: What :meth:`state_dict` has returned.
-            received: By bucket, divided by the total weight.
+            received: By bucket, reduced.
         """
-        scalars = saved["scalars"] and [tuple(numbers) for numbers in saved["scalars"]]
         return cls(
             saved["index"],
             saved["valid"],
             saved["began_at"],
+            KnownStatuses([WorkerStatus.of(numbers) for numbers in saved["statuses"]]),
             handles=[Arrived(tensor) for tensor in received],
             is_overlapped=True,
-            scalars=scalars,
-            is_divided=True,
+            is_reduced=True,
             finite=saved["finite"],
         )
 
@@ -129,6 +127,9 @@ class FragmentSync:
         self._algorithm = settings.algorithm
         self._merge_policy = settings.merge_policy or Restart()
         self._exchange = exchange
+        self._knows_workers = settings.algorithm.exchange == "mean" or bool(
+            settings.algorithm.scalars(memory.state)
+        )
         self._is_overlapped = settings.schedule.is_overlapped
         self._squares: list[Tensor] = []
         self._is_proposed = False
@@ -141,12 +142,15 @@ class FragmentSync:
 
     # ----------------------------------------------------------- before a round
 
-    def prepare(self) -> bool:
+    def prepare(self, index: int) -> bool:
         """Do what needs no other worker, and return whether the parameters are finite.
 
         If every bucket has memory of its own and no round is pending, the messages are made here;
         the sums of their chunks show whether all values are finite. Otherwise the parameters are
         read for that.
+
+        Args:
+            index: Number of the round.
         """
         self._make_writable()
         memory, sums = self.memory, [math.nan]
@@ -154,7 +158,7 @@ class FragmentSync:
         if self._is_proposed:
             with labelled("loco/propose"):
                 for chunk, total in zip(memory.chunks, memory.sums.unbind(), strict=True):
-                    self._propose_local(chunk, chunk.message, total)
+                    self._propose_local(chunk, chunk.message, RoundInfo(index), total)
             sums = memory.sums.tolist()
         self._is_finite = all(map(math.isfinite, sums)) or are_finite(
             [chunk.params for chunk in memory.chunks]
@@ -213,7 +217,7 @@ class FragmentSync:
         """Send the other buckets and apply what is received, before the next local step."""
         if self.memory.holds_all:
             self.begin(pending, is_overlapped=False)
-            self.apply()
+            self.apply(pending.began_at)
             return
         sent, waiting = iter(pending.handles), deque[tuple[Bucket, Handle]]()
         for bucket in self.memory.buckets:
@@ -235,10 +239,10 @@ class FragmentSync:
         before = self.pending
         pending.is_overlapped, pending.finite = is_overlapped, self._is_finite
         if before is not None and not self._merge_policy.keeps_progress:
-            self._apply(before, True, pending)
+            self._apply(before, pending.began_at, True, pending)
             return
         if before is not None:
-            self._apply(before, pending.finite)
+            self._apply(before, pending.began_at, pending.finite)
         for bucket in self.memory.buckets[len(pending.handles) :]:
             pending.handles.append(self._propose_and_send(bucket, pending))
         if self.memory.has_uncut_state:
@@ -246,41 +250,46 @@ class FragmentSync:
         self.pending = pending
 
     def _propose_and_send(self, bucket: Bucket, pending: PendingRound) -> Handle:
+        info = RoundInfo(pending.index)
         if not (pending.valid and self._is_proposed):
             with labelled("loco/propose"):
                 for chunk in bucket.chunks:
-                    self._propose(chunk, chunk.message, pending.valid)
+                    self._propose(chunk, chunk.message, info, pending.valid)
         keeps_progress = self._merge_policy.keeps_progress and self._is_finite
         if self._is_overlapped(pending.index) and self.pending is None and not keeps_progress:
             for chunk in bucket.chunks:
-                chunk.restart()
+                chunk.restart(info)
         return self._send(bucket, pending.index)
 
-    def _propose(self, chunk: BucketChunk, into: Tensor, valid: bool) -> None:
+    def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
         """Make the message of a chunk; a worker without valid progress sends the round's start."""
         is_weighted = self._exchange.is_weighted
         if valid or (self._is_finite and not is_weighted):
-            self._propose_local(chunk, into)
+            self._propose_local(chunk, into, info)
             return
         if chunk.sent_params is not None and self._is_finite:
             chunk.pack_exact(chunk.sent_params)
         if is_weighted:
             into.zero_()
         elif (start := chunk.round_start()) is not None:
-            chunk.propose(into.copy_(start))
+            packed = chunk.scratch if chunk.is_partial else into
+            chunk.propose(packed.copy_(start), into, info)
         else:
             raise RuntimeError(
                 "The parameters hold NaN or infinity, and the algorithm does not remember where "
                 "the round began. Lower the learning rate, or go back to the last checkpoint."
             )
 
-    def _propose_local(self, chunk: BucketChunk, into: Tensor, total: Tensor | None = None) -> None:
-        chunk.pack_exact(into)
+    def _propose_local(
+        self, chunk: BucketChunk, into: Tensor, info: RoundInfo, total: Tensor | None = None
+    ) -> None:
+        packed = chunk.scratch if chunk.is_partial else into
+        chunk.pack_exact(packed)
         if total is not None:
-            torch.sum(into, 0, out=total)
+            torch.sum(packed, 0, out=total)
         if chunk.sent_params is not None:
-            chunk.sent_params.copy_(into)
-        chunk.propose(into)
+            chunk.sent_params.copy_(packed)
+        chunk.propose(packed, into, info)
 
     def _send(self, bucket: Bucket, index: int) -> Handle:
         reach("before sending")
@@ -290,11 +299,15 @@ class FragmentSync:
 
     # --------------------------------------------------------- a round: the end
 
-    def apply(self) -> None:
-        """Wait for the pending round, if any, and apply all that it brings, or nothing."""
+    def apply(self, steps: int) -> None:
+        """Wait for the pending round, if any, and apply all that it brings, or nothing.
+
+        Args:
+            steps: Local steps of this worker so far.
+        """
         if self.pending is not None:
             self._make_writable()
-            self._apply(self.pending, True)
+            self._apply(self.pending, steps, True)
 
     def wait(self) -> None:
         """Wait for all that the pending round brings, without applying it."""
@@ -307,27 +320,35 @@ class FragmentSync:
         return self.pending is not None and self.pending.received is None
 
     def _apply(
-        self, pending: PendingRound, keeps_local: bool, following: PendingRound | None = None
+        self,
+        pending: PendingRound,
+        steps: int,
+        keeps_local: bool,
+        following: PendingRound | None = None,
     ) -> None:
         """Apply a pending round; the messages of one that follows are made right before.
 
         Args:
             pending: The round.
+            steps: Local steps of this worker so far.
             keeps_local: Whether the local parameters may enter the merge policy.
             following: A round that begins at the same time.
         """
-        received, weight = self._receive(pending)
-        self._commit(pending, self.memory.chunks)
+        received, statuses = self._receive(pending)
+        info = self._info(pending.index, statuses, steps - pending.began_at)
+        self._commit()
         for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
-            bucket.keep_lost(None if pending.is_divided else handle.lost, pending.valid)
+            bucket.keep_lost(None if pending.is_reduced else handle.lost, pending.valid)
         for bucket, whole in zip(self.memory.buckets, received, strict=True):
             with labelled("loco/apply"):
-                for chunk, part in bucket.split(whole, weight):
+                for chunk, part in self._reduced(pending, bucket, whole, info):
                     next_message = None
                     if following is not None:
-                        self._propose(chunk, chunk.scratch, following.valid)
                         next_message = chunk.scratch
-                    self._apply_chunk(pending, chunk, part, keeps_local, next_message)
+                        self._propose(
+                            chunk, next_message, RoundInfo(following.index), following.valid
+                        )
+                    self._apply_chunk(pending, chunk, part, info, keeps_local, next_message)
                     if following is not None:
                         chunk.message.copy_(chunk.scratch)
             if following is not None:
@@ -338,60 +359,76 @@ class FragmentSync:
         self._finish()
 
     def _apply_bucket(self, pending: PendingRound, bucket: Bucket, handle: Handle) -> None:
-        weight = self._total_weight(pending)
+        info = self._info(pending.index, self._statuses(pending), age=0)
         with labelled("loco/exchange"):
             received = self._wait_for(handle)
-        self._commit(pending, bucket.chunks)
+        self._commit()
         bucket.keep_lost(handle.lost, pending.valid)
         with labelled("loco/apply"):
-            for chunk, part in bucket.split(received, weight):
-                self._apply_chunk(pending, chunk, part, True, None)
+            for chunk, part in self._reduced(pending, bucket, received, info):
+                self._apply_chunk(pending, chunk, part, info, True, None)
         handle.release()
 
-    def _receive(self, pending: PendingRound) -> tuple[list[Tensor], float]:
+    def _receive(self, pending: PendingRound) -> tuple[list[Tensor], list[WorkerStatus]]:
         with labelled("loco/exchange"):
             # Statuses first: waiting for them calls workers that are at a sync point.
-            weight = self._total_weight(pending)
+            statuses = self._statuses(pending)
             if pending.received is None:
                 pending.received = [self._wait_for(handle) for handle in pending.handles]
-            return pending.received, weight
+            return pending.received, statuses
 
     def _wait_for(self, handle: Handle) -> Tensor:
         received = handle.wait()
         reach("after receiving")
         return received
 
-    def _total_weight(self, pending: PendingRound) -> float:
-        """What sums are to be divided by; waits for the statuses only if they are needed."""
-        if self._algorithm.num_scalars and pending.scalars is None:
-            pending.scalars = [status.scalars for status in pending.statuses.wait()]
-        is_sum = self._exchange.is_weighted and not pending.is_divided
-        if not is_sum:
-            return 1.0
-        return total_weight(pending.statuses.wait(), pending.statuses.label)
+    def _statuses(self, pending: PendingRound) -> list[WorkerStatus]:
+        """The statuses of all workers; none where a worker waits for its neighbours only."""
+        return pending.statuses.wait() if self._knows_workers else []
 
-    def _commit(self, pending: PendingRound, chunks: list[BucketChunk]) -> None:
-        """From here on the round counts: everything for these chunks has been received."""
+    def _info(self, index: int, statuses: Sequence[WorkerStatus], age: float) -> RoundInfo:
+        return RoundInfo(
+            index,
+            weights=tuple(status.weight for status in statuses),
+            scalars=tuple(status.scalars for status in statuses),
+            steps=tuple(status.steps for status in statuses),
+            ages=(float(age),) * len(statuses),
+        )
+
+    def _commit(self) -> None:
+        """From here on the round counts: everything has been received that is applied next."""
         reach("outer step")
         self.is_torn = True
-        if pending.scalars is not None:
-            for chunk in chunks:
-                self._algorithm.receive_scalars(pending.scalars, chunk.state)
+
+    def _reduced(
+        self, pending: PendingRound, bucket: Bucket, received: Tensor, info: RoundInfo
+    ) -> Iterator[tuple[BucketChunk, Tensor]]:
+        """Yield each chunk with the mean, or what the algorithm makes of all messages."""
+        weight = 1.0
+        if self._exchange.is_weighted and not pending.is_reduced:
+            weight = total_weight(info.weights, pending.statuses.label)
+        ageless = dataclasses.replace(info, ages=())  # a checkpoint combines before the end
+        for chunk, part in bucket.split(received):
+            if self._algorithm.gathers and not pending.is_reduced:
+                yield chunk, chunk.combine(part, ageless)
+            else:
+                yield chunk, part if weight == 1 else part.div_(weight)
 
     def _apply_chunk(
         self,
         pending: PendingRound,
         chunk: BucketChunk,
         received: Tensor,
+        info: RoundInfo,
         keeps_local: bool,
         next_message: Tensor | None,
     ) -> None:
-        if not pending.is_divided:
+        if not pending.is_reduced:
             chunk.decode(received)
         chunk.record_received(received)
         if self.measure_gradient:
             self._measure_gradient(chunk, received)
-        result = chunk.update(received, next_message)
+        result = chunk.update(received, info, next_message)
         is_merged = pending.is_overlapped and keeps_local and pending.finite
         if is_merged and self._merge_policy.keeps_progress:
             chunk.pack_exact(chunk.scratch)
@@ -402,11 +439,17 @@ class FragmentSync:
             chunk.sent_params.copy_(result)
 
     def _measure_gradient(self, chunk: BucketChunk, received: Tensor) -> None:
-        gradient = self._algorithm.outer_gradient(chunk.message, received, chunk.state)
-        if gradient is None and chunk.sent_params is not None:
+        """Measure the mean pseudo-gradient, this worker's drift, or the change by averaging."""
+        algorithm, gradient = self._algorithm, received
+        if algorithm.sends_parameters:
+            if chunk.sent_params is None:
+                return
             gradient = received - chunk.sent_params
-        if gradient is not None:
-            self._squares.append(torch.linalg.vector_norm(gradient))
+        elif algorithm.exchange == "neighbors":
+            if (start := algorithm.round_start(chunk.state)) is None:
+                return
+            gradient = chunk.message - start
+        self._squares.append(torch.linalg.vector_norm(gradient))
 
     def _finish(self) -> None:
         self.memory.take_back_state()
@@ -430,23 +473,28 @@ class FragmentSync:
             )
         memory, received, pending = self.memory, None, None
         if self.pending is not None:
-            received = self._received_and_divided(self.pending)
-            pending = self.pending.state_dict()
+            received = self._received_and_reduced(self.pending)
+            pending = self.pending.state_dict(self._statuses(self.pending))
             if not self._exchange.is_weighted:
                 pending["messages"] = memory.gather([bucket.message for bucket in memory.buckets])
         shared = {"state": dict(memory.state), "received": received}
         return shared, {"pending": pending, **memory.state_dict()}
 
-    def _received_and_divided(self, pending: PendingRound) -> Tensor:
+    def _received_and_reduced(self, pending: PendingRound) -> Tensor:
         """What a pending round brings, as it is applied later."""
-        received, weight = self._receive(pending)
-        if not pending.is_divided:
+        received, statuses = self._receive(pending)
+        if not pending.is_reduced:
+            info = self._info(pending.index, statuses, age=0)
             for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
                 bucket.keep_lost(handle.lost, pending.valid)
-            for bucket, whole in zip(self.memory.buckets, received, strict=True):
-                for chunk, part in bucket.split(whole, weight):
+            for index, bucket in enumerate(self.memory.buckets):
+                parts = []
+                for chunk, part in self._reduced(pending, bucket, received[index], info):
                     chunk.decode(part)
-            pending.is_divided = True
+                    parts.append(part)
+                if self._algorithm.gathers:
+                    received[index] = torch.cat(parts)
+            pending.is_reduced = True
         return self.memory.gather(received)
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -470,7 +518,7 @@ class FragmentSync:
         return [] if pending is None else pending.handles
 
     @torch.no_grad()
-    def apply_saved(self, pending: dict[str, Any]) -> None:
+    def apply_saved(self, pending: dict[str, Any], steps: int) -> None:
         """Apply a pending round of a checkpoint where no round may be pending.
 
         The parameters move by as much as the result moves the start of the round. So the local
@@ -479,10 +527,13 @@ class FragmentSync:
         Args:
             pending: Its state with ``"received"``, the own ``"messages"`` if the algorithm needs
                 them, and the ``"sent_params"``, flat, or None.
+            steps: Local steps of this worker so far.
         """
         memory, algorithm = self.memory, self._algorithm
         received, sent_params = memory.scatter(pending["received"]), pending["sent_params"]
         messages = memory.scatter(pending["messages"]) if "messages" in pending else received
+        statuses = [WorkerStatus.of(numbers) for numbers in pending["statuses"]]
+        info = self._info(pending["index"], statuses, max(0, steps - pending["began_at"]))
         for chunk, part, message in zip(memory.chunks, received, messages, strict=True):
             local = torch.empty_like(part)
             chunk.pack_exact(local)
@@ -490,11 +541,7 @@ class FragmentSync:
             if sent_params is not None:
                 before = sent_params[chunk.params.start : chunk.params.stop].to(local)
             moved = None if before is None else local - before
-            if pending["scalars"] is not None:
-                algorithm.receive_scalars(
-                    [tuple(numbers) for numbers in pending["scalars"]], chunk.state
-                )
-            result = algorithm.update(message, part, chunk.state)
+            result = algorithm.update(message, part, chunk.state, chunk.info_of(info))
             is_sound = moved is not None and bool(torch.isfinite(moved).all())
             chunk.unpack(moved.add_(result) if moved is not None and is_sound else result)
         if memory.has_uncut_state:

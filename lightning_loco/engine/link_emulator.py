@@ -17,6 +17,7 @@ from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
+from lightning_loco.engine.exchanges.gather import Gather
 from lightning_loco.links import Links, LinkTimes, TransferTime
 from lightning_loco.topology import Topology
 
@@ -156,7 +157,9 @@ class LinkEmulator:
         if self._topology is None:
             exchange = self._exchange
             hops = (
-                exchange.num_hops if isinstance(exchange, (AllReduce, CompressedAllReduce)) else 1
+                exchange.num_hops
+                if isinstance(exchange, (AllReduce, CompressedAllReduce, Gather))
+                else 1
             )
             return self._times.mean(num_bytes, hops, round_index)
         copies = len(self._topology.receivers(own, n, round_index))

@@ -23,7 +23,7 @@ class Membership(Protocol):
     def min_workers(self) -> int:
         """Rounds wait while there are fewer workers."""
 
-    def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
+    def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
         """Check an algorithm and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
 
         The result must not depend on the current number of workers; ValueError if that cannot be.

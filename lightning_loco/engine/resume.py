@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.earlier_run import EarlierRun, mean_of_states
 from lightning_loco.engine.engine import Engine
 
@@ -47,7 +47,7 @@ def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     )
     for fragment, loaded in zip(engine.fragments, fragments, strict=True):
         if loaded.ended is not None:
-            fragment.apply_saved(loaded.ended)
+            fragment.apply_saved(loaded.ended, engine.worker.steps)
     return list(dict.fromkeys(notes))
 
 
@@ -58,7 +58,7 @@ def _start_at_consensus(engine: Engine, saved: EarlierRun) -> list[str]:
     engine.reset()
     notes = saved.forgotten()
     state = engine.fragments[0].state
-    start = algorithm.restart(state)
+    start = algorithm.round_start(state)
     if new := [name for name, value in state.items() if value is not start]:
         notes.append(_reset_note(algorithm, new))
     return notes
@@ -146,7 +146,7 @@ def _can_stay_pending(engine: Engine, index: int, pending: dict[str, Any]) -> bo
 
 def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) -> State:
     """The state for this algorithm from that of one of its class with other settings."""
-    start = algorithm.restart(old)
+    start = algorithm.round_start(old)
     fresh = algorithm.init((params if start is None else start).clone())
     names = _state_names(algorithm)
     kept = {name: value for name, value in old.items() if name in names}
@@ -162,9 +162,9 @@ def _state_names(algorithm: Algorithm) -> set[str]:
     """The names of all entries that the algorithm's state has after a round."""
     state = algorithm.init(torch.zeros(2))
     names = set(state)
-    if algorithm.num_scalars:
-        algorithm.receive_scalars([algorithm.scalars(state)], state)
-    algorithm.update(torch.zeros(2), torch.ones(2), state)
+    scalars = tuple(map(float, algorithm.scalars(state)))
+    info = RoundInfo(weights=(1.0,), scalars=(scalars,), steps=(1.0,), ages=(0.0,))
+    algorithm.update(torch.zeros(2), torch.ones(algorithm.message_length(2)), state, info)
     return names | set(state)
 
 

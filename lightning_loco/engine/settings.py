@@ -15,11 +15,12 @@ from lightning_loco.engine.membership import Membership
 from lightning_loco.links import Links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
-from lightning_loco.topology import as_topology
+from lightning_loco.topology import as_topology, get_topology
 from lightning_loco.values import check_bytes, plain
 
 PENDING_BUCKETS = 2
 BUCKET_BYTES = 64 * 2**20
+_LARGE = 2**20
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
 """Enough for any model to be one bucket."""
@@ -88,13 +89,22 @@ class RoundSettings:
                 "link=... delays the exchanges of workers that are there during the whole run, and "
                 "not those of elastic members. Drop link or membership."
             )
-        if self.is_overlapped:
-            self.algorithm.check_overlap()
+        if self.is_overlapped and self.algorithm.merge_policy is None:
+            raise ValueError(
+                "overlap=True needs an algorithm with outer parameters, or one that keeps the"
+                f" progress made meanwhile, got {type(self.algorithm).__name__}. Use DiLoCo"
+                " (algorithm=async_diloco), GASLoC or ModelAverage, or overlap=False."
+            )
 
     @property
     def is_overlapped(self) -> bool:
         """Whether local steps are made while rounds are pending, at least after the first ones."""
         return self.schedule.is_overlapped(2**31)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether messages are shorter than the parameters."""
+        return self.algorithm.message_length(_LARGE) < _LARGE
 
     def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
         """Check everything against the number of workers and resolve ``"auto"`` settings.
@@ -104,25 +114,26 @@ class RoundSettings:
         number of workers.
         """
         topology = None if self.topology is None else as_topology(self.topology)
-        if topology is None:
-            topology = self.algorithm.default_topology(seed if self.membership is None else 0)
+        if topology is None and (name := self.algorithm.default_topology) is not None:
+            topology = get_topology(name, seed if self.membership is None else 0)
         self.schedule.check(num_workers)
         if self.link is not None:
             self.link.check(num_workers)
+        merge_policy = self.merge_policy or self.algorithm.merge_policy or Restart()
+        if not isinstance(merge_policy, MergePolicy):
+            raise TypeError(
+                f"merge_policy must be an object such as KeepProgress(), got {merge_policy!r}."
+            )
+        is_late = self.is_overlapped and isinstance(merge_policy, Restart)
         if self.membership is None:
-            algorithm = self.algorithm.prepare(num_workers, topology)
+            algorithm = self.algorithm.prepare(num_workers, topology, is_late=is_late)
         else:
-            algorithm = self.membership.prepare(self.algorithm, topology)
+            algorithm = self.membership.prepare(self.algorithm, topology, is_late)
         if algorithm.granularity is None and self.schedule.num_fragments > 1:
             raise ValueError(
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
                 f"cannot be exchanged in {self.schedule.num_fragments} parts. Use fragments=1, or "
                 "DiLoCo with its own outer optimizer."
-            )
-        merge_policy = self.merge_policy or algorithm.merge_policy or Restart()
-        if not isinstance(merge_policy, MergePolicy):
-            raise TypeError(
-                f"merge_policy must be an object such as KeepProgress(), got {merge_policy!r}."
             )
         has_own_start = type(algorithm).on_send is not Algorithm.on_send
         if self.is_overlapped and merge_policy.keeps_progress and has_own_start:
@@ -130,8 +141,7 @@ class RoundSettings:
                 f"{type(algorithm).__name__} decides itself where local steps restart, and takes "
                 f"no merge policy but Restart(), got {merge_policy!r}. Leave it out, or use DiLoCo."
             )
-        if self.is_overlapped and isinstance(merge_policy, Restart):
-            algorithm.warn_overlap()
+        self._check_messages(algorithm)
         return dataclasses.replace(
             self,
             algorithm=algorithm,
@@ -140,6 +150,22 @@ class RoundSettings:
             merge_policy=merge_policy,
             num_workers=num_workers,
         )
+
+    def _check_messages(self, algorithm: Algorithm) -> None:
+        """Refuse what messages of another kind than one vector per worker cannot do."""
+        name = type(algorithm).__name__
+        if self.is_partial and self.is_overlapped:
+            raise ValueError(
+                f"{name} sends a part of the parameters, which needs blocking rounds. Use "
+                "overlap=False."
+            )
+        if self.compression is not None and (self.is_partial or algorithm.gathers):
+            what = "a part of the parameters" if self.is_partial else "every message to all workers"
+            raise ValueError(
+                f"{name} sends {what}, which cannot be compressed. Use compression=None."
+            )
+        if algorithm.gathers and algorithm.exchange != "mean":
+            raise ValueError(f"{name} can gather messages only in place of a mean.")
 
     def _prepared_compression(self) -> Compression | None:
         if isinstance(self.compression, Compression):
@@ -197,7 +223,7 @@ class RoundSettings:
         """Longest bucket, in elements, such that all that are being sent fit ``bucket_bytes``."""
         if self.granularity is None or self.membership is not None:
             return max(1, numel)
-        topology, copies = self.topology, 1
+        topology, copies = self.topology, self.num_workers if self.algorithm.gathers else 1
         if topology is not None:
             workers = range(self.num_workers)
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)

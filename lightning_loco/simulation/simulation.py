@@ -170,7 +170,7 @@ class Simulation:
             begin, end = schedule.due(StepInfo(*counts, index, math.inf, fragment.pending))
             begins = begins or begin
             if end and not begin:
-                fragment.apply()
+                fragment.apply(self._steps[worker])
         return begins
 
     @torch.no_grad()
@@ -180,26 +180,30 @@ class Simulation:
         statuses = self._statuses(fragments)
         is_overlapped = self._schedule.is_overlapped(self.round_index)
         for fragment, steps in zip(fragments, self._steps, strict=True):
-            fragment.prepare()
+            fragment.prepare(self.round_index)
             pending = PendingRound(self.round_index, True, steps, statuses)
             fragment.begin(pending, is_overlapped)
+            fragment.began_at = steps
         if not is_overlapped:
-            for fragment in fragments:
-                fragment.apply()
+            for fragment, steps in zip(fragments, self._steps, strict=True):
+                fragment.apply(steps)
         self.round_index += 1
 
     def _statuses(self, fragments: list[FragmentSync]) -> KnownStatuses:
-        status = WorkerStatus(IN_ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
-        found = [self.algorithm.scalars(fragment.state) for fragment in fragments]
-        statuses = [status._replace(scalars=tuple(map(float, numbers))) for numbers in found]
+        statuses = []
+        for fragment, steps in zip(fragments, self._steps, strict=True):
+            since = steps - fragment.began_at
+            status = WorkerStatus(IN_ROUND, self.round_index, since, weight=1.0, finite=1.0)
+            scalars = tuple(map(float, self.algorithm.scalars(fragment.state)))
+            statuses.append(status._replace(scalars=scalars))
         return KnownStatuses(statuses, f"round {self.round_index}")
 
     @torch.no_grad()
     def drain(self) -> None:
         """Apply all pending rounds, as :meth:`Engine.drain` does."""
         for of_workers in self._fragments:
-            for fragment in of_workers:
-                fragment.apply()
+            for fragment, steps in zip(of_workers, self._steps, strict=True):
+                fragment.apply(steps)
 
     def params(self) -> list[Tensor]:
         """Return a flat copy of each worker's parameters, ``(P,)``."""
@@ -247,9 +251,10 @@ class Hub:
 
     def round_of(self, bucket: Bucket, index: int) -> HubRound:
         """Return the messages of this bucket in a round; those of earlier rounds are deleted."""
-        key = (index, bucket.slices[0].start)
+        key = (index, bucket.start)
         if key not in self._rounds:
-            groups = group_chunks([chunk.params for chunk in bucket.chunks], self._bucket_elements)
+            chunks = [chunk.message for chunk in bucket.chunks]
+            groups = group_chunks(chunks, len, self._bucket_elements)
             lengths = [sum(map(len, group)) for group in groups]
             self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
             self._rounds[key] = HubRound(self, index, lengths)
@@ -288,7 +293,7 @@ class HubRound:
             messages = [torch.split_with_sizes(self.messages[w], self.lengths) for w in workers]
             buckets = zip(*messages, strict=True)
             received = [exchange.simulate(bucket, self.index) for bucket in buckets]
-            self.received = [torch.cat(parts) for parts in zip(*received, strict=True)]
+            self.received = [torch.cat(parts, dim=-1) for parts in zip(*received, strict=True)]
         return self.received[worker]
 
 

@@ -13,7 +13,7 @@ import networkx as nx  # type: ignore[import-untyped]
 from lightning_loco.topology.base import Topology
 from lightning_loco.topology.custom import FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
-from lightning_loco.topology.matchings import RandomMatching, RandomTwoPeer, Xor
+from lightning_loco.topology.matchings import RandomMatching, RandomTopology, RandomTwoPeer, Xor
 from lightning_loco.topology.static import Complete, Grid, Hypercube, Ring, Star, Torus
 
 TOPOLOGIES: dict[str, type[Topology]] = {
@@ -35,8 +35,12 @@ TOPOLOGIES: dict[str, type[Topology]] = {
 """The topologies by name."""
 
 
-def get_topology(name: str) -> Topology:
+def get_topology(name: str, seed: int = 0) -> Topology:
     """Return the topology called ``name``, with its default settings.
+
+    Args:
+        name: One of :data:`TOPOLOGIES`.
+        seed: Of a random topology; the others need none.
 
     Raises:
         ValueError: If no topology has this name; the message lists the names.
@@ -47,7 +51,8 @@ def get_topology(name: str) -> Topology:
     """
     if name not in TOPOLOGIES:
         raise ValueError(_unknown(name, "Use"))
-    return TOPOLOGIES[name]()
+    kind = TOPOLOGIES[name]
+    return kind(seed) if issubclass(kind, RandomTopology) else kind()
 
 
 def as_topology(value: Any) -> Topology:

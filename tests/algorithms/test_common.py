@@ -20,11 +20,11 @@ from lightning_loco import (
     Simulation,
     StepEngine,
 )
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.buckets import slice_state
 from lightning_loco.topology import FromMatrix
-from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
+from tests.algorithms.toys import Point, apply_update, assert_close, flat_rounds, move_to, randn
 from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool
 
@@ -32,13 +32,13 @@ from tests.pool import Pool
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
     """Make rounds of one worker with random received vectors, and return its parameters."""
     params = randn(6, seed=99).to(dtype)
-    if (start := algorithm.restart(state)) is not None:
+    if (start := algorithm.round_start(state)) is not None:
         params.copy_(start)
     for t in rounds:
         params.add_(randn(6, seed=t).to(dtype), alpha=0.1)
-        message = algorithm.propose(params, state)
+        message = algorithm.propose(params, state, RoundInfo())
         received = message + 0.1 * randn(6, seed=100 + t).to(dtype)
-        algorithm.apply(params, received, state)
+        apply_update(algorithm, params, received, state)
     return params
 
 
@@ -91,9 +91,9 @@ def law_messages_have_the_dtype_of_the_parameters(case: Case, dtype: torch.dtype
     params = randn(6).to(dtype)
     state = algorithm.init(params.clone())
     for _ in range(3):
-        message = algorithm.propose(params, state)
+        message = algorithm.propose(params, state, RoundInfo())
         assert message.dtype == dtype
-        algorithm.apply(params, message.clone(), state)
+        apply_update(algorithm, params, message.clone(), state)
         assert params.dtype == dtype
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == (6,):
@@ -165,8 +165,8 @@ def law_two_states_share_no_memory(case: Case) -> None:
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
-    message = algorithm.propose(params, state)
-    algorithm.apply(params, message.clone(), state)
+    message = algorithm.propose(params, state, RoundInfo())
+    apply_update(algorithm, params, message.clone(), state)
     kept = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
     params.fill_(float("nan"))
     for key, value in kept.items():
@@ -183,8 +183,8 @@ def law_received_may_share_memory_with_the_parameters(case: Case) -> None:
         params = randn(6)
         state = algorithm.init(randn(6, seed=1))
         for _ in range(3):
-            message = algorithm.propose(params, state)
-            algorithm.apply(params, message if in_place else message.clone(), state)
+            message = algorithm.propose(params, state, RoundInfo())
+            apply_update(algorithm, params, message if in_place else message.clone(), state)
             params.add_(0.1)
         results.append(params)
     assert torch.equal(*results)
@@ -195,9 +195,9 @@ def law_restart_without_progress_gives_the_parameters_of_the_last_update(case: C
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
     params = randn(6, seed=1)
-    message = algorithm.propose(params, state)
-    algorithm.apply(params, message.clone(), state)
-    start = algorithm.restart(state)
+    message = algorithm.propose(params, state, RoundInfo())
+    apply_update(algorithm, params, message.clone(), state)
+    start = algorithm.round_start(state)
     if type(algorithm) in (LocalSGD, ModelAverage):
         assert start is None
     else:
@@ -226,9 +226,9 @@ def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
         received = randn(12, seed=10 + t)
         for one, part in zip(slices, parts, strict=True):
             own = params[one.start : one.stop]
-            message = algorithm.propose(own, part)
+            message = algorithm.propose(own, part, RoundInfo())
             assert message.shape == (len(one),)
-            algorithm.apply(own, message + received[one.start : one.stop], part)
+            apply_update(algorithm, own, message + received[one.start : one.stop], part)
         params.mul_(0.9)
     whole = [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
     return torch.cat([params, *whole])
@@ -252,12 +252,12 @@ def law_propose_is_pure(case: Case) -> None:
     state = algorithm.init(randn(6))
     for t in range(3):
         params, before = randn(6, seed=t + 1), bits(state)
-        message = algorithm.propose(params.clone(), state).clone()
-        assert torch.equal(algorithm.propose(params.clone(), state), message)
+        message = algorithm.propose(params.clone(), state, RoundInfo()).clone()
+        assert torch.equal(algorithm.propose(params.clone(), state, RoundInfo()), message)
         assert bits(state) == before
         kept = [v.data_ptr() for v in state.values() if isinstance(v, Tensor)]
-        assert algorithm.propose(params, state).data_ptr() not in kept
-        algorithm.apply(params, message + randn(6, seed=10 + t), state)
+        assert algorithm.propose(params, state, RoundInfo()).data_ptr() not in kept
+        apply_update(algorithm, params, message + randn(6, seed=10 + t), state)
 
 
 def law_restart_gives_the_start_of_the_round(case: Case) -> None:
@@ -265,15 +265,15 @@ def law_restart_gives_the_start_of_the_round(case: Case) -> None:
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
-    has_start = algorithm.restart(state) is not None
+    has_start = algorithm.round_start(state) is not None
     for t in range(4):
         began = params.clone()
         params.add_(randn(6, seed=t), alpha=0.1)
-        message = algorithm.propose(params, state).clone()
-        start = algorithm.restart(state)
+        message = algorithm.propose(params, state, RoundInfo()).clone()
+        start = algorithm.round_start(state)
         assert torch.equal(start, began) if has_start else start is None
         params = message.clone()
-        algorithm.apply(params, message + randn(6, seed=10 + t), state)
+        apply_update(algorithm, params, message + randn(6, seed=10 + t), state)
 
 
 def law_permuting_the_workers_permutes_the_results(case: Case) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DelayedNesterov, DelayedNesterovStrategy, DiLoCo
+from lightning_loco.algorithms import RoundInfo
 from lightning_loco.topology import Complete
 from tests.algorithms.toys import (
     ADAMW,
+    apply_update,
     assert_close,
     flat_rounds,
     move_to,
@@ -57,7 +59,7 @@ def test_it_is_the_published_loop(subtests: pytest.Subtests) -> None:
             expected = published_loop(gradients, 1.1, momentum, every, between)
             for gradient, after in zip(gradients, expected, strict=True):
                 params = torch.zeros(4, dtype=torch.float64)
-                algorithm.apply(params, gradient.clone(), state)
+                apply_update(algorithm, params, gradient.clone(), state)
                 assert_close(params, after)
                 assert torch.equal(state["outer"], params)
 
@@ -82,7 +84,7 @@ def test_blocks_of_one_round_are_torch_sgd_bit_for_bit() -> None:
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
-        algorithm.update(gradient.clone(), gradient.clone(), state)
+        algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
         assert torch.equal(state["outer"], parameter.detach())
 
 
@@ -95,7 +97,7 @@ def test_a_block_equals_one_nesterov_step_with_its_mean(every: int) -> None:
     optimizer = torch.optim.SGD([parameter], 0.7, momentum=0.9, nesterov=True)
     for block in gradients:
         for gradient in block:
-            algorithm.update(gradient.clone(), gradient.clone(), state)
+            algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
         parameter.grad = block.mean(0)
         optimizer.step()
         torch.testing.assert_close(state["outer"], parameter.detach(), rtol=0, atol=1e-14)
@@ -151,7 +153,7 @@ def test_it_refuses_a_topology_and_warns_if_it_is_unstable_with_overlap() -> Non
     with pytest.raises(ValueError, match="DelayedNesterov averages over all workers"):
         DelayedNesterov().prepare(4, Complete())
     with pytest.warns(UserWarning, match="every=2 is unstable with overlap when a local phase"):
-        DelayedNesterov(2.8, 0.9).warn_overlap()
+        DelayedNesterov(2.8, 0.9).prepare(4, None, is_late=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        DelayedNesterov(1.4, 0.3).warn_overlap()
+        DelayedNesterov(1.4, 0.3).prepare(4, None, is_late=True)

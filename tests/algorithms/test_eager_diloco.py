@@ -212,8 +212,8 @@ def test_a_merge_policy_that_would_skip_the_own_share_is_refused() -> None:
 
 
 def test_unstable_settings_are_warned_about_by_number_of_workers() -> None:
-    with pytest.warns(UserWarning, match="eager updates of 8 workers is unstable when a local"):
-        EagerDiLoCo(0.7, 0.9).prepare(8, None).warn_overlap()
+    with pytest.warns(UserWarning, match="eager updates of 8 workers is unstable with overlap"):
+        EagerDiLoCo(0.7, 0.9).prepare(8, None, is_late=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        EagerDiLoCo(0.7, 0.9).prepare(1, None).warn_overlap()
+        EagerDiLoCo(0.7, 0.9).prepare(1, None, is_late=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.topology import (
     Complete,
     Hypercube,
@@ -30,6 +30,7 @@ from tests.algorithms.toys import (
     ADAMW,
     SGD,
     Point,
+    apply_update,
     assert_close,
     distances,
     flat_rounds,
@@ -193,8 +194,8 @@ def rounds_with_schedule(algorithm: Algorithm, rates: list[float]) -> Tensor:
     for rate in rates:
         now = dataclasses.replace(algorithm, outer_lr=rate)  # type: ignore[call-arg]
         params.mul_(0.8)
-        message = now.propose(params, state)
-        now.apply(params, message.clone(), state)
+        message = now.propose(params, state, RoundInfo())
+        apply_update(now, params, message.clone(), state)
         history.append(params.clone())
     return torch.cat(history)
 

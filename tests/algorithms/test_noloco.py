@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_loco import DiLoCo, GASLoC, NoLoCo, NoLoCoStrategy, Simulation
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.topology import Complete, RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
 
@@ -41,9 +41,11 @@ def test_it_is_the_two_sums_of_the_paper(subtests: pytest.Subtests) -> None:
 def test_equal_steps_send_the_local_parameters_as_they_are() -> None:
     state = NoLoCo().init(randn(4))
     local = randn(4, seed=1)
-    assert NoLoCo().propose(local, state) is local
-    assert torch.equal(NoLoCo(gossip_step=0.7).propose(local.clone(), state), local)
-    assert not torch.equal(NoLoCo(gossip_step=0.5).propose(local.clone(), state), local)
+    assert NoLoCo().propose(local, state, RoundInfo()) is local
+    assert torch.equal(NoLoCo(gossip_step=0.7).propose(local.clone(), state, RoundInfo()), local)
+    assert not torch.equal(
+        NoLoCo(gossip_step=0.5).propose(local.clone(), state, RoundInfo()), local
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])

@@ -15,6 +15,7 @@ from lightning_loco import DiLoCo, Simulation, StepEngine
 from tests.algorithms.toys import (
     SGD,
     Point,
+    apply_update,
     assert_close,
     randn,
     run_engine,
@@ -97,7 +98,7 @@ def test_its_state_is_tensors_and_numbers_with_a_prefix() -> None:
     algorithm = DiLoCo(outer_optimizer=torch.optim.AdamW)
     state = algorithm.init(torch.zeros(3))
     assert set(state) == {"outer"}
-    algorithm.apply(torch.zeros(3), torch.ones(3), state)
+    apply_update(algorithm, torch.zeros(3), torch.ones(3), state)
     assert set(state) == {"outer", "optimizer.step", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
     assert state["optimizer.exp_avg"].shape == (3,)
 
@@ -110,7 +111,7 @@ def test_a_run_that_saves_and_loads_its_state_equals_an_unbroken_one(
     def apply(algorithm: DiLoCo, state: dict[str, Any], rounds: range) -> Tensor:
         params = torch.empty(4, dtype=torch.float64)
         for t in rounds:
-            algorithm.apply(params, gradients[t].clone(), state)
+            apply_update(algorithm, params, gradients[t].clone(), state)
         return params
 
     for name, make_optimizer in ELEMENTWISE.items():

@@ -19,7 +19,7 @@ from lightning_loco import (
     GASLoC,
     LocoStrategy,
 )
-from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
+from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise, RoundInfo
 from lightning_loco.algorithms.outer_lr import OuterLR, highest_rate, rate_at
 from lightning_loco.topology import Complete, Ring
 from tests.algorithms.toys import assert_close, flat_rounds, move_to, randn, simulate
@@ -93,7 +93,7 @@ def test_delayed_nesterov_takes_the_rate_of_the_round(subtests: pytest.Subtests)
             state = algorithm.init(torch.zeros(5, dtype=torch.float64))
             moved = m = block_sum = torch.zeros(5, dtype=torch.float64)
             for t, gradient in enumerate(gradients):
-                algorithm.update(gradient.clone(), gradient.clone(), state)
+                algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
                 block_sum = block_sum + gradient
                 step = gradient / 3
                 if t % 3 == 2:
@@ -159,10 +159,10 @@ def test_a_number_needs_no_counter() -> None:
 def test_the_last_correction_of_eager_diloco_takes_the_rate_of_the_last_step() -> None:
     algorithm = EagerDiLoCo(halved, 0.0, share=0.5)
     state = algorithm.init(torch.zeros(1, dtype=torch.float64))
-    algorithm.on_send(torch.tensor([2.0]).double(), None, state)
+    algorithm.on_send(torch.tensor([2.0]).double(), None, state, RoundInfo())
     assert state["outer"].item() == pytest.approx(-0.8)
     mean = torch.tensor([3.0]).double()
-    algorithm.update(mean, mean.clone(), state)
+    algorithm.update(mean, mean.clone(), state, RoundInfo())
     assert state["outer"].item() == pytest.approx(-0.8 * 3)
 
 
@@ -251,4 +251,4 @@ def test_a_schedule_with_an_outer_optimizer_is_refused() -> None:
 
 def test_the_overlap_warning_uses_the_highest_rate() -> None:
     with pytest.warns(UserWarning, match="unstable with overlap"):
-        DiLoCo(Linear(0.1, 0.7, rounds=50), 0.9).warn_overlap()
+        DiLoCo(Linear(0.1, 0.7, rounds=50), 0.9).prepare(2, None, is_late=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import Simulation, StepEngine
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.topology import as_topology
@@ -142,6 +142,13 @@ def train_ddp(
     return torch.stack(history)
 
 
+def apply_update(algorithm: Algorithm, params: Tensor, received: Tensor, state: State) -> None:
+    """Write the new local parameters into ``params``."""
+    result = algorithm.update(params, received, state, RoundInfo())
+    if result is not params:
+        params.copy_(result)
+
+
 def flat_rounds(
     algorithm: Algorithm,
     starts: Tensor,
@@ -168,10 +175,12 @@ def flat_rounds(
     history = [torch.stack(params)]
     for t in range(rounds):
         local = [local_phase(worker, p.clone(), t) for worker, p in enumerate(params)]
-        messages = [algorithm.propose(p, s) for p, s in zip(local, states, strict=True)]
+        messages = [
+            algorithm.propose(p, s, RoundInfo()) for p, s in zip(local, states, strict=True)
+        ]
         received = exchange.simulate(messages, t)
         for p, r, state in zip(local, received, states, strict=True):
-            algorithm.apply(p, r, state)
+            apply_update(algorithm, p, r, state)
         params = local
         history.append(torch.stack(params))
     return torch.stack(history)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_loco.algorithms import RoundInfo
 from lightning_loco.topology import get_topology
+from tests.algorithms.toys import apply_update
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster, until
 from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of
 
@@ -61,10 +63,10 @@ def plain_round(
         local = state["start"].clone()
         for _ in range(SYNC_EVERY):
             local.lerp_(torch.full_like(local, index + 1), PULL)
-        messages.append(method.propose(local, state))
+        messages.append(method.propose(local, state, RoundInfo()))
     mixed = topology.mixing_matrix(len(indices), round_index) @ torch.stack(messages)
     for message, received, state in zip(messages, mixed, states, strict=True):
-        method.apply(message.clone(), received.clone(), state)
+        apply_update(method, message.clone(), received.clone(), state)
     return states
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import DiLoCo
+from lightning_loco.algorithms import DiLoCo, RoundInfo
 from lightning_loco.elastic.recovery import adopt_state, apply_saved_rounds, copy_state, is_ahead
 from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine import StepEngine
@@ -43,7 +43,7 @@ def test_a_saved_round_is_applied_once() -> None:
     received = resumed.state_dict()["shared"][0]["received"].clone()
     progress = resumed.worker.replica.layout.new_flat() - before["outer"]
     apply_saved_rounds(resumed)
-    DiLoCo(0.7, 0.3).update(received, received.clone(), before)
+    DiLoCo(0.7, 0.3).update(received, received.clone(), before, RoundInfo())
     for name, value in before.items():
         torch.testing.assert_close(sync.state[name], value)
     moved = resumed.worker.replica.layout.new_flat() - before["outer"]

@@ -45,14 +45,15 @@ def test_a_bucket_splits_what_was_received_and_ignores_the_statuses_behind() -> 
     bucket = Bucket(message, chunks)
     slices = [part.tolist() for _, part in bucket.split(torch.arange(9.0))]
     assert slices == [[0, 1, 2], [3, 4, 5], [6]]
-    means = [part.tolist() for _, part in bucket.split(torch.arange(9.0), weight=2.0)]
-    assert means == [[0, 0.5, 1], [1.5, 2, 2.5], [3]]
+    both = torch.stack([torch.arange(9.0), torch.zeros(9)])  # of two workers
+    rows = [part.tolist() for _, part in bucket.split(both)]
+    assert rows == [[[0, 1, 2], [0] * 3], [[3, 4, 5], [0] * 3], [[6], [0]]]
     assert len(bucket) == 7
 
 
 def test_chunks_are_grouped_up_to_the_longest_bucket() -> None:
     chunks = layout_of(3, 3, 3, 3, 2, chunk_elements=3).chunks()
-    lengths = [[len(c) for c in group] for group in group_chunks(chunks, 7)]
+    lengths = [[len(c) for c in group] for group in group_chunks(chunks, len, 7)]
     assert lengths == [[3, 3], [3, 3], [2]]
-    assert [len(group) for group in group_chunks(chunks, 1)] == [1] * 5
-    assert group_chunks([], 7) == []
+    assert [len(group) for group in group_chunks(chunks, len, 1)] == [1] * 5
+    assert group_chunks([], len, 7) == []

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, StepEngine
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine import fragment_sync as rounds_module
 from lightning_loco.parameters import flat as flat_module
 from lightning_loco.parameters.flat import Chunk, Packing
 from lightning_loco.schedules import EverySteps
-from tests.algorithms.toys import Point, assert_close, randn
+from tests.algorithms.toys import Point, apply_update, assert_close, randn
 from tests.engine.toys import (
     GossipSendingScalars,
     SendingScalars,
@@ -210,9 +210,9 @@ def expected_without_worker_0(algorithm: Algorithm) -> Tensor:
         for worker in movers:
             for _ in range(steps):
                 approach(worker, models[worker])
-            messages.append(algorithm.propose(flat(models[worker]), state))
+            messages.append(algorithm.propose(flat(models[worker]), state, RoundInfo()))
         params = flat(models[1])
-        algorithm.apply(params, torch.stack(messages).mean(0), state)
+        apply_update(algorithm, params, torch.stack(messages).mean(0), state)
         for model in models:
             model.value.data.copy_(params)
     approach(1, models[1])

@@ -164,7 +164,8 @@ def test_other_fragments_have_memory_for_every_bucket(numel: int, overlap: bool)
 
 def test_buckets_cover_the_fragment_once_and_statuses_are_behind_the_first() -> None:
     memory = memory_of(LARGE, SMALL_BUCKET, statuses=7)
-    covered = [i for bucket in memory.buckets for part in bucket.slices for i in part]
+    parts = [chunk.params for bucket in memory.buckets for chunk in bucket.chunks]
+    covered = [i for part in parts for i in range(part.start, part.stop)]
     assert covered == list(range(LARGE))
     first = memory.buckets[0]
     assert (len(first.wire) - len(first), memory.statuses.numel()) == (7, 7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, RoundInfo
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, randn
@@ -29,7 +29,7 @@ def apply_pending(
     model.value.data.copy_(params)
     fragment = engine.fragments[0].memory
     before = copy.deepcopy(fragment.state)
-    engine.fragments[0].apply_saved(pending)
+    engine.fragments[0].apply_saved(pending, steps=0)
     after = copy.deepcopy(fragment.state)
     engine.close()
     return flat(model), before, after
@@ -45,14 +45,16 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
                 "received": received,
                 "messages": message,
                 "sent_params": sent_params,
-                "scalars": None,
+                "index": 0,
+                "began_at": 0,
+                "statuses": [],
             }
             found, before, after = apply_pending(algorithm, pending, params)
             prepared = RoundSettings(algorithm).prepare(1).algorithm
-            start = at_send if keeps_params else prepared.restart(before)
+            start = at_send if keeps_params else prepared.round_start(before)
             assert start is not None
             start = start.clone()
-            result = prepared.update(message.clone(), received.clone(), before).clone()
+            result = prepared.update(message.clone(), received.clone(), before, RoundInfo()).clone()
             torch.testing.assert_close(found, result + (params - start), rtol=0, atol=1e-13)
             assert before.keys() == after.keys()
             for name, value in before.items():
@@ -64,7 +66,8 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
 def test_parameters_that_are_not_finite_become_the_result() -> None:
     params = randn(LARGE, seed=5)
     params[7] = float("nan")
-    pending = {"received": randn(LARGE, seed=2), "sent_params": None, "scalars": None}
+    pending = {"received": randn(LARGE, seed=2), "sent_params": None}
+    pending |= {"index": 0, "began_at": 0, "statuses": []}
     found, _, after = apply_pending(Counting(), pending, params)
     assert torch.isfinite(found).all()
     assert torch.equal(found[7], after["outer"][7])

@@ -17,6 +17,7 @@ from lightning_loco.algorithms import (
     Mix,
     NeighborAverage,
     Restart,
+    RoundInfo,
     State,
 )
 from lightning_loco.engine import RoundSettings
@@ -195,12 +196,12 @@ def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
     model.value.data.copy_(randn(4, seed=rank))
     engine.step()
     if overlap:
-        engine.fragments[0].apply()
+        engine.fragments[0].apply(engine.worker.steps)
     history = [flat(model)]
     for _ in range(4):
         engine.step()
         if overlap:  # at once, so that results are as early as without overlap
-            engine.fragments[0].apply()
+            engine.fragments[0].apply(engine.worker.steps)
         history.append(flat(model))
     engine.close()
     return torch.stack(history)
@@ -255,24 +256,28 @@ class Impatient(Algorithm):
     """Applies its own progress on sending, and the last mean as often as it has sent."""
 
     exchange = "mean"
+    start_key = "outer"
     merge_policy = Restart()
 
     def init(self, params: Tensor) -> State:
         return {"outer": params, "sends": 0}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return torch.sub(state["outer"], params, out=params)
 
-    def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+    def on_send(
+        self,
+        message: Tensor,
+        ended: tuple[Tensor, Tensor] | None,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         assert (ended is None) == (state["sends"] == 0)
         state["sends"] += 1
         return state["outer"].sub_(message)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         return state["outer"].sub_(received, alpha=state["sends"])
-
-    def restart(self, state: State) -> Tensor:
-        return state["outer"]
 
 
 def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -> None:

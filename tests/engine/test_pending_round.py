@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.engine.exchanges.base import Arrived
 from lightning_loco.engine.fragment_sync import PendingRound
 from tests.engine.toys import saved_and_loaded
@@ -38,21 +39,24 @@ def test_it_has_arrived_when_all_buckets_and_the_statuses_have(subtests: pytest.
 
 
 def test_one_from_a_checkpoint_has_arrived_and_equals_the_one_that_was_saved() -> None:
-    old = PendingRound(3, False, 30, scalars=[(1.0, 2.0), (3.0, 4.0)])
+    old = PendingRound(3, False, 30)
+    statuses = [
+        WorkerStatus(IN_ROUND, 3, 5, 1.0, 1.0, 0.5, 0.25, scalars=(1.0, 2.0)),
+        WorkerStatus(IN_ROUND, 3, 7, 0.0, 1.0, 1.5, 0.25, scalars=(3.0, 4.0)),
+    ]
     received = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    new = PendingRound.from_state(saved_and_loaded(old.state_dict()), received)
+    new = PendingRound.from_state(saved_and_loaded(old.state_dict(statuses)), received)
     assert (new.index, new.valid, new.began_at) == (3, False, 30)
-    assert new.scalars == [(1.0, 2.0), (3.0, 4.0)]
     assert new.has_arrived()
     assert new.is_overlapped
-    assert new.is_divided
+    assert new.is_reduced
     assert [handle.wait().tolist() for handle in new.handles] == [[1.0, 2.0], [3.0]]
-    assert new.statuses.wait() == []
+    assert new.statuses.wait() == statuses
 
 
-def test_one_without_scalars_has_none_after_a_resume() -> None:
+def test_one_between_neighbours_has_no_statuses_after_a_resume() -> None:
     old = PendingRound(0, True, 1)
-    assert PendingRound.from_state(saved_and_loaded(old.state_dict()), []).scalars is None
+    assert PendingRound.from_state(saved_and_loaded(old.state_dict([])), []).statuses.wait() == []
 
 
 def test_what_has_arrived_is_returned_as_it_is() -> None:

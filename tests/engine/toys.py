@@ -11,11 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import NeighborAverage, Simulation
-from lightning_loco.algorithms import Algorithm, KeepProgress, MergePolicy, Restart, State
+from lightning_loco.algorithms import (
+    Algorithm,
+    KeepProgress,
+    MergePolicy,
+    Restart,
+    RoundInfo,
+    State,
+)
 from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, StepInfo
-from lightning_loco.topology import RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, randn
 from tests.pool import Pool
 
@@ -41,6 +47,7 @@ class Counting(Algorithm):
     whole: bool = False
 
     exchange = "mean"
+    start_key = "outer"
     consensus_key = "outer"
     replicated = True
     merge_policy = Restart()
@@ -57,10 +64,10 @@ class Counting(Algorithm):
             "matrix": torch.eye(2, dtype=torch.float64),
         }
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return torch.sub(state["outer"], params, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         state["rounds"] += 1
         state["scale"].mul_(0.9)
         state["matrix"] = state["matrix"] @ torch.tensor([[1.0, 1.0], [0.0, 1.0]]).double()
@@ -68,17 +75,13 @@ class Counting(Algorithm):
         outer: Tensor = state["outer"]
         return outer.sub_(received, alpha=rate)
 
-    def restart(self, state: State) -> Tensor:
-        outer: Tensor = state["outer"]
-        return outer
-
 
 class Forgetful(Counting):
     """Makes an entry that nothing has announced."""
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         state["surprise"] = 1.0
-        return super().update(params, received, state)
+        return super().update(params, received, state, info)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ class SignBlocks(Algorithm):
     whole: bool = False
 
     exchange = "mean"
+    start_key = "outer"
     consensus_key = "outer"
     seen: ClassVar[list[int]] = []
 
@@ -102,21 +106,17 @@ class SignBlocks(Algorithm):
     def init(self, params: Tensor) -> State:
         return {"outer": params}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         self.seen.append(len(params))
         drift = params - state["outer"]
         blocks = nn.functional.pad(drift, (0, -len(drift) % 4)).view(-1, 4)
         signs = blocks.sum(1, keepdim=True).sign()
         return (blocks.abs() * signs).flatten()[: len(params)]
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         self.seen.append(len(received))
         outer: Tensor = state["outer"]
         return outer.add_(received, alpha=0.5)
-
-    def restart(self, state: State) -> Tensor:
-        outer: Tensor = state["outer"]
-        return outer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,29 +128,23 @@ class SendingScalars(Algorithm):
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
     merge_policy: ClassVar[MergePolicy | None] = Restart()
-    num_scalars = 2
+    start_key = "outer"
 
     def init(self, params: Tensor) -> State:
         return {"outer": params, "own": torch.zeros_like(params), "rounds": 0, "received": 0.0}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+        assert len({rounds for _, rounds in info.scalars}) == 1
+        state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(info.scalars))
+        state["rounds"] += 1
         outer: Tensor = state["outer"]
         return outer.lerp_(received, 1.0 / (1.0 + state["received"]))
 
-    def restart(self, state: State) -> Tensor:
-        outer: Tensor = state["outer"]
-        return outer
-
     def scalars(self, state: State) -> Sequence[float]:
         return float(state["own"][0]), state["rounds"]
-
-    def receive_scalars(self, scalars: Sequence[Sequence[float]], state: State) -> None:
-        assert len({rounds for _, rounds in scalars}) == 1
-        state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(scalars))
-        state["rounds"] += 1
 
 
 class GossipSendingScalars(SendingScalars):
@@ -158,24 +152,20 @@ class GossipSendingScalars(SendingScalars):
 
     exchange = "neighbors"
     merge_policy = KeepProgress()
-
-    def default_topology(self, seed: int) -> Topology:
-        return Ring()
+    default_topology = "ring"
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomPairs(NeighborAverage):
     """Averages with a partner that is drawn, if the user does not say otherwise."""
 
-    def default_topology(self, seed: int) -> Topology:
-        return RandomMatching(seed)
+    default_topology = "random_matching"
 
 
 class Lonely(NeighborAverage):
     """Has neighbours and does not know which."""
 
-    def default_topology(self, seed: int) -> None:
-        return None
+    default_topology = None
 
 
 # ------------------------------------------------------------------------ codec and schedule

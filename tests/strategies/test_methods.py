@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lightning_loco import LocoStrategy, strategies
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.algorithms.base import State
+from lightning_loco.algorithms.base import RoundInfo, State
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies import registry
 from lightning_loco.strategies.registry import AlgorithmStrategy, of_algorithm
-from lightning_loco.topology import Ring, Topology
+from lightning_loco.topology import Topology
 from tests.conftest import ROOT
 from tests.pool import Pool, make_trainer
 from tests.programs import python_path
@@ -51,28 +51,26 @@ class Blend(Algorithm):
     is_loud: bool = dataclasses.field(default=False, kw_only=True)
 
     exchange = "neighbors"
+    start_key = "start"
+    default_topology = "ring"
 
     def __post_init__(self) -> None:
         if not 0 < self.part <= 1:
             raise ValueError(f"part must be in (0, 1], got {self.part}.")
 
-    def default_topology(self, seed: int) -> Topology:
-        return Ring()
-
-    def prepare(self, num_workers: int, topology: Topology | None) -> Blend:
+    def prepare(
+        self, num_workers: int, topology: Topology | None, *, is_late: bool = False
+    ) -> Blend:
         return dataclasses.replace(self, num_neighbors=num_workers - 1)
 
     def init(self, params: Tensor) -> State:
         return {"start": params}
 
-    def propose(self, params: Tensor, state: State) -> Tensor:
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         return torch.lerp(params, received, self.part, out=state["start"])
-
-    def restart(self, state: State) -> Tensor:
-        return state["start"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +202,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.topology import Ring, Topology
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
+from lightning_loco.topology import Topology
 
 
 {inspect.getsource(Blend)}"""

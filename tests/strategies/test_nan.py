@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import StragglerSimulator
-from lightning_loco.algorithms import Algorithm, KeepProgress, State
+from lightning_loco.algorithms import Algorithm, KeepProgress, RoundInfo, State
 from tests.cases import KINDS, Case, rows, without_variants
 from tests.pool import Pool, make_trainer
 from tests.small_model import (
@@ -82,7 +82,7 @@ def fit_with_nan(
 
 def restarted(algorithm: Algorithm, start: Tensor, state: State) -> Tensor:
     """Reset to the start of the round; its message has no effect without a state."""
-    remembered = algorithm.restart(state)
+    remembered = algorithm.round_start(state)
     return torch.zeros_like(start) if remembered is None else remembered.clone()
 
 
@@ -99,7 +99,9 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     def apply() -> None:
         """Apply the results, and add the progress since the messages were sent."""
         for worker, (message, received, sent_params) in enumerate(pending):
-            result = algorithm.update(message.clone(), received.clone(), states[worker]).clone()
+            result = algorithm.update(
+                message.clone(), received.clone(), states[worker], RoundInfo()
+            ).clone()
             progress = 0.0 if sent_params is None else params[worker] - sent_params
             params[worker] = result + progress
         pending.clear()
@@ -119,7 +121,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
         if keeps:
             apply()
         pairs = zip(params, states, strict=True)
-        messages = [algorithm.propose(p.clone(), state).clone() for p, state in pairs]
+        messages = [algorithm.propose(p.clone(), state, RoundInfo()).clone() for p, state in pairs]
         if case.graph is not None:
             matrix = case.graph.mixing_matrix(world, round_index)
             received = list(matrix @ torch.stack(messages))
@@ -131,7 +133,9 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             ended = [(m.clone(), r.clone()) for m, r, _ in pending] or [None] * world
             pending.clear()
             three = zip(messages, ended, states, strict=True)
-            again = [algorithm.on_send(message, one, state) for message, one, state in three]
+            again = [
+                algorithm.on_send(message, one, state, RoundInfo()) for message, one, state in three
+            ]
             params = [
                 p if new is None else new.clone() for p, new in zip(params, again, strict=True)
             ]

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 from lightning_loco import DiLoCo, EagerDiLoCo, GASLoC
+from lightning_loco.algorithms import RoundInfo
 from lightning_loco.strategies.checkpoint.position import random_states
 from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
@@ -447,7 +448,9 @@ def test_a_pending_round_is_applied_if_rounds_are_blocking_now(resumed: Resume) 
     files, starts = resumed("async_diloco_momentum", CASES["diloco"])
     fragment = files.shared["shared"][0]
     expected = {name: value.clone() for name, value in fragment["state"].items()}
-    CASES["diloco"].algorithm.update(fragment["received"], fragment["received"].clone(), expected)
+    CASES["diloco"].algorithm.update(
+        fragment["received"], fragment["received"].clone(), expected, RoundInfo()
+    )
     for worker, start in enumerate(starts):
         assert_same(start.engine["shared"][0]["state"], expected)
         assert start.engine["fragments"][0]["pending"] is None
@@ -464,7 +467,7 @@ def test_a_pending_round_with_neighbours_keeps_the_progress(resumed: Resume) -> 
         fragment, pending = own["fragments"][0], own["fragments"][0]["pending"]
         state = {name: value.clone() for name, value in files.of_fragment(worker).items()}
         received = own["shared"][0]["received"].clone()
-        result = algorithm.update(pending["messages"].clone(), received, state)
+        result = algorithm.update(pending["messages"].clone(), received, state, RoundInfo())
         near(start.engine["params"], result + own["params"] - fragment["sent_params"])
         assert_same(start.engine["shared"][0]["state"], state)
 

@@ -1,4 +1,4 @@
-"""How messages move between workers: all-reduce, compressed all-reduce, neighbours."""
+"""How messages move between workers: all-reduce, compressed all-reduce, gather, neighbours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.base import Exchange
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
+from lightning_loco.engine.exchanges.gather import Gather
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.topology import Topology
 
@@ -43,6 +44,8 @@ def make_exchange(
             "PairwiseGossipStrategy (algorithm=pairwise_gossip)."
         )
     if algorithm.exchange == "mean":
+        if algorithm.gathers:
+            return Gather(group, statistics)
         if compression is None:
             return AllReduce(group, statistics, carries_status, is_overlapped)
         return CompressedAllReduce(group, statistics, compression, is_overlapped)

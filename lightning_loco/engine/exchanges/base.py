@@ -56,8 +56,8 @@ class Exchange(Protocol):
     """One way to move messages.
 
     Attributes:
-        is_weighted: Whether what is received is a sum, to be divided by the total weight of the
-            workers; a worker of weight 0 then sends zeros.
+        is_weighted: Whether workers of weight 0 send zeros and are left out: what is received is a
+            sum, to be divided by the total weight, or holds the messages of all.
         carries_status: Whether statuses travel behind the message of a round's first bucket.
     """
 
