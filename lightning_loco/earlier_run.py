@@ -99,7 +99,8 @@ def _renamed_fragment(state: dict[str, Any]) -> dict[str, Any]:
 
 def settings_with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run with the names of today, as :func:`with_present_names`."""
-    return {"merge_policy" if k == "landing" else k: value for k, value in settings.items()}
+    added = {"aggregate": "mean"} if settings.get("algorithm") == "DiLoCo" else {}
+    return {**added, **{"merge_policy" if k == "landing" else k: v for k, v in settings.items()}}
 
 
 def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:

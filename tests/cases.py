@@ -191,6 +191,17 @@ CASES = {
         not_in={"without progress": DECAYS, "external updates": DECAYS},
     ),
     "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2, variant_of="diloco"),
+    "diloco_trimmed_mean": Case(
+        DiLoCo(aggregate="trimmed_mean"),
+        accuracy=2.0,
+        not_in={"nan by hand": "the plain loop has the mean"},
+    ),
+    "diloco_geometric_median": Case(
+        DiLoCo(0.7, 0.3, aggregate="geometric_median"),
+        overlap=True,
+        accuracy=2.0,
+        not_in={"nan by hand": "the plain loop has the mean"},
+    ),
     "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),
     "async_diloco_cold": Case(
         DiLoCo(outer_momentum=0.0), overlap=True, warm_start=False, variant_of="async_diloco"

@@ -15,6 +15,7 @@ from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverag
 from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
 from lightning_loco.algorithms.outer_optimizer import largest_stable_contraction
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.algorithms.robust import GeometricMedian, RobustMean, TrimmedMean
 
 __all__ = [
     "Algorithm",
@@ -23,6 +24,7 @@ __all__ = [
     "DiLoCo",
     "EagerDiLoCo",
     "GASLoC",
+    "GeometricMedian",
     "KeepProgress",
     "MergePolicy",
     "Linear",
@@ -33,9 +35,11 @@ __all__ = [
     "PairwiseAverage",
     "Piecewise",
     "Restart",
+    "RobustMean",
     "RoundInfo",
     "State",
     "Tag",
+    "TrimmedMean",
     "largest_stable_contraction",
 ]
 

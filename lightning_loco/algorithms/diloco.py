@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     step_outer_sgd,
     warn_if_unstable_late,
 )
+from lightning_loco.algorithms.robust import Aggregate, as_robust_mean
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
@@ -53,6 +55,10 @@ class DiLoCo(Algorithm):
             ``functools.partial(torch.optim.AdamW, lr=0.1)`` or the class itself. The other outer
             arguments are then unused. It sees all parameters as one vector, so optimizers that
             need matrix shapes (Muon) are not supported.
+        aggregate: How the pseudo-gradients are averaged: ``"mean"``, or a robust mean that a few
+            wrong or hostile workers cannot move far, ``"trimmed_mean"``, ``"geometric_median"`` or
+            an object such as ``TrimmedMean(0.1)``. Every worker then receives the messages of all,
+            uncompressed.
 
     Raises:
         ValueError: If a number is out of range.
@@ -80,6 +86,7 @@ class DiLoCo(Algorithm):
     outer_momentum: float = 0.9
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
+    aggregate: Aggregate = "mean"
 
     exchange = "mean"
     start_key = "outer"
@@ -90,6 +97,7 @@ class DiLoCo(Algorithm):
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_outer_sgd(self.outer_lr, self.outer_momentum)
+        as_robust_mean(self.aggregate)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from parameters to a torch optimizer, got "
@@ -104,14 +112,27 @@ class DiLoCo(Algorithm):
 
     @property
     def granularity(self) -> int | None:
-        """1 for the built-in outer SGD; None for other optimizers, which need the whole vector."""
-        return 1 if self.outer_optimizer is None else None
+        """1 if all is elementwise; None if the optimizer or the mean needs the whole vector."""
+        robust_mean = as_robust_mean(self.aggregate)
+        is_elementwise = robust_mean is None or robust_mean.is_elementwise
+        return 1 if self.outer_optimizer is None and is_elementwise else None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all messages are needed, for a robust mean."""
+        return as_robust_mean(self.aggregate) is not None
 
     def prepare(
         self, num_workers: int, topology: Topology | None, *, is_late: bool = False
     ) -> DiLoCo:
         """Check that there is no topology, and that the outer optimizer can be used."""
         super().prepare(num_workers, topology, is_late=is_late)
+        if self.gathers and num_workers == 2:
+            warnings.warn(
+                f"aggregate={self.aggregate!r} cannot tell which of 2 workers is wrong: it needs 3 "
+                "or more. Use aggregate='mean'.",
+                stacklevel=2,
+            )
         if self.outer_optimizer is not None:
             check_outer_optimizer(self.outer_optimizer)
         elif is_late:
@@ -134,6 +155,12 @@ class DiLoCo(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
+
+    def combine(self, messages: Tensor, info: RoundInfo) -> Tensor:
+        """Return the robust mean of the pseudo-gradients."""
+        robust_mean = as_robust_mean(self.aggregate)
+        assert robust_mean is not None
+        return robust_mean.combine(messages, info.weights)
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         """Make an outer step with the mean pseudo-gradient; return the outer parameters."""

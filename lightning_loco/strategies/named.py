@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
+from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import (
@@ -66,10 +67,11 @@ class DiLoCoStrategy(LocoStrategy):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
+        aggregate: Aggregate = "mean",
         **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(
-            DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer),
+            DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate),
             sync_every=sync_every,
             **common,
         )

@@ -179,6 +179,9 @@ def flat_rounds(
             algorithm.propose(p, s, RoundInfo()) for p, s in zip(local, states, strict=True)
         ]
         received = exchange.simulate(messages, t)
+        if algorithm.gathers:
+            info = RoundInfo(weights=(1.0,) * len(messages))
+            received = [algorithm.combine(gathered, info) for gathered in received]
         for p, r, state in zip(local, received, states, strict=True):
             apply_update(algorithm, p, r, state)
         params = local

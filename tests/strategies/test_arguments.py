@@ -102,7 +102,7 @@ def test_other_arguments_are_refused(subtests: pytest.Subtests) -> None:
 
 def test_only_a_strategys_own_arguments_may_be_given_by_position() -> None:
     with pytest.raises(TypeError, match="too many positional arguments"):
-        DiLoCoStrategy(10, 0.7, 0.9, True, None, "average")  # type: ignore[misc]
+        DiLoCoStrategy(10, 0.7, 0.9, True, None, "mean", "average")  # type: ignore[misc]
     with pytest.raises(TypeError, match="multiple values for argument 'sync_every'"):
         DiLoCoStrategy(10, sync_every=20)  # type: ignore[misc]
 
