@@ -42,6 +42,7 @@ BY_CLOCK = "its rounds follow the clock, so that no two runs are equal"
 BY_FRAGMENTS = (
     "its schedule is tested in tests/engine/test_staggered.py, and its algorithm has a row"
 )
+ENDS_WITH_NAN = "a worker with NaN receives too little to recover, and ends the run"
 DECAYS = "weight decay changes the parameters without progress"
 SLOW = (
     "same numbers",
@@ -159,6 +160,9 @@ COUNTS_WORKERS = {"alone": "the share that is applied without delay depends on t
 CASES = {
     # Each method under its registered name, with its defaults; async DiLoCo a phase late.
     "local_sgd": Case(LocalSGD()),
+    "sparta": Case(
+        loco.SPARTA(0.25), not_in=dict.fromkeys(("nan by hand", "nan", "nan ends"), ENDS_WITH_NAN)
+    ),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
     "streaming_diloco": Case(DiLoCo(0.4), fragments=2, delay=5, mix=0.5, not_in=FRAGMENTS),

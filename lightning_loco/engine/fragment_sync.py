@@ -269,6 +269,12 @@ class FragmentSync:
             return
         if chunk.sent_params is not None and self._is_finite:
             chunk.pack_exact(chunk.sent_params)
+        if is_weighted and chunk.is_partial and not self._is_finite:
+            raise RuntimeError(
+                "The parameters hold NaN or infinity. This worker receives only a part of the "
+                f"others' parameters with {type(self._algorithm).__name__}, so it cannot recover. "
+                "Lower the learning rate, and go back to the last checkpoint."
+            )
         if is_weighted:
             into.zero_()
         elif (start := chunk.round_start()) is not None:

@@ -46,17 +46,19 @@ class AlgorithmStrategy(LocoStrategy):
     """The algorithm that the strategy runs."""
 
 
-def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
+def of_algorithm(module: str, name: str, sync_every: int = 100) -> type[AlgorithmStrategy]:
     """Make the strategy class of an algorithm, the dataclass ``name``, called ``<name>Strategy``.
 
     Its arguments are ``topology`` (if the algorithm exchanges with neighbours), ``sync_every``, the
-    fields of the algorithm except those that ``prepare`` sets, and the common ones. TypeError if a
-    field has no default; ``Trainer(strategy="...")`` gives no arguments.
+    fields of the algorithm except those that ``prepare`` sets, and the common ones; the default of
+    ``sync_every`` is that given here. TypeError if a field has no default;
+    ``Trainer(strategy="...")`` gives no arguments.
     """
     algorithm: type[Algorithm] = getattr(importlib.import_module(module), name)
     fields = _fields(algorithm)
     has_topology = algorithm.exchange == "neighbors"
     general = {parameter.name: parameter for parameter in parameters_of(LocoStrategy.__init__)}
+    general["sync_every"] = general["sync_every"].replace(default=sync_every)
     before = ["topology", "sync_every"] if has_topology else ["sync_every"]
     parameters = [
         general["self"],
@@ -69,7 +71,7 @@ def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
 
     def __init__(self: LocoStrategy, **given: Any) -> None:
         values = {key: given.pop(key) for key in own & given.keys()}
-        LocoStrategy.__init__(self, algorithm(**values), **given)
+        LocoStrategy.__init__(self, algorithm(**values), **{"sync_every": sync_every, **given})
 
     __init__.__qualname__ = f"{name}Strategy.__init__"
     summary = (algorithm.__doc__ or name).partition("\n")[0]
@@ -106,6 +108,7 @@ def _fields(algorithm: type[Algorithm]) -> list[inspect.Parameter]:
 # the strategy is one line: "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo").
 METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
+    "sparta": of_algorithm("lightning_loco.algorithms.sparta", "SPARTA", sync_every=1),
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
     "streaming_diloco": StreamingDiLoCoStrategy,

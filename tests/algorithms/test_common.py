@@ -37,7 +37,7 @@ def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch
     for t in rounds:
         params.add_(randn(6, seed=t).to(dtype), alpha=0.1)
         message = algorithm.propose(params, state, RoundInfo())
-        received = message + 0.1 * randn(6, seed=100 + t).to(dtype)
+        received = message + 0.1 * randn(len(message), seed=100 + t).to(dtype)
         apply_update(algorithm, params, received, state)
     return params
 
@@ -258,7 +258,7 @@ def law_propose_is_pure(case: Case) -> None:
         assert bits(state) == before
         kept = [v.data_ptr() for v in state.values() if isinstance(v, Tensor)]
         assert algorithm.propose(params, state, RoundInfo()).data_ptr() not in kept
-        apply_update(algorithm, params, message + randn(6, seed=10 + t), state)
+        apply_update(algorithm, params, message + randn(len(message), seed=10 + t), state)
 
 
 def law_restart_gives_the_start_of_the_round(case: Case) -> None:
@@ -274,7 +274,7 @@ def law_restart_gives_the_start_of_the_round(case: Case) -> None:
         start = algorithm.round_start(state)
         assert torch.equal(start, began) if has_start else start is None
         params = message.clone()
-        apply_update(algorithm, params, message + randn(6, seed=10 + t), state)
+        apply_update(algorithm, params, message + randn(len(message), seed=10 + t), state)
 
 
 def law_permuting_the_workers_permutes_the_results(case: Case) -> None:

@@ -17,7 +17,15 @@ from lightning_loco.algorithms.robust import ROBUST_MEANS
 from lightning_loco.engine import RoundSettings
 from tests.algorithms.toys import assert_close, randn, run_engine, simulate
 from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, loss_of, make_loader, make_model, train_step, worker_batch
+from tests.small_model import (
+    TinyModule,
+    flat,
+    loss_of,
+    make_loader,
+    make_model,
+    train_step,
+    worker_batch,
+)
 
 ONES = (1.0,) * 5
 

@@ -1,0 +1,127 @@
+"""SPARTA: in each round the workers average a small random part of their parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
+
+if TYPE_CHECKING:
+    pass
+
+_MASK = 2**31 - 1
+_HASH_MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
+
+
+@dataclasses.dataclass(frozen=True)
+class SPARTA(Algorithm):
+    r"""Averages a random part of the parameters in each round, the same part on all workers.
+
+    .. math::
+        \theta^i_k \leftarrow \frac{1}{N} \sum_j \theta^j_k \quad \text{for } k \in S_t
+
+    The set :math:`S_t` has one element of each stretch of :math:`1/p` neighbouring parameters,
+    drawn anew in each round. So every parameter is averaged with probability p in a round, the
+    message has exactly that share of the parameters, and nothing but the seed is needed to draw the
+    same set everywhere, on processors and GPUs alike. The mean over the workers does not change.
+    With :math:`p = 1` it is Local SGD. The algorithm has no state, and the consensus model is the
+    mean.
+
+    It is meant for a round after every local step (``sync_every=1``). Workers that rarely exchange
+    all parameters drift apart, so it suits few workers (up to about 16).
+
+    A worker with NaN or infinity takes part with weight 0 and cannot recover, because it receives a
+    part of the parameters only: the run ends with an error.
+
+    Args:
+        fraction: Share p of the parameters that are averaged in a round, in (0, 1]; rounded such
+            that 1/p is an integer.
+        seed: Of the random sets; equal on all workers.
+
+    Raises:
+        TypeError: If ``seed`` is not an integer.
+        ValueError: If ``fraction`` is out of range.
+
+    Source:
+        Beton et al., "SPARTA: sparse parameter averaging" (EXO Labs), whose code draws each element
+        by itself.
+
+    Example:
+        >>> algorithm = SPARTA(fraction=0.5)
+        >>> local, info = torch.tensor([1.0, 2.0, 3.0, 4.0]), RoundInfo(index=0)
+        >>> message = algorithm.propose(local, {}, info)  # one of each pair
+        >>> message
+        tensor([2., 4.])
+        >>> algorithm.update(local, torch.tensor([0.0, 0.0]), {}, info)
+        tensor([1., 0., 3., 0.])
+    """
+
+    fraction: float = 0.005
+    seed: int = 0
+
+    exchange = "mean"
+    sends_parameters = True
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        if not 0 < self.fraction <= 1:
+            raise ValueError(
+                "fraction is the share of the parameters that is averaged in a round and must be "
+                f"in (0, 1], got {self.fraction}. Common values are 0.001 to 0.01."
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}.")
+
+    @property
+    def granularity(self) -> int:
+        """Length of a stretch of parameters of which one is averaged, 1/p."""
+        return max(1, round(1 / self.fraction))
+
+    def message_length(self, length: int) -> int:
+        """Return the number of stretches; the last one may be shorter."""
+        return -(-length // self.granularity)
+
+    def init(self, params: Tensor) -> State:
+        """Return an empty state."""
+        return {}
+
+    def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
+        """Return the parameters that are averaged in this round."""
+        return params if self.granularity == 1 else params[self._chosen(params, info)]
+
+    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+        """Put their means in place of them."""
+        if self.granularity == 1:
+            return received
+        params[self._chosen(params, info)] = received
+        return params
+
+    def _chosen(self, params: Tensor, info: RoundInfo) -> Tensor:
+        """Positions in the slice of the parameters that are averaged, ascending."""
+        every = self.granularity
+        starts = torch.arange(0, len(params), every, device=params.device)
+        lengths = (len(params) - starts).clamp_(max=every)
+        number = torch.div(starts + info.start, every, rounding_mode="floor")
+        return starts + random_integers(number, self.seed, info.index) % lengths
+
+
+def random_integers(counters: Tensor, seed: int, round_index: int) -> Tensor:
+    """Return a random integer in [0, 2**31) for each counter, equal on all devices.
+
+    Args:
+        counters: Integers, int64.
+        seed: Any integer.
+        round_index: Number of the round, from 0.
+    """
+    value = counters
+    for key in (seed, round_index, 0):
+        value = (value + (key * 0x9E3779B9 + 0x7F4A7C15) % _MASK) & _MASK
+        for multiplier in _HASH_MULTIPLIERS:
+            value = value ^ (value >> 15)
+            value = (value * multiplier) & _MASK
+        value = value ^ (value >> 15)
+    return value
