@@ -110,17 +110,8 @@ class Worker:
                 warnings.simplefilter("ignore")
             check_model(model)
             settings: S = make_settings().prepare(group.num_workers, seed)
-            chosen = None if optimized is None else {id(p) for p in optimized}
-            required = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
-            trainable = kept or required
-            itemsize = max(4, *(p.element_size() for p in trainable.values()))
-            outer = None if settings.outer_device is None else CPU
             check_outer_device(group, settings.outer_device)
-            longest = longest_chunk(outer or device_of(model))
-            cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
-            replica = Replica(model, cuts, trainable.values(), outer)
-            replica.layout.chunks()
+            replica = make_replica(model, settings, optimized)
         emulated = {"link": plain(settings.link), "outer_device": settings.outer_device}
         check_same_settings({**settings.describe(), **emulated}, group)
         check_same_schema(replica.layout, group)
@@ -292,3 +283,24 @@ class Worker:
         self.steps = saved["steps"]
         self.steps_since_round = saved["steps_since_round"]
         self.statistics.load_state_dict(saved["statistics"])
+
+
+def make_replica(
+    model: nn.Module, settings: Settings, optimized: Iterable[Tensor] | None = None
+) -> Replica:
+    """Make the copy of a model that prepared settings ask for; ValueError if it cannot be cut.
+
+    Of the parameters that require gradients only the ``optimized`` ones are exchanged, by default
+    all.
+    """
+    chosen = None if optimized is None else {id(p) for p in optimized}
+    required = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
+    trainable = kept or required
+    itemsize = max(4, *(p.element_size() for p in trainable.values()))
+    outer = None if settings.outer_device is None else CPU
+    longest = longest_chunk(outer or device_of(model))
+    cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
+    replica = Replica(model, cuts, trainable.values(), outer)
+    replica.layout.chunks()
+    return replica

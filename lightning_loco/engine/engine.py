@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +32,9 @@ from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EveryInterval, StepInfo
 from lightning_loco.worker import Worker
+
+HasArrived = Callable[[], bool]
+"""Returns whether something has arrived; never waits."""
 
 _END = "the end of training"
 
@@ -77,23 +79,36 @@ class Engine:
     ) -> None:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
-            self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
-            self.connection = connect_to_members(self.worker, self.settings)
-            self._exchange = self.connection or make_group_exchange(self.worker, self.settings)
-            self.fragments = make_fragments(self.worker, self.settings, self._exchange)
+            worker, settings = Worker.join(model, make_settings, group, optimized)
+            connection = connect_to_members(worker, settings)
+            exchange = connection or make_group_exchange(worker, settings)
+            self._set_up(worker, settings, exchange, connection)
         except BaseException as error:
             group.close(error)
             raise
-        self.statistics = self.worker.statistics
+
+    def _set_up(
+        self,
+        worker: Worker,
+        settings: RoundSettings,
+        exchange: Exchange,
+        connection: MemberConnection | None = None,
+        bucket_elements: int | None = None,
+    ) -> None:
+        self.worker, self.settings, self._exchange = worker, settings, exchange
+        self.connection = connection
+        self.fragments = make_fragments(worker, settings, exchange, bucket_elements)
+        self.statistics = worker.statistics
         self.paused = self.measure_outer_gradient = False
+        self.shows_outer = connection is not None
         self.consensus_every, self.consensus_elements = 0, 8192
-        self._schedule = self.settings.schedule.of_worker(group.worker)
-        self._sync_every = self._schedule.sync_every_of(group.worker)
+        self._clock = worker.group.clock
+        self._schedule = settings.schedule.of_worker(worker.group.worker)
+        self._sync_every = self._schedule.sync_every_of(worker.group.worker)
         self._has_progress = False
         self._unrecorded: PendingStatuses | None = None
-        self.statistics.staleness = self._schedule.staleness_of(group.worker)
-        self.buffers_at_start = self.worker.replica.buffers.new_flat()
-        self.shows_outer = self.connection is not None
+        self.statistics.staleness = self._schedule.staleness_of(worker.group.worker)
+        self.buffers_at_start = worker.replica.buffers.new_flat()
 
     @classmethod
     def from_settings(
@@ -105,6 +120,20 @@ class Engine:
     ) -> Self:
         """Make an engine from settings."""
         Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group, optimized)
+        return engine
+
+    @classmethod
+    def of_worker(cls, worker: Worker, settings: RoundSettings, exchange: Exchange) -> Self:
+        """Make an engine of a worker that is set up already, as the simulation does.
+
+        Args:
+            worker: Nothing about it is compared with the other workers.
+            settings: Prepared.
+            exchange: How its messages move; each fragment is one bucket.
+        """
+        engine = cls.__new__(cls)
+        whole = max(1, worker.replica.layout.numel)
+        engine._set_up(worker, settings, exchange, bucket_elements=whole)  # noqa: SLF001
         return engine
 
     def join(self) -> None:
@@ -149,7 +178,7 @@ class Engine:
 
     def _due(self) -> list[tuple[bool, bool]]:
         """For each fragment whether a round begins, and whether its pending round ends."""
-        worker, now_s = self.worker, time.monotonic()
+        worker, now_s = self.worker, self._clock.now()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
         return [
             self._schedule.due(
@@ -160,24 +189,34 @@ class Engine:
 
     # --------------------------------------------------------------------- rounds
 
-    @torch.no_grad()
     def make_round(self) -> None:
         """Apply pending rounds that are due; begin a round if one is due or none was applied."""
+        run_through(self.round_in_parts())
+
+    @torch.no_grad()
+    def round_in_parts(self) -> Iterator[HasArrived]:
+        """Do what :meth:`make_round` does; before each part that may wait, yield a function.
+
+        It returns whether what the part needs has arrived. The caller may do something else until
+        then, as the simulation does.
+        """
         if self.connection is not None:
             self._record_statuses()
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, ends) in enumerate(dues):
             if ends and not (begins and index == self._turn):
-                self._apply(index)
+                yield from self._apply_in_parts(index)
         if begins:
+            if self._unrecorded is not None:
+                yield self._unrecorded.has_arrived
             self._record_statuses()
-            self._begin(IN_ROUND, f"round {self.worker.round_index}")
+            yield from self._begin(IN_ROUND, f"round {self.worker.round_index}")
 
     def _begin(
         self, sync_point: float, label: str, statuses: PendingStatuses | None = None
-    ) -> None:
-        """Begin a round, and end it at once if the schedule says so.
+    ) -> Iterator[HasArrived]:
+        """Begin a round, and end it at once if the schedule says so; in parts.
 
         ``sync_point`` is where this worker waits, or ``IN_ROUND``; ``statuses`` are those of all
         workers, if they were exchanged already.
@@ -198,13 +237,17 @@ class Engine:
         self._measure_consensus(pending)
         had_pending = fragment.pending is not None
         if self._schedule.is_overlapped(index):
+            if fragment.pending is not None:
+                yield fragment.has_received
             fragment.begin(pending)
-        elif self.connection is None:
-            fragment.make_blocking(pending)
+        elif not fragment.memory.holds_all:
+            fragment.make_in_turn(pending)
         else:
             fragment.begin(pending, is_overlapped=False)
-            self.connection.catch_up()
-            fragment = self.fragments[self._turn]
+            yield fragment.has_received
+            if self.connection is not None:
+                self.connection.catch_up()
+                fragment = self.fragments[self._turn]
             fragment.apply(steps)
         is_over = fragment.pending is None
         if had_pending or is_over:
@@ -257,12 +300,16 @@ class Engine:
             )
 
     def _apply(self, index: int) -> None:
+        run_through(self._apply_in_parts(index))
+
+    def _apply_in_parts(self, index: int) -> Iterator[HasArrived]:
         """Apply the pending round of a fragment, if there is one."""
         fragment, statistics = self.fragments[index], self.statistics
         if (pending := fragment.pending) is None:
             return
+        yield fragment.has_received
         fragment.apply(self.worker.steps)
-        fragment.applied_at = time.monotonic()
+        fragment.applied_at = self._clock.now()
         statistics.outer_grad_norm = fragment.gradient_norm
         if not self.worker.was_finite:
             self.worker.replica.restore_buffers(self.buffers_at_start)
@@ -270,12 +317,17 @@ class Engine:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - pending.began_at
         if self._unrecorded is pending.statuses:
+            yield pending.statuses.has_arrived
             self._record_statuses()
 
-    def _apply_all(self) -> None:
+    @torch.no_grad()
+    def apply_all_in_parts(self) -> Iterator[HasArrived]:
+        """Apply all pending rounds, in parts as :meth:`round_in_parts`."""
+        if self._unrecorded is not None:
+            yield self._unrecorded.has_arrived
         self._record_statuses()
         for index in range(len(self.fragments)):
-            self._apply(index)
+            yield from self._apply_in_parts(index)
 
     def _record_statuses(self) -> None:
         """Record the statuses of the last round: losses, workers with NaN, consensus distance."""
@@ -311,10 +363,10 @@ class Engine:
         while True:
             self._record_statuses()
             if self._schedule.applies_at_sync_points:
-                self._apply_all()
+                run_through(self.apply_all_in_parts())
             statuses = self._exchange.wait_at_sync_point(self._status(sync_point), purpose)
             if statuses is None:
-                self._begin(sync_point, purpose)
+                run_through(self._begin(sync_point, purpose))
             elif is_round(statuses):
                 self._join_round(sync_point, purpose, statuses)
             else:
@@ -327,7 +379,7 @@ class Engine:
         status, group = self._prepare(sync_point), self.worker.group
         if self._exchange.is_weighted:  # the others need this worker's weight
             statuses = GatheredStatuses(group, self.statistics, status, label).wait()
-        self._begin(sync_point, label, KnownStatuses(statuses, label))
+        run_through(self._begin(sync_point, label, KnownStatuses(statuses, label)))
 
     @torch.no_grad()
     def show_consensus(self, purpose: str = "the consensus") -> None:
@@ -425,16 +477,16 @@ class Engine:
         for _ in self.fragments:
             statuses = self.sync_point(_END)
             if self._sync_every is not None and any(status.steps > 0 for status in statuses):
-                self._begin(IN_ROUND, f"round {self.worker.round_index}")
+                run_through(self._begin(IN_ROUND, f"round {self.worker.round_index}"))
             elif len(self.fragments) > 1:
                 self.worker.round_index += 1
-        self._apply_all()
+        run_through(self.apply_all_in_parts())
 
     @torch.no_grad()
     def drain(self) -> None:
         """Apply all pending rounds; all workers must call it."""
         self.sync_point("the draining of rounds")
-        self._apply_all()
+        run_through(self.apply_all_in_parts())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that this worker needs to resume exactly, also within a round.
@@ -500,6 +552,12 @@ class Engine:
             handle.release()
 
 
+def run_through(parts: Iterator[object]) -> None:
+    """Do all parts, one right after the other: each waits itself for what it needs."""
+    for _ in parts:
+        pass
+
+
 def connect_to_members(worker: Worker, settings: RoundSettings) -> MemberConnection | None:
     """The connection to the other members of an elastic run; None if all ranks take part."""
     if settings.membership is None:
@@ -530,11 +588,14 @@ def make_group_exchange(worker: Worker, settings: RoundSettings) -> Exchange:
 
 
 def make_fragments(
-    worker: Worker, settings: RoundSettings, exchange: Exchange
+    worker: Worker, settings: RoundSettings, exchange: Exchange, bucket_elements: int | None = None
 ) -> list[FragmentSync]:
-    """The fragments of the schedule, which share the memory of vectors ``(P,)``."""
+    """The fragments of the schedule, which share the memory of vectors ``(P,)``.
+
+    Buckets have up to ``bucket_elements``, by default what ``settings.bucket_bytes`` allows.
+    """
     layout, algorithm = worker.replica.layout, settings.algorithm
-    longest = settings.bucket_elements(layout.numel, layout.dtype.itemsize)
+    longest = bucket_elements or settings.bucket_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
     residual, state = settings.init_residual(start), algorithm.init(start)
     status_width = WorkerStatus.width(len(algorithm.scalars(state)))

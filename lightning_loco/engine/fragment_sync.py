@@ -2,7 +2,7 @@
 
 A round starts with :meth:`FragmentSync.start`, which sends the status of this worker, and with the
 messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
-:meth:`FragmentSync.apply`. In a blocking round, :meth:`FragmentSync.make_blocking`, both happen
+:meth:`FragmentSync.apply`. In a blocking round both happen
 before the next local step; in an overlapped one, local steps lie in between.
 
 Everything has been received before ``apply`` changes anything. So a round that fails while it waits
@@ -213,12 +213,11 @@ class FragmentSync:
             pending.statuses = exchange.send_status(status, label)
         return pending
 
-    def make_blocking(self, pending: PendingRound) -> None:
-        """Send the other buckets and apply what is received, before the next local step."""
-        if self.memory.holds_all:
-            self.begin(pending, is_overlapped=False)
-            self.apply(pending.began_at)
-            return
+    def make_in_turn(self, pending: PendingRound) -> None:
+        """Send the other buckets, and apply each before the memory of a later one is needed.
+
+        For a blocking round whose buckets do not all have memory of their own.
+        """
         sent, waiting = iter(pending.handles), deque[tuple[Bucket, Handle]]()
         for bucket in self.memory.buckets:
             if len(waiting) == PENDING_BUCKETS:
@@ -319,6 +318,14 @@ class FragmentSync:
         """Wait for all that the pending round brings, without applying it."""
         if self.pending is not None:
             self._receive(self.pending)
+
+    def has_received(self) -> bool:
+        """Whether :meth:`apply` has nothing to wait for."""
+        pending = self.pending
+        if pending is None:
+            return True
+        have_statuses_arrived = not self._knows_workers or pending.statuses.has_arrived()
+        return have_statuses_arrived and all(handle.has_arrived() for handle in pending.handles)
 
     @property
     def is_receiving(self) -> bool:

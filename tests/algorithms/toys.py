@@ -182,6 +182,8 @@ def flat_rounds(
         if algorithm.gathers:
             info = RoundInfo(weights=(1.0,) * len(messages))
             received = [algorithm.combine(gathered, info) for gathered in received]
+        elif exchange.is_weighted:
+            received = [total.div_(len(messages)) for total in received]
         for p, r, state in zip(local, received, states, strict=True):
             apply_update(algorithm, p, r, state)
         params = local

@@ -93,7 +93,7 @@ def simulate_all(exchange: Any, num_workers: int, dtype: torch.dtype) -> list[li
         for index in range(len(SIZES)):
             messages = [message_of(worker, t, index, dtype) for worker in range(num_workers)]
             for worker, tensor in enumerate(exchange.simulate(messages, t)):
-                received[worker].append(tensor)
+                received[worker].append(tensor / num_workers if exchange.is_weighted else tensor)
     return received
 
 

@@ -202,9 +202,9 @@ def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
     fragment, layout = fragment_of(DiLoCo(), 5000)
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
-    fragment.prepare()
+    fragment.prepare(0)
     with losing(fails), pytest.raises(RuntimeError, match="the bucket is lost"):
-        fragment.make_blocking(pending(0))
+        fragment.make_in_turn(pending(0))
     assert fragment.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
 
@@ -212,11 +212,11 @@ def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
 def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
     for algorithm in (DiLoCo(0.7, 0.0), ModelAverage(), Counting()):
         fragment, layout = fragment_of(algorithm, 5000, overlap=True)
-        fragment.prepare()
+        fragment.prepare(0)
         fragment.begin(pending(0))
         layout.tensors[0].add_(1.0)
         params, state = layout.new_flat(), copy.deepcopy(fragment.memory.state)
-        fragment.prepare()
+        fragment.prepare(0)
         with losing(2) as reached, pytest.raises(RuntimeError, match="the bucket is lost"):
             fragment.begin(pending(1))
         assert "before sending" not in reached  # nothing new was sent
@@ -228,15 +228,15 @@ def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
 def test_prepare_finds_values_that_are_not_finite_wherever_they_are() -> None:
     for numel in (FITS, 5000):  # proposed at once, or bucket by bucket
         fragment, layout = fragment_of(DiLoCo(), numel)
-        assert fragment.prepare()
+        assert fragment.prepare(0)
         layout.tensors[0][numel - 1] = torch.inf
-        assert not fragment.prepare()
+        assert not fragment.prepare(0)
 
 
 def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
     fragment, layout = fragment_of(LocalSGD(), FITS)
     layout.tensors[0].fill_(1e308)
-    assert fragment.prepare()
+    assert fragment.prepare(0)
 
 
 def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
@@ -244,8 +244,8 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
     layout.tensors[0].add_(2.0)
     for measure in (False, True):
         fragment.measure_gradient = measure
-        fragment.prepare()
-        fragment.make_blocking(pending(0))
+        fragment.prepare(0)
+        fragment.make_in_turn(pending(0))
         if not measure:
             assert fragment.gradient_norm is None
             fragment, layout = fragment_of(DiLoCo(), 5000)
@@ -255,7 +255,7 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
 
 def test_a_pending_round_cannot_be_loaded_without_overlap() -> None:
     late, _ = fragment_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
-    late.prepare()
+    late.prepare(0)
     late.begin(pending(0))
     saved = late.state_dict()
     blocking, _ = fragment_of(DiLoCo(0.7, 0.0), 5000)

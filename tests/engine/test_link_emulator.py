@@ -402,7 +402,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
     links = Links(Link(32, 0.01))
     exchange = LinkEmulator(Twice(group, statistics), links, group, statistics)
     simulated = exchange.simulate([torch.tensor([1.0]), torch.tensor([4.0])], 0)
-    assert [tensor.item() for tensor in simulated] == [2.5, 2.5]
+    assert [tensor.item() for tensor in simulated] == [5.0, 5.0]
     handle = exchange.start(Bucket(torch.ones(NUMEL), []), 0)
     assert not handle.has_arrived()
     clock.advance(0.3)
@@ -449,7 +449,7 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
     if rank == 1:
         engine.count_step()
         (fragment,), label = engine.fragments, "round 0"
-        fragment.prepare()
+        fragment.prepare(0)
         fragment.start(0, 1, True, WorkerStatus(IN_ROUND, 0, 1, 1.0, 1.0), label)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.report_error(ValueError("broken"))

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_loco.engine.exchanges.neighbor import MixingRow, simulate_mixing
+from lightning_loco.distributed import Statistics, WorkerGroup
+from lightning_loco.engine.exchanges.neighbor import MixingRow, NeighborExchange
 from lightning_loco.topology import Exponential, RandomMatching, Ring
 
 
@@ -17,7 +18,8 @@ def test_all_mixes_are_the_product_with_the_matrix(subtests: pytest.Subtests) ->
         with subtests.test(str(topology), count=count):
             messages = torch.randn(count, 4, dtype=torch.float64)
             kept = messages.clone()
-            mixed = torch.stack(simulate_mixing(topology, messages.unbind(), round_index=2))
+            exchange = NeighborExchange(WorkerGroup(0, 1), Statistics(), topology)
+            mixed = torch.stack(exchange.simulate(messages.unbind(), round_index=2))
             torch.testing.assert_close(mixed, topology.mixing_matrix(count, 2) @ messages)
             assert torch.equal(messages, kept)
 

@@ -7,7 +7,6 @@ round.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,9 +65,9 @@ class AllReduce(SeparateStatuses):
         return 2 * (self._group.num_workers - 1)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Sum in the order of the workers, then divide."""
-        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
-        return [mean.clone() for _ in messages]
+        """Sum in the order of the workers."""
+        total = torch.stack(list(messages)).sum(0)
+        return [total.clone() for _ in messages]
 
     # ---------------------------------------------------------------- statuses
 
@@ -126,7 +125,7 @@ class StatusesBehindMessage:
         self._handle = handle
         self._table = table
         self._is_called = is_called
-        self._started = time.monotonic()
+        self._started = group.clock.now()
         self._statuses: list[WorkerStatus] | None = None
 
     @property
@@ -136,7 +135,7 @@ class StatusesBehindMessage:
 
     def has_arrived(self) -> bool:
         """Whether the bucket has arrived; calls workers at a sync point if it is late."""
-        if not self._handle.has_arrived() and time.monotonic() > self._started + PATIENCE_S:
+        if not self._handle.has_arrived() and self._is_late():
             self._call()
         return bool(self._handle.has_arrived())
 
@@ -148,6 +147,9 @@ class StatusesBehindMessage:
             self._handle.wait()
             self._statuses = statuses_in(self._table)
         return self._statuses
+
+    def _is_late(self) -> bool:
+        return self._group.clock.now() > self._started + PATIENCE_S
 
     def _call(self) -> None:
         if not self._is_called:

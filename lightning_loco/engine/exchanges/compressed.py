@@ -190,13 +190,13 @@ class CompressedAllReduce(SeparateStatuses):
         return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Decode the sum, then divide; what is lost is left in the messages if it is fed back."""
+        """Decode the sum; what is lost is left in the messages if it is fed back."""
         if len(messages) == 1:
-            mean = messages[0].clone()
+            total = messages[0].clone()
             messages[0].zero_()
-            return [mean]
-        mean = simulate_sum(self._compression, messages).div_(len(messages))
-        return [mean.clone() for _ in messages]
+            return [total]
+        total = simulate_sum(self._compression, messages)
+        return [total.clone() for _ in messages]
 
     def _swap(self, label: str, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
         group = self._group

@@ -81,7 +81,32 @@ class NeighborExchange(SeparateStatuses):
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
-        return simulate_mixing(self._topology, messages, round_index, self._codec)
+        num_workers, by_worker = len(messages), dict(enumerate(messages))
+        return [
+            self.simulate_worker(worker, num_workers, by_worker, round_index)
+            for worker in range(num_workers)
+        ]
+
+    def simulate_worker(
+        self, worker: int, num_workers: int, messages: Mapping[int, Tensor], round_index: int
+    ) -> Tensor:
+        """Apply one row of the mixing matrix to the ``messages`` of its :meth:`senders`."""
+        row, codec = MixingRow.of(self._topology, worker, num_workers, round_index), self._codec
+        own = messages[worker].clone()
+        received = {
+            peer: messages[peer].clone() if codec is None else codec.encode(messages[peer])
+            for peer in row.others
+        }
+        return row.apply(own, own if codec is None else codec.encode(own), received, codec)
+
+    def senders(self, worker: int, num_workers: int, round_index: int) -> list[int]:
+        """The workers whose messages a worker needs in a round, itself included."""
+        row = MixingRow.of(self._topology, worker, num_workers, round_index)
+        return [worker, *row.others]
+
+    def receivers(self, worker: int, num_workers: int, round_index: int) -> list[int]:
+        """The workers that need the message of a worker in a round, itself included."""
+        return [worker, *self._topology.receivers(worker, num_workers, round_index)]
 
     def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):
@@ -208,16 +233,3 @@ class MixingRow(NamedTuple):
             for peer, weight in self.others.items():
                 own.add_(codec.decode(received[peer][piece], read), alpha=weight)
         return mixed
-
-
-def simulate_mixing(
-    topology: Topology, messages: Sequence[Tensor], round_index: int, codec: Codec | None = None
-) -> list[Tensor]:
-    """What every worker receives, given all messages in order of the workers."""
-    encoded = [message if codec is None else codec.encode(message) for message in messages]
-    mixed = []
-    for worker, message in enumerate(messages):
-        mix = MixingRow.of(topology, worker, len(messages), round_index)
-        received = {peer: encoded[peer].clone() for peer in mix.others}
-        mixed.append(mix.apply(message.clone(), encoded[worker], received, codec))
-    return mixed
