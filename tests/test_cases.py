@@ -61,6 +61,8 @@ def test_the_row_of_a_method_has_the_settings_of_its_strategy(subtests: pytest.S
             settings: dict[str, Any] = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
             if case.fragments is not None:
                 settings["fragments"] = 2  # test models have two layers
+            if name == "sparta":
+                settings["fraction"] = 0.25  # test models have few parameters
             if name == "streaming_diloco":
                 settings["delay"] = 5  # its default for a larger sync_every
             if name == "async_diloco":

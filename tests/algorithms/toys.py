@@ -142,9 +142,15 @@ def train_ddp(
     return torch.stack(history)
 
 
-def apply_update(algorithm: Algorithm, params: Tensor, received: Tensor, state: State) -> None:
+def apply_update(
+    algorithm: Algorithm,
+    params: Tensor,
+    received: Tensor,
+    state: State,
+    info: RoundInfo = RoundInfo(),  # noqa: B008 (frozen)
+) -> None:
     """Write the new local parameters into ``params``."""
-    result = algorithm.update(params, received, state, RoundInfo())
+    result = algorithm.update(params, received, state, info)
     if result is not params:
         params.copy_(result)
 
