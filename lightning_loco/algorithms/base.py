@@ -192,8 +192,8 @@ class Algorithm(ABC):
 
         Args:
             params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``. With a
-                mean it may share memory with ``received``. If the message is shorter than the
-                slice, the local parameters. May be overwritten.
+                mean it may share memory with ``received``. If messages are shorter than slices,
+                the local parameters, in memory of their own. May be overwritten.
             received: The result of the exchange, of the shape of a message. May be overwritten.
             state: Updated in place.
             info: Of this round.

@@ -36,6 +36,8 @@ class BucketChunk:
             as long.
         compression: How messages are compressed.
         residual: State of the compression, cut to this chunk.
+        is_partial: Whether messages are shorter than slices of the parameters. That of a short
+            slice may be as long nevertheless.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class BucketChunk:
         scratch: Tensor | None = None,
         compression: Compression | None = None,
         residual: State | None = None,
+        is_partial: bool = False,
     ) -> None:
         self.params = params
         self.message = message
         self.state = state
         self.residual = residual or {}
+        self.is_partial = is_partial
         self.sent_params = sent_params
         self.scratch = message if scratch is None else scratch[: len(params)]
         self._algorithm = algorithm
@@ -66,11 +70,6 @@ class BucketChunk:
 
     def __len__(self) -> int:
         return len(self.params)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the message is shorter than the parameters."""
-        return len(self.message) < len(self.params)
 
     def info_of(self, info: RoundInfo) -> RoundInfo:
         """What the algorithm may know of a round, with the position of this chunk."""

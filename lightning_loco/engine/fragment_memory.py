@@ -58,6 +58,7 @@ class FragmentMemory:
         self._algorithm = settings.algorithm
         self._compression = settings.compression
         self._is_whole = settings.algorithm.granularity is None
+        self._is_partial = settings.is_partial
         self._bucket_elements = bucket_elements
         self._status_elements = status_elements
         uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self.is_cut(v)}
@@ -73,7 +74,7 @@ class FragmentMemory:
         self.statuses = self._wires[0][lengths[0] :]
         self._scratch: Tensor | None = None
         self.sent_params: Tensor | None = None
-        if settings.is_overlapped or settings.is_partial:
+        if settings.is_overlapped or self._is_partial:
             self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
         if settings.is_overlapped:
             policy = settings.merge_policy
@@ -130,6 +131,7 @@ class FragmentMemory:
             self._scratch,
             self._compression,
             residual,
+            self._is_partial,
         )
 
     def take_back_state(self) -> None:
