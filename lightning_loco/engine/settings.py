@@ -243,6 +243,7 @@ class RoundSettings:
         chunk = min(bucket, longest)
         if numel <= bucket:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
+            chunk += -chunk % self.granularity  # or little would be left for one more
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
     def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
