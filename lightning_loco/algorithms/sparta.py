@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
 
-if TYPE_CHECKING:
-    pass
-
 _MASK = 2**31 - 1
 _HASH_MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
+_Integers = TypeVar("_Integers", int, Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +23,11 @@ class SPARTA(Algorithm):
         \theta^i_k \leftarrow \frac{1}{N} \sum_j \theta^j_k \quad \text{for } k \in S_t
 
     The set :math:`S_t` has one element of each stretch of :math:`1/p` neighbouring parameters,
-    drawn anew in each round. So every parameter is averaged with probability p in a round, the
-    message has exactly that share of the parameters, and nothing but the seed is needed to draw the
-    same set everywhere, on processors and GPUs alike. The mean over the workers does not change.
-    With :math:`p = 1` it is Local SGD. The algorithm has no state, and the consensus model is the
-    mean.
+    drawn anew in each round; the last stretch may be shorter. So every parameter is averaged with
+    probability p in a round, the message has that share of the parameters, and nothing but the seed
+    is needed to draw the same set everywhere, on processors and GPUs alike. The mean over the
+    workers does not change. With :math:`p = 1` it is Local SGD. The algorithm has no state, and the
+    consensus model is the mean.
 
     It is meant for a round after every local step (``sync_every=1``). Workers that rarely exchange
     all parameters drift apart, so it suits few workers (up to about 16).
@@ -47,17 +45,18 @@ class SPARTA(Algorithm):
         ValueError: If ``fraction`` is out of range.
 
     Source:
-        Beton et al., "SPARTA: sparse parameter averaging" (EXO Labs), whose code draws each element
-        by itself.
+        Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter
+        Averaging", https://openreview.net/forum?id=stFPf3gzq1, whose code draws each element by
+        itself and sends the mask.
 
     Example:
         >>> algorithm = SPARTA(fraction=0.5)
         >>> local, info = torch.tensor([1.0, 2.0, 3.0, 4.0]), RoundInfo(index=0)
         >>> message = algorithm.propose(local, {}, info)  # one of each pair
         >>> message
-        tensor([2., 4.])
+        tensor([1., 3.])
         >>> algorithm.update(local, torch.tensor([0.0, 0.0]), {}, info)
-        tensor([1., 0., 3., 0.])
+        tensor([0., 2., 0., 4.])
     """
 
     fraction: float = 0.005
@@ -79,7 +78,7 @@ class SPARTA(Algorithm):
     @property
     def granularity(self) -> int:
         """Length of a stretch of parameters of which one is averaged, 1/p."""
-        return max(1, round(1 / self.fraction))
+        return round(min(1 / self.fraction, _MASK))
 
     def message_length(self, length: int) -> int:
         """Return the number of stretches; the last one may be shorter."""
@@ -102,26 +101,35 @@ class SPARTA(Algorithm):
 
     def _chosen(self, params: Tensor, info: RoundInfo) -> Tensor:
         """Positions in the slice of the parameters that are averaged, ascending."""
-        every = self.granularity
-        starts = torch.arange(0, len(params), every, device=params.device)
-        lengths = (len(params) - starts).clamp_(max=every)
-        number = torch.div(starts + info.start, every, rounding_mode="floor")
-        return starts + random_integers(number, self.seed, info.index) % lengths
+        every, device = self.granularity, params.device
+        first, length = info.start // every, self.message_length(len(params))
+        stretches = torch.arange(first, first + length, device=device)
+        offsets = random_integers(stretches, self.seed, info.index)
+        if rest := len(params) % every:
+            offsets[-1:] %= rest
+        offsets %= every
+        return offsets.add_(stretches.sub_(first), alpha=every)
 
 
 def random_integers(counters: Tensor, seed: int, round_index: int) -> Tensor:
     """Return a random integer in [0, 2**31) for each counter, equal on all devices.
 
     Args:
-        counters: Integers, int64.
+        counters: Integers from 0, int64.
         seed: Any integer.
         round_index: Number of the round, from 0.
     """
-    value = counters
-    for key in (seed, round_index, 0):
-        value = (value + (key * 0x9E3779B9 + 0x7F4A7C15) % _MASK) & _MASK
-        for multiplier in _HASH_MULTIPLIERS:
-            value = value ^ (value >> 15)
-            value = (value * multiplier) & _MASK
-        value = value ^ (value >> 15)
+    key = 0
+    for number in (seed, round_index):
+        key = _mixed((key + number * 0x9E3779B9 + 0x7F4A7C15) % _MASK)
+    return _mixed((counters + key).bitwise_and_(_MASK))
+
+
+def _mixed(value: _Integers) -> _Integers:
+    """A one-to-one map of [0, 2**31), for a tensor in place; one bit changes half of all bits."""
+    for multiplier in _HASH_MULTIPLIERS:
+        value ^= value >> 15
+        value *= multiplier
+        value &= _MASK
+    value ^= value >> 15
     return value

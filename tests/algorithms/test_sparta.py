@@ -12,7 +12,10 @@ import lightning_loco as loco
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import LocalSGD, RoundInfo
 from lightning_loco.algorithms.sparta import SPARTA, random_integers
+from lightning_loco.engine import RoundSettings
+from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point, assert_close, randn, run_engine, simulate
+from tests.meta_device import DEVICE
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader, make_model, train_step, worker_batch
 
@@ -121,6 +124,104 @@ def test_slices_draw_what_the_whole_draws() -> None:
     parts = [(0, 40), (40, 44), (44, 103)]
     found = [QUARTER.propose(params[a:b].clone(), {}, RoundInfo(5, start=a)) for a, b in parts]
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31, -(2**200)])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    drawn = random_integers(torch.arange(50_000), seed, 2**40)
+    assert drawn.dtype == torch.int64
+    assert len(set(drawn.tolist())) == 50_000  # numbers in [0, 2**31), none of them twice
+    assert 0 <= drawn.min() < 2**31 / 1000
+    assert 2**31 * 0.999 < drawn.max() < 2**31
+    other = random_integers(torch.arange(50_000), seed + 1, 2**40)
+    assert (drawn % 200 == other % 200).double().mean() < 0.01  # 0.005 by chance
+    last = random_integers(torch.tensor([2**40]), seed, 0)
+    assert 0 <= last.item() < 2**31
+
+
+@pytest.mark.parametrize(
+    ("fraction", "granularity"),
+    [(1.0, 1), (0.7, 1), (0.5, 2), (0.3, 3), (0.005, 200), (1e-30, 2**31 - 1), (5e-324, 2**31 - 1)],
+)
+def test_fractions_are_rounded_such_that_one_over_p_is_an_integer(
+    fraction: float, granularity: int
+) -> None:
+    algorithm = SPARTA(fraction)
+    assert algorithm.granularity == granularity
+    params = torch.arange(600.0)
+    message = algorithm.propose(params, {}, RoundInfo(1))
+    assert len(message) == algorithm.message_length(600) == -(-600 // granularity)
+    result = algorithm.update(params, -message, {}, RoundInfo(1))
+    assert result.sign().eq(-1).sum() == len(message) - message.eq(0).sum()
+
+
+def test_on_a_device_nothing_is_read_back() -> None:
+    params, info = torch.empty(103, device=DEVICE), RoundInfo(2, start=40)
+    message = QUARTER.propose(params, {}, info)
+    assert (message.device, message.shape) == (DEVICE, (26,))
+    assert QUARTER.update(params, message, {}, info).device == DEVICE
+
+
+class Odd(torch.nn.Module):
+    """1,025 parameters in a tied and another tensor, so that a chunk is one parameter; one frozen.
+
+    Args:
+        dtype: Of the parameters.
+        seed: Other ones for each worker.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        values = randn(1125, seed=seed).to(dtype)
+        self.long = torch.nn.Parameter(values[:1000].clone())
+        self.tied = self.long
+        self.short = torch.nn.Parameter(values[1000:1025].clone())
+        self.frozen = torch.nn.Parameter(values[1025:].clone(), requires_grad=False)
+
+
+def make_one_round(
+    rank: int, world: int, dtype: torch.dtype, bucket_bytes: int
+) -> tuple[list[Tensor], list[Tensor], bool]:
+    model = Odd(dtype, seed=0)
+    engine = StepEngine(model, QUARTER, sync_every=1, bucket_bytes=bucket_bytes)
+    own = Odd(dtype, seed=rank)
+    limits = torch.finfo(dtype)
+    own.long.data[8:12] = torch.tensor([-0.0, limits.tiny / 8, limits.max / 4, 0.1], dtype=dtype)
+    model.load_state_dict(own.state_dict())
+    engine.step()
+    engine.close()
+    whole = [torch.cat([m.long, m.short]).detach() for m in (own, model)]
+    return whole, [own.frozen, model.frozen.detach()], model.tied is model.long
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**26])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_parameters_that_are_not_drawn_are_unchanged_bit_for_bit(
+    pool: Pool, dtype: torch.dtype, bucket_bytes: int
+) -> None:
+    """Also in a model of a narrow dtype, whose rounds are made in float32."""
+    found = pool.run(make_one_round, dtype, bucket_bytes, world=2)
+    chosen = positions(1025, QUARTER, 0)
+    others = [k for k in range(1025) if k not in chosen]
+    wide = torch.promote_types(dtype, torch.float32)
+    before = torch.stack([whole[0] for whole, _, _ in found])
+    mean = (before[:, chosen].to(wide).sum(0) / 2).to(dtype)
+    for (own, after), frozen, is_tied in found:
+        assert after.dtype == dtype
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        assert torch.equal(after[others].view(bits), own[others].view(bits))
+        assert torch.equal(after[chosen], mean)
+        assert torch.equal(*frozen)
+        assert is_tied
+
+
+def test_fragments_are_refused_unless_they_begin_where_stretches_do() -> None:
+    even = Staggered(4, 2, delay=0, pattern="even")
+    with pytest.raises(ValueError, match="must begin at multiples of 4, which SPARTA is made of"):
+        RoundSettings(QUARTER, even).prepare(2).cuts({"p": 58}, 4)
+    assert RoundSettings(QUARTER, even).prepare(2).cuts({"p": 64}, 4).boundaries == (32,)
+    with pytest.raises(ValueError, match="overlap=True needs an algorithm"):
+        RoundSettings(QUARTER, Staggered(4, 2, delay=1))
 
 
 def count_bytes(rank: int, world: int, algorithm: Any) -> int:
