@@ -101,7 +101,7 @@ class Elastic:
         if algorithm.exchange == "neighbors" and topology is not None:
             return prepare_for_any_number(algorithm, topology)
         prepared = algorithm.prepare(1, topology, is_late=is_late)
-        if prepared != algorithm.prepare(2, topology):
+        if prepared != algorithm.prepare(3, topology):
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that does the same with any number of "
                 f"workers, got {type(algorithm).__name__}. Use DiLoCo (algorithm=async_diloco)."

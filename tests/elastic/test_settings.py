@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, Elastic, StepEngine
 from lightning_loco.algorithms import (
+    SPARTA,
     Algorithm,
     DiLoCo,
     EagerDiLoCo,
@@ -57,6 +59,15 @@ def test_pulls_are_refused() -> None:
 def test_an_algorithm_that_counts_the_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="the same with any number of workers, got EagerDiLoCo"):
         StepEngine(nn.Linear(1, 1), EagerDiLoCo(), overlap=True, membership=Elastic(HERE))
+
+
+@pytest.mark.parametrize("algorithm", [SPARTA(), DiLoCo(aggregate="trimmed_mean")])
+def test_messages_that_members_cannot_send_are_refused(algorithm: Algorithm) -> None:
+    message = re.escape(
+        f"sends all parameters, and exchanges no numbers of its own, got {algorithm}"
+    )
+    with pytest.raises(ValueError, match=message):
+        StepEngine(nn.Linear(1, 1), algorithm, membership=Elastic(HERE))
 
 
 def test_topologies_of_some_numbers_only_are_refused(subtests: pytest.Subtests) -> None:
