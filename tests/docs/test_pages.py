@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 import train
-from lightning_loco import compression, parameter_server, topology
+from lightning_loco import algorithms, compression, parameter_server, topology
 from lightning_loco.cli import build_strategy
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
@@ -230,6 +230,7 @@ def known_arguments() -> set[str]:
         for module in (parameter_server, topology, compression)
         for name in module.__all__
     ]
+    kinds += [algorithms.TrimmedMean, algorithms.GeometricMedian]
     kinds += [Trainer, Trainer.fit, ModelCheckpoint, LightningModule.log, StatefulDataLoader]
     known = {"strategy", *(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())}
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
