@@ -78,7 +78,8 @@ class TrimmedMean(RobustMean):
         """Return the trimmed mean; see :meth:`RobustMean.combine`."""
         kept = _valid(messages, weights)
         count = len(kept)
-        dropped = min(math.ceil(self.trim * count), (count - 1) // 2)
+        share = math.ceil(self.trim * count - 1e-9)  # 0.07 * 100 is a little more than 7
+        dropped = min(share, (count - 1) // 2)
         values = kept.sort(dim=0).values[dropped : count - dropped]
         total = values[0].clone()
         for row in values[1:]:  # in this order on every processor
@@ -98,7 +99,7 @@ class GeometricMedian(RobustMean):
         y \leftarrow \frac{\sum_i w_i x_i}{\sum_i w_i}, \qquad
         w_i = \frac{1}{\max(\lVert x_i - y \rVert, \epsilon)}
 
-    from the median of each element, with :math:`\epsilon` a tiny share of the largest distance. It
+    from the median of each element, with :math:`\epsilon` a tiny share of the median distance. It
     withstands wrong messages of fewer than half of the workers. It needs whole vectors.
 
     Args:
@@ -132,8 +133,9 @@ class GeometricMedian(RobustMean):
         kept = _valid(messages, weights)
         point = TrimmedMean(0.49).combine(kept, (1.0,) * len(kept))
         for _ in range(self.iterations):
-            distances = torch.stack([torch.dist(row, point).double() for row in kept])
-            smallest = distances.max().mul(1e-9).clamp_(min=1e-30)
+            norms = [torch.linalg.vector_norm(row - point, dtype=torch.float64) for row in kept]
+            distances = torch.stack(norms)
+            smallest = distances.median().mul(1e-9).clamp_(min=1e-30)
             shares = distances.clamp(min=smallest).reciprocal_()
             shares.div_(shares.sum())
             point = torch.mv(kept.t(), shares.to(kept.dtype))

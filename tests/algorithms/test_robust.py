@@ -79,6 +79,27 @@ def test_messages_without_weight_or_with_nan_are_left_out(mean: RobustMean) -> N
         mean.combine(messages, (0, 0, 0, 1, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mean", [TrimmedMean(0.4), GeometricMedian()], ids=repr)
+def test_hostile_messages_of_any_size_move_the_result_by_no_more(
+    mean: RobustMean, dtype: torch.dtype
+) -> None:
+    """Bound of the geometric median: 2 (1 - a) / (1 - 2 a) times the largest of the others."""
+    right = randn(3, 1000).to(dtype) * 1e-3
+    bound = 2 * 0.6 / (1 - 0.8) * right.norm(dim=1).max()
+    for size in (1e-2, 1.0, 1e10, 1e18, 1e30, 1e38, torch.finfo(dtype).max):
+        for signs in ((1, 1), (1, -1)):
+            wrong = torch.stack([torch.full((1000,), s * size, dtype=dtype) for s in signs])
+            found = mean.combine(torch.cat([right, wrong]), ONES)
+            assert found.norm() < bound, (size, signs)
+
+
+def test_the_share_that_is_trimmed_is_not_rounded_up_by_an_error_of_floats() -> None:
+    messages = torch.arange(100.0, dtype=torch.float64)[:, None].square()
+    found = TrimmedMean(0.07).combine(messages, (1.0,) * 100)
+    assert found.item() == pytest.approx(messages[7:93].mean().item())
+
+
 @pytest.mark.parametrize("mean", [TrimmedMean(), GeometricMedian()], ids=repr)
 def test_order_and_sign_and_scale_of_messages(mean: RobustMean) -> None:
     messages = randn(5, 6)
