@@ -14,6 +14,7 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, S
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.settings import CHUNK_ELEMENTS, PENDING_BUCKETS
+from lightning_loco.parameters.flat import cut_tensors
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
@@ -194,6 +195,16 @@ def test_chunks_are_for_the_cache_and_end_where_fragments_do() -> None:
     assert cuts.chunk_elements is not None
     assert abs(cuts.chunk_elements - CHUNK_ELEMENTS) < 1000
     assert RoundSettings(Counting(whole=True)).prepare(2).cuts(sizes, 4).chunk_elements is None
+
+
+@pytest.mark.parametrize("numel", [CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 1])
+def test_no_small_chunk_is_left_over(numel: int) -> None:
+    tensors = {"p": torch.empty(numel, device="meta")}
+    for settings in (RoundSettings(SignBlocks()), RoundSettings(DiLoCo(), compression="int8")):
+        cuts = settings.prepare(2).cuts({"p": numel}, 4)
+        lengths = [sum(map(len, views)) for _, views in cut_tensors(tensors.items(), *cuts)]
+        assert len(lengths) == round(numel / CHUNK_ELEMENTS)
+        assert all(length % cuts.granularity == 0 for length in lengths[:-1])
 
 
 def test_descriptions_of_codecs_and_schedules_differ() -> None:
