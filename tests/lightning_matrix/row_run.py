@@ -34,6 +34,7 @@ Facts = dict[str, Any]
 
 REMOTE = "remote_optimizer"
 SETTINGS: dict[str, dict[str, Any]] = {
+    "sparta": {"sync_every": SYNC_EVERY, "fraction": 0.25},
     "streaming_diloco": {"sync_every": SYNC_EVERY, "fragments": 2, "delay": 1},
     "async_model_average": {"interval_s": 0.0},
     "pairwise_gossip": {},

@@ -344,7 +344,13 @@ TABLE: dict[str, list[Row]] = {
                     "all end with an error that names it; with DDP all are NaN",
                     error="a gradient is not finite",
                 )
-            ),
+            )
+            | {
+                "sparta": Better(
+                    "it receives too few parameters to continue, and all end with an error",
+                    error="hold NaN or infinity",
+                )
+            },
         ),
         Row(
             "error on one worker",
