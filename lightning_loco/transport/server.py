@@ -127,7 +127,8 @@ class Server(BackgroundThread):
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._threads: set[_ConnectionThread] = set()
+        # Used by the thread of the server alone, and after its end by close().
+        self._threads: list[_ConnectionThread] = []
         self._order = itertools.count()
         self._logged: set[str] = set()
         self._num_failures = 0
@@ -153,6 +154,7 @@ class Server(BackgroundThread):
             self._listener.close()
 
     def _accept(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         try:
             accepted, address = self._listener.accept()
         except OSError as error:
@@ -168,20 +170,17 @@ class Server(BackgroundThread):
             accepted.close()
             return
         thread = _ConnectionThread(self, connection, str(address[0]), next(self._order))
-        with self._lock:
-            self._threads.add(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _evict(self) -> bool:
         """Close the connection that has been idle longest. Returns whether there was any."""
-        with self._lock:
-            if not self._threads:
-                return False
-            idlest = min(self._threads, key=lambda thread: (thread.has_requested, thread.order))
+        if not self._threads:
+            return False
+        idlest = min(self._threads, key=lambda thread: (thread.has_requested, thread.order))
         idlest.connection.abort()
         idlest.join(_CLOSE_S)
-        with self._lock:
-            self._threads.discard(idlest)
+        self._threads.remove(idlest)
         return True
 
     def serve(self, thread: _ConnectionThread) -> None:
@@ -205,8 +204,6 @@ class Server(BackgroundThread):
         except Exception:
             self._record_failure(thread.address)
         finally:
-            with self._lock:
-                self._threads.discard(thread)
             connection.close()
 
     def _record_failure(self, address: str) -> None:
@@ -238,11 +235,9 @@ class Server(BackgroundThread):
         if self.is_alive():
             self.join()
         self._listener.close()
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in self._threads:
             thread.connection.abort()
-        for thread in threads:
+        for thread in self._threads:
             thread.join(_CLOSE_S)
         self._wakeup_sender.close()
         self._wakeup_receiver.close()

@@ -23,6 +23,7 @@ from lightning_loco.transport import (
     read_certificate,
 )
 from lightning_loco.transport import server as server_module
+from lightning_loco.transport.connection import Connection
 from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.manual_clock import ManualClock
 from tests.programs import free_ports
@@ -321,6 +322,23 @@ def test_close_ends_all_threads_and_frees_the_port() -> None:
             assert transport_threads() == []
         socket.create_server((HOST, port)).close()
         assert open_files() <= before
+
+
+def test_close_waits_for_threads_whose_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ending, close = threading.Event(), Connection.close
+
+    def close_slowly(connection: Connection) -> None:
+        is_ending.set()
+        time.sleep(0.2)
+        close(connection)
+
+    monkeypatch.setattr(Connection, "close", close_slowly)
+    with serving() as server:
+        with raw_connection(server.port):
+            pass
+        assert is_ending.wait(SOON_S)
+        server.close()
+        assert transport_threads() == []
 
 
 def test_errors_name_a_taken_port_and_an_unknown_host() -> None:
