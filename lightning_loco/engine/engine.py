@@ -394,7 +394,11 @@ class Engine:
         """
         if not self.worker.replica.shows_consensus:
             self.sync_point(purpose)
-            self.worker.show_consensus(purpose, self.outer() if self.shows_outer else None)
+            self.write_consensus(purpose)
+
+    def write_consensus(self, purpose: str) -> None:
+        """Do what :meth:`show_consensus` does, when all workers are at the same sync point."""
+        self.worker.show_consensus(purpose, self.outer() if self.shows_outer else None)
 
     def outer(self) -> Tensor | None:
         """Return the outer parameters ``(P,)``, equal on all workers; None if there are none."""
@@ -461,15 +465,21 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
+        if self.connection is None:
+            self.sync_point(_END)
+        self.finish_at_sync_point()
+
+    @torch.no_grad()
+    def finish_at_sync_point(self) -> None:
+        """Do the rest of :meth:`finish`, when all workers are at the same sync point."""
         if self.connection is not None:
             self._make_last_rounds()
         else:
-            self.sync_point(_END)
             for fragment in self.fragments:
                 fragment.wait()
             self._record_statuses()
             self.shows_outer = False
-        self.show_consensus("the final consensus")
+        self.write_consensus("the final consensus")
 
     def _make_last_rounds(self) -> None:
         assert self.connection is not None

@@ -310,9 +310,13 @@ class PairwiseEngine:
             RuntimeError: If a rank is missing or has failed, no rank has finite parameters, or a
                 parameter became trainable after the start.
         """
-        self.worker.check_trainable()
         self.sync_point("the end of training")
-        self.show_consensus("the final consensus")
+        self.finish_at_sync_point()
+
+    def finish_at_sync_point(self) -> None:
+        """Do the rest of :meth:`finish`, when all ranks are at the same sync point."""
+        self.worker.check_trainable()
+        self.write_consensus("the final consensus")
 
     @property
     def stop_agreed(self) -> str | None:
@@ -337,7 +341,11 @@ class PairwiseEngine:
         """
         if not self.worker.replica.shows_consensus:
             self.sync_point(purpose)
-            self.worker.show_consensus(purpose)
+            self.write_consensus(purpose)
+
+    def write_consensus(self, purpose: str) -> None:
+        """Do what :meth:`show_consensus` does, when all ranks are at the same sync point."""
+        self.worker.show_consensus(purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, counters and the clock, without random states and scores."""

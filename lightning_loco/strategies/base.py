@@ -486,9 +486,15 @@ class EngineStrategy(WorkerStrategy):
         self._external_updates.after_sync_point()
 
     def show_consensus(self, purpose: str) -> None:
-        """Put the consensus into the model, after a sync point; see ``Engine.show_consensus``."""
+        """Put the consensus into the model, right after :meth:`sync_point`.
+
+        That one does nothing once training has ended, so then the engine makes a sync point.
+        """
         self._look_up_averaged_copies()
-        self._engine.show_consensus(purpose)
+        if self._finished:
+            self._engine.show_consensus(purpose)
+        else:
+            self._engine.write_consensus(purpose)
 
     def _look_up_averaged_copies(self) -> None:
         """Find the averaged copies that belong to the consensus: callbacks make and drop them."""
@@ -589,8 +595,9 @@ class EngineStrategy(WorkerStrategy):
         self._external_updates.on_training_end()
         engine, worker, distance = self._engine, self._engine.worker, None
         check_untracked(worker.replica.left_out, self.optimizers)
-        if self.summary and worker.group.num_workers > 1:
+        if self.member_connection is None:
             self.sync_point("the end of training")
+        if self.summary and worker.group.num_workers > 1:
             distance = worker.measure_consensus(MAX_SAMPLED)
         self._look_up_averaged_copies()
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")

@@ -247,16 +247,16 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
 def finish_with_averages(engine: AnyEngine, trainer: pl.Trainer, *, keeps_local: bool) -> None:
     """Finish the training of an engine, before callbacks write their final weights into the model.
 
-    If the model already holds an average, the mean of all workers' averages replaces it: SWA writes
-    it there one epoch early, to update the statistics of BatchNorm with it. ``keeps_local`` leaves
-    this worker's own parameters in the model.
+    All workers must be at the same sync point. If the model already holds an average, the mean of
+    all workers' averages replaces it: SWA writes it there one epoch early, to update the statistics
+    of BatchNorm with it. ``keeps_local`` leaves this worker's own parameters in the model.
     """
     averages = _swa_averages_in_model(trainer)
     if averages:
-        engine.show_consensus("the averaged model")
+        engine.write_consensus("the averaged model")
         engine.worker.show_local()
         _write_to_model(averages, trainer)
-    engine.finish()
+    engine.finish_at_sync_point()
     if keeps_local:
         engine.worker.show_local()
     _write_to_model(averages, trainer)
