@@ -167,13 +167,20 @@ class BucketChunk:
 
 
 class Bucket:
-    """Chunks that travel in one collective: in ``wire``, behind the first one with the statuses."""
+    """Chunks that travel in one collective: their messages, then in the first one the statuses.
+
+    Attributes:
+        wire: What is sent.
+        chunks: In order.
+        statuses: The end of ``wire``, behind the messages; empty in all buckets but the first.
+    """
 
     def __init__(self, wire: Tensor, chunks: list[BucketChunk]) -> None:
         self.wire = wire
         self.chunks = chunks
         self._lengths = [len(chunk.message) for chunk in chunks]
         self._length = sum(self._lengths)
+        self.statuses = wire[self._length :]
 
     def __len__(self) -> int:
         return self._length

@@ -37,7 +37,6 @@ class FragmentMemory:
         buckets: In order; :meth:`build` replaces them.
         chunks: Of all buckets, in order.
         sums: Memory for one number per chunk.
-        statuses: The table of statuses, flat.
         sent_params: The parameters as they were sent or written last, if they are kept.
         has_uncut_state: Whether chunks have copies of some entries of the state.
     """
@@ -71,7 +70,6 @@ class FragmentMemory:
         if not self.holds_all:
             lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
         self._wires = [layout.empty(n + status_elements * (i == 0)) for i, n in enumerate(lengths)]
-        self.statuses = self._wires[0][lengths[0] :]
         self._scratch: Tensor | None = None
         self.sent_params: Tensor | None = None
         if settings.is_overlapped or self._is_partial:

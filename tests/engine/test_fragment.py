@@ -167,7 +167,7 @@ def test_buckets_cover_the_fragment_once_and_statuses_are_behind_the_first() -> 
     parts = [chunk.params for bucket in memory.buckets for chunk in bucket.chunks]
     covered = [i for part in parts for i in range(part.start, part.stop)]
     assert covered == list(range(LARGE))
-    first = memory.buckets[0]
-    assert (len(first.wire) - len(first), memory.statuses.numel()) == (7, 7)
-    assert memory.statuses.data_ptr() == first.wire[len(first) :].data_ptr()
-    assert all(len(bucket.wire) == len(bucket) for bucket in memory.buckets[1:])
+    assert [len(bucket.statuses) for bucket in memory.buckets] == [7, 0, 0, 0, 0]
+    for bucket in memory.buckets:
+        assert len(bucket.wire) == len(bucket) + len(bucket.statuses)
+        assert bucket.statuses.data_ptr() == bucket.wire[len(bucket) :].data_ptr()

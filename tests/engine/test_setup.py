@@ -38,5 +38,5 @@ def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests)
             assert exchange.carries_status is carries_status
             (fragment,) = make_fragments(worker, settings, exchange)
             width = WorkerStatus.width(0) if carries_status else 0
-            assert fragment.memory.statuses.numel() == width
-            assert [len(bucket) for bucket in fragment.memory.buckets] == [9]
+            (bucket,) = fragment.memory.buckets
+            assert (len(bucket), len(bucket.statuses)) == (9, width)

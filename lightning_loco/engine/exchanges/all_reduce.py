@@ -90,7 +90,7 @@ class AllReduce(SeparateStatuses):
         return StatusesBehindMessage(self._group, handle, self._table(bucket), label, is_called)
 
     def _table(self, bucket: Bucket) -> Tensor:
-        return bucket.wire[len(bucket) :].view(self._group.num_workers, -1)
+        return bucket.statuses.view(self._group.num_workers, -1)
 
     def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
         """Wait at the store barrier for the statuses of all, or for a call to a round."""
