@@ -17,6 +17,7 @@ from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, PAGES, README, doc
+from tests.programs import free_ports
 
 METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
 
@@ -104,7 +105,8 @@ def test_metrics_exist() -> None:
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.metrics(strategy))
     engine.close()
-    nodes = [{"name": name, "host": "127.0.0.1", "port": 45103} for name in "ab"]
+    ports = zip("ab", free_ports(2), strict=True)
+    nodes = [{"name": name, "host": "127.0.0.1", "port": port} for name, port in ports]
     strategy.engine = loco.PairwiseEngine(nn.Linear(1, 1), nodes=nodes, name="a")
     strategy.engine.factors, strategy.engine.stalenesses = [0.5], [0.0, 1.0]
     logged |= set(loco.PeerMonitor().metrics(strategy))
