@@ -135,11 +135,12 @@ def samples_read(
 ) -> int | None:
     """Return how many samples all workers together have read, counted over the epochs.
 
-    None if the data are not one loader whose sampler divides them among the workers. If
-    ``is_epoch_over``, the present epoch has no more batches.
+    The samplers must divide all data, as :func:`is_distributed` says. None if there are several
+    loaders, or one without a batch size. If ``is_epoch_over``, the present epoch has no more
+    batches.
     """
     loaders = train_loaders(trainer)
-    if len(loaders) != 1 or not is_distributed(trainer):
+    if len(loaders) != 1:
         return None
     (loader,) = loaders
     sampler = lightning_compat.sampler_of(loader)

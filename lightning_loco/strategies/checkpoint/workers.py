@@ -168,6 +168,8 @@ class WorkerCheckpoints:
         strategy = self._strategy
         if (connection := strategy.member_connection) is not None:
             return connection.data_shard.first_unused
+        if not position.is_distributed:
+            return None
         assert strategy.lightning_module is not None
         trainer, worker = strategy.lightning_module.trainer, engine.worker.group.worker
         return samples_read(trainer, self._shares(), worker, position.phase == "next epoch")
@@ -217,7 +219,7 @@ class WorkerCheckpoints:
             with other_one_named(io, path, own):
                 loaded = read_main(read, path)
                 if KEY in loaded:
-                    self._load_own_state(loaded, path, weights_only, shares)
+                    self._load_own_state(loaded, SideFiles(io, path), path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: all workers start from its model and "
@@ -228,12 +230,12 @@ class WorkerCheckpoints:
     def _load_own_state(
         self,
         loaded: dict[str, Any],
+        files: SideFiles,
         path: str | Path,
         weights_only: bool | None,
         shares: list[int],
     ) -> None:
         strategy, readers = self._strategy, self._readers
-        files = SideFiles(strategy.checkpoint_io, path)
         run = SavedRun(loaded[KEY], files, path, strategy.worker, weights_only, readers)
         with errors_naming(path):
             before = run.shares()
