@@ -105,6 +105,7 @@ class Worker:
         not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed(), "the set-up")[0] % 2**31
+        seed = int(group.agree([seed], "the set-up")[0][0])
         with group.errors_shared("the set-up"), warnings.catch_warnings():
             if group.worker != 0:
                 warnings.simplefilter("ignore")
@@ -226,7 +227,8 @@ class Worker:
         replica, group, statistics = self.replica, self.group, self.statistics
         if replica.shows_consensus:
             return
-        valid = are_finite(replica.layout.chunks())
+        places = group.agree([are_finite(replica.layout.chunks())], purpose)
+        valid = all(finite for (finite,) in places)
         status = self.status(sync_point_id(purpose))
         status = status._replace(finite=float(valid), scalars=self.averaged_copies.prepare())
         statuses = GatheredStatuses(group, statistics, status, purpose).wait()
@@ -252,7 +254,9 @@ class Worker:
     def measure_consensus(self, max_elements: int) -> float:
         """Return the consensus distance, estimated from at most so many elements."""
         sample = self.replica.sample(max_elements, self.round_index)
-        return consensus_distance(sample, self.replica.layout.numel, self.group, self.statistics)
+        numel, group = self.replica.layout.numel, self.group
+        own = consensus_distance(sample, numel, group, self.statistics)
+        return math.hypot(*(distance for (distance,) in group.agree([own])))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, and the local parameters and buffers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -52,10 +53,18 @@ class WorkerGroup:
     These are the workers that train, which are all ranks of the default process group
     (:meth:`create`), or all ranks of a job, some of which serve the others (:meth:`of_job`).
 
+    A worker may consist of several ranks, its *places*. The ranks of equal place in all workers are
+    a *column*: they exchange with each other, and ``data`` and ``control`` are theirs. What a
+    worker decides, its ranks decide together, by :meth:`agree`.
+
     Attributes:
         worker: Number of this worker, 0 to N - 1; with a job, of this rank.
         num_workers: Number of workers N; with a job, of ranks.
         names: Names of all of them, for messages. Default: worker 0, worker 1, ...
+        place: Index of this rank within its worker.
+        replica_size: Number of ranks of a worker.
+        ranks: Global ranks of the column, by worker.
+        inner: gloo group of the ranks of this worker; None for a worker of one rank.
         data: Process group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
         control: gloo group for the worker statuses and small values; None for a single worker, and
             with a job.
@@ -78,6 +87,10 @@ class WorkerGroup:
     worker: int
     num_workers: int
     names: Sequence[str] = ()
+    place: int = 0
+    replica_size: int = 1
+    ranks: Sequence[int] = ()
+    inner: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
@@ -92,8 +105,9 @@ class WorkerGroup:
     _keys: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        """Set the default names."""
+        """Set the default names and ranks."""
         self.names = self.names or worker_names(self.num_workers)
+        self.ranks = self.ranks or range(self.num_workers)
 
     @classmethod
     def create(
@@ -102,6 +116,7 @@ class WorkerGroup:
         timeout_s: float = 600.0,
         device: torch.device = CPU,
         backend: str | None = None,
+        replica_size: int = 1,
     ) -> WorkerGroup:
         """Make the groups over all ranks of the default process group; call it on every rank.
 
@@ -110,13 +125,14 @@ class WorkerGroup:
             device: Device of the parameters; of the same kind on all workers.
             backend: Backend for messages. Default: gloo on the CPU, and on other devices that of
                 the default process group.
+            replica_size: Number of consecutive ranks that are one worker.
 
         Raises:
-            ValueError: If ``timeout_s`` is not positive, or, on all workers, if they are on
-                different kinds of devices.
+            ValueError: If ``timeout_s`` is not positive, the number of ranks is no multiple of
+                ``replica_size``, or, on all workers, if they are on different kinds of devices.
             RuntimeError: If a worker does not join; its message says which.
         """
-        group = cls.start(timeout_s=timeout_s)
+        group = cls.start(timeout_s=timeout_s, replica_size=replica_size)
         try:
             group.connect(device, backend)
         except BaseException as error:
@@ -125,14 +141,28 @@ class WorkerGroup:
         return group
 
     @classmethod
-    def start(cls, *, timeout_s: float = 600.0) -> WorkerGroup:
+    def start(cls, *, timeout_s: float = 600.0, replica_size: int = 1) -> WorkerGroup:
         """Do the first half of :meth:`create`: connect by gloo and start the watchdog."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is in seconds and must be positive, got {timeout_s}.")
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        is_initialized = dist.is_available() and dist.is_initialized()
+        num_ranks = dist.get_world_size() if is_initialized else 1
+        if replica_size < 1 or num_ranks % replica_size:
+            raise ValueError(
+                f"replica_size={replica_size} does not divide the {num_ranks} ranks. Start a "
+                "multiple of it."
+            )
+        if num_ranks == 1:
             return cls(worker=0, num_workers=1)
-        worker, num_workers = dist.get_rank(), dist.get_world_size()
-        group = cls(worker, num_workers, timeout_s=timeout_s)
+        worker, place = divmod(dist.get_rank(), replica_size)
+        group = cls(
+            worker,
+            num_ranks // replica_size,
+            place=place,
+            replica_size=replica_size,
+            ranks=range(place, num_ranks, replica_size),
+            timeout_s=timeout_s,
+        )
         store = connect_to_default_store(timeout_s)
         try:
             group._start(store)
@@ -168,31 +198,51 @@ class WorkerGroup:
         self.store = store
         self.watchdog = Watchdog(
             store.with_prefix("watchdog"),
-            self.worker,
-            self.num_workers,
-            self.names,
+            self._rank,
+            self.num_workers * self.replica_size,
+            self._rank_names,
             self.timeout_s,
             monitor=self.job is not None,
         )
         self.watchdog.start()
 
+    @property
+    def _rank(self) -> int:
+        return self.worker * self.replica_size + self.place
+
+    @property
+    def _rank_names(self) -> Sequence[str]:
+        if self.replica_size == 1:
+            return self.names
+        return [
+            f"{name}, place {place} (rank {worker * self.replica_size + place})"
+            for worker, name in enumerate(self.names)
+            for place in range(self.replica_size)
+        ]
+
     def _start(self, store: TimeoutStore) -> None:
         rendezvous = Rendezvous(
-            store.with_prefix("lightning_loco/rendezvous"), self.worker, self.names, self.timeout_s
+            store.with_prefix("lightning_loco/rendezvous"),
+            self._rank,
+            self._rank_names,
+            self.timeout_s,
         )
         # PyTorch names groups by counting them. An error between two groups of an earlier attempt
         # leaves the workers with different counts, and groups of different names never connect.
         world = dist.distributed_c10d._world
         world.group_count = max(map(int, rendezvous.all_gather(str(world.group_count))))
         try:
-            self.control = self._new_gloo_group()
+            self.control = self._new_column_group("gloo")
+            self.inner = self._new_inner_group()
         except RuntimeError as error:
             raise WorkerFailure(rendezvous.explain()) from error
         store = store.with_prefix(f"lightning_loco/{rendezvous.attempt}")
         self._watch(store)
-        self.store_barrier = StoreBarrier(
-            store.with_prefix("store_barrier"), self.worker, self.num_workers
-        )
+        if self.control is not None:
+            barrier = "store_barrier" if self.place == 0 else f"store_barrier/{self.place}"
+            self.store_barrier = StoreBarrier(
+                store.with_prefix(barrier), self.worker, self.num_workers
+            )
 
     def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
         """Do the second half of :meth:`create`, once the device of the parameters is known.
@@ -214,11 +264,7 @@ class WorkerGroup:
         self.wait_blocks_host = backend_on(device, backend) == "gloo"
         started = self.clock.now()
         try:
-            if self.wait_blocks_host:
-                self.data = self._new_gloo_group(backend)
-            else:
-                timeout = timedelta(seconds=self.timeout_s + _BACKEND_TIMEOUT_MARGIN_S)
-                self.data = dist.new_group(timeout=timeout, backend=backend)
+            self.data = self._new_column_group(backend)
         except RuntimeError as error:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
 
@@ -237,12 +283,39 @@ class WorkerGroup:
         except RuntimeError as error:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
 
-    def _new_gloo_group(self, backend: str | None = "gloo") -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout_s)
-        group: dist.ProcessGroup = with_timeout(
-            lambda: dist.new_group(timeout=timeout, backend=backend), self.timeout_s + 1
-        )
-        return group
+    def _new_column_group(self, backend: str | None) -> dist.ProcessGroup | None:
+        """Make the groups of all columns, and return that of this one; None for one worker."""
+        if self.num_workers == 1:
+            return None
+        num_ranks, step = self.num_workers * self.replica_size, self.replica_size
+        return self._new_groups([range(place, num_ranks, step) for place in range(step)], backend)
+
+    def _new_inner_group(self) -> dist.ProcessGroup | None:
+        """Make the groups of all workers, and return that of this one; None for one rank."""
+        size = self.replica_size
+        if size == 1:
+            return None
+        starts = range(0, self.num_workers * size, size)
+        return self._new_groups([range(start, start + size) for start in starts], "gloo")
+
+    def _new_groups(self, groups: Sequence[range], backend: str | None) -> dist.ProcessGroup:
+        """Make groups that hold each rank once, and return the one that holds this rank."""
+        margin_s = 0.0 if self.wait_blocks_host else _BACKEND_TIMEOUT_MARGIN_S
+        timeout, own = timedelta(seconds=self.timeout_s + margin_s), None
+
+        def connect(ranks: range) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            return made
+
+        for ranks in groups:
+            if self.wait_blocks_host:
+                made = with_timeout(functools.partial(connect, ranks), self.timeout_s + 1)
+            else:
+                made = connect(ranks)
+            if self._rank in ranks:
+                own = made
+        assert own is not None
+        return own
 
     def own_store(self, name: str) -> TimeoutStore:
         """Return the job's key-value store with a prefix of this group and this name.
@@ -294,6 +367,26 @@ class WorkerGroup:
         """Raise WorkerFailure if another worker has reported an error, or the store is silent."""
         if self.watchdog is not None:
             self.watchdog.raise_if_failed()
+
+    def agree(self, numbers: Sequence[float], label: str = "an agreement") -> list[list[float]]:
+        """Collect numbers from the ranks of this worker, in order of the places.
+
+        What a worker decides must not differ between its ranks, so they decide from all numbers.
+        All ranks of the worker must call it. A worker of one rank gets its own numbers.
+
+        Raises:
+            RuntimeError: If a rank is missing or has failed; the message names it.
+        """
+        if self.inner is None:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.replica_size)]
+        started = self.clock.now()
+        try:
+            dist.all_gather(rows, own, group=self.inner)
+        except RuntimeError as error:
+            raise self.explain_error(error, label, started) from error
+        return [row.tolist() for row in rows]
 
     def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value from every worker, in order.
@@ -365,8 +458,14 @@ class WorkerGroup:
         """
         if isinstance(error, WorkerFailure):
             raise error
+        own = notes.write_error(error)
         try:
-            values = self.gather_objects(notes.write_error(error), label)
+            if self.inner is not None:
+                places = [f"Place {place}" for place in range(self.replica_size)]
+                found = notes.all_gather(notes.write(own), self.inner, places)
+                pairs = zip(found, places, strict=True)
+                own = next((e for e in (notes.read(f, p) for f, p in pairs) if e), None)
+            values = self.gather_objects(own, label)
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
@@ -425,8 +524,12 @@ class WorkerGroup:
             self.watchdog = None
         # PyTorch does not know the group of a job, which ends with the last reference to it.
         is_known = self.job is None and dist.is_initialized()
-        groups = [g for g in (self.data, self.control) if g is not None and is_known]
-        self.data = self.control = self.store_barrier = self.store = None
+        groups = [
+            group
+            for group in (self.data, self.control, self.inner)
+            if group is not None and is_known
+        ]
+        self.data = self.control = self.inner = self.store_barrier = self.store = None
         if self.failed:
             abort_groups(groups)
         else:

@@ -180,12 +180,17 @@ class Engine:
         """For each fragment whether a round begins, and whether its pending round ends."""
         worker, now_s = self.worker, self._clock.now()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        return [
+        dues = [
             self._schedule.due(
                 StepInfo(*counts, index, now_s - fragment.applied_at, fragment.pending)
             )
             for index, fragment in enumerate(self.fragments)
         ]
+        if self._sync_every is None and worker.group.inner is not None:
+            # Clocks and arrivals differ between the ranks of a worker: the first one decides.
+            numbers = iter(worker.group.agree([value for due in dues for value in due])[0])
+            dues = [(bool(next(numbers)), bool(next(numbers))) for _ in dues]
+        return dues
 
     # --------------------------------------------------------------------- rounds
 
@@ -251,7 +256,7 @@ class Engine:
             fragment.apply(steps)
         is_over = fragment.pending is None
         if had_pending or is_over:
-            self.statistics.outer_grad_norm = fragment.gradient_norm
+            self.statistics.outer_grad_norm = self._gradient_norm(fragment)
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
@@ -268,16 +273,25 @@ class Engine:
         """Prepare the next round as far as possible alone, and return this worker's status."""
         worker, fragment = self.worker, self.fragments[self._turn]
         fragment.measure_gradient = self.measure_outer_gradient
-        worker.was_finite = finite = fragment.prepare(worker.round_index)
+        own = self._status(sync_point)
+        norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
+        is_finite = fragment.prepare(worker.round_index)
+        places = worker.group.agree([is_finite, own.loss, norm**2], "the start of a round")
+        finite, losses, squares = zip(*places, strict=True)
+        fragment.is_finite = worker.was_finite = all(finite)
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
-        self._has_progress = finite and has_moved
-        if not finite:
+        self._has_progress = worker.was_finite and has_moved
+        if not worker.was_finite:
             for other in self.fragments:
                 if other is not fragment:
-                    other.restore_start()
-        norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
-        return self._status(sync_point)._replace(
-            weight=self._has_progress, finite=finite, squared_distance=norm**2
+                    own_part = other.holds_finite_params()
+                    if not all(part for (part,) in worker.group.agree([own_part])):
+                        other.restore_start()
+        return own._replace(
+            weight=self._has_progress,
+            finite=worker.was_finite,
+            loss=sum(losses) / len(losses),
+            squared_distance=sum(squares),
         )
 
     def _status(self, sync_point: float) -> WorkerStatus:
@@ -287,6 +301,13 @@ class Engine:
         steps = self.worker.steps - fragment.began_at
         status = self.worker.status(sync_point)
         return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
+
+    def _gradient_norm(self, fragment: FragmentSync) -> float | None:
+        """The norm of the last outer gradient, over all ranks of this worker."""
+        norm = fragment.gradient_norm
+        if norm is None:
+            return None
+        return math.hypot(*(own for (own,) in self.worker.group.agree([norm])))
 
     def _measure_consensus(self, pending: PendingRound) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
@@ -310,7 +331,7 @@ class Engine:
         yield fragment.has_received
         fragment.apply(self.worker.steps)
         fragment.applied_at = self._clock.now()
-        statistics.outer_grad_norm = fragment.gradient_norm
+        statistics.outer_grad_norm = self._gradient_norm(fragment)
         if not self.worker.was_finite:
             self.worker.replica.restore_buffers(self.buffers_at_start)
         if self._sync_every is None:
@@ -364,7 +385,10 @@ class Engine:
             self._record_statuses()
             if self._schedule.applies_at_sync_points:
                 run_through(self.apply_all_in_parts())
-            statuses = self._exchange.wait_at_sync_point(self._status(sync_point), purpose)
+            own = self._status(sync_point)
+            losses = [loss for (loss,) in self.worker.group.agree([own.loss], purpose)]
+            own = own._replace(loss=sum(losses) / len(losses))
+            statuses = self._exchange.wait_at_sync_point(own, purpose)
             if statuses is None:
                 run_through(self._begin(sync_point, purpose))
             elif is_round(statuses):

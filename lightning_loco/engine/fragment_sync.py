@@ -115,6 +115,8 @@ class FragmentSync:
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
         is_torn: Whether a round has failed when some of its buckets had been applied.
+        is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
+            if other ranks of the worker have found otherwise.
     """
 
     def __init__(self, memory: FragmentMemory, settings: RoundSettings, exchange: Exchange) -> None:
@@ -133,7 +135,7 @@ class FragmentSync:
         self._is_overlapped = settings.schedule.is_overlapped
         self._squares: list[Tensor] = []
         self._is_proposed = False
-        self._is_finite = True
+        self.is_finite = True
 
     @property
     def state(self) -> State:
@@ -160,10 +162,10 @@ class FragmentSync:
                 for chunk, total in zip(memory.chunks, memory.sums.unbind(), strict=True):
                     self._propose_local(chunk, chunk.message, RoundInfo(index), total)
             sums = memory.sums.tolist()
-        self._is_finite = all(map(math.isfinite, sums)) or are_finite(
+        self.is_finite = all(map(math.isfinite, sums)) or are_finite(
             [chunk.params for chunk in memory.chunks]
         )
-        return self._is_finite
+        return self.is_finite
 
     def _make_writable(self) -> None:
         layout = self.memory.layout
@@ -171,18 +173,19 @@ class FragmentSync:
             layout.before_write()
         self.memory.refresh()
 
+    def holds_finite_params(self) -> bool:
+        """Whether the parameters are finite, without preparing a round."""
+        self.memory.refresh()
+        return are_finite([chunk.params for chunk in self.memory.chunks])
+
     def restore_start(self) -> None:
-        """Go back to where the last round began if the parameters hold NaN or infinity.
+        """Go back to where the last round began, because parameters hold NaN or infinity.
 
         For fragments without a round now: one local step spreads NaN over all parameters, so that a
         fragment cannot get rid of it alone. The result of a pending round then replaces the
         parameters, and the local steps made since are lost.
         """
-        self.memory.refresh()
-        chunks = self.memory.chunks
-        if are_finite([chunk.params for chunk in chunks]):
-            return
-        for chunk in chunks:
+        for chunk in self.memory.chunks:
             if (start := chunk.round_start()) is not None:
                 chunk.unpack(start)
         if self.pending is not None:
@@ -236,7 +239,7 @@ class FragmentSync:
         chunk is made right before the result of that round overwrites it.
         """
         before = self.pending
-        pending.is_overlapped, pending.finite = is_overlapped, self._is_finite
+        pending.is_overlapped, pending.finite = is_overlapped, self.is_finite
         if before is not None and not self._merge_policy.keeps_progress:
             self._apply(before, pending.began_at, True, pending)
             return
@@ -254,7 +257,7 @@ class FragmentSync:
             with labelled("loco/propose"):
                 for chunk in bucket.chunks:
                     self._propose(chunk, chunk.message, info, pending.valid)
-        keeps_progress = self._merge_policy.keeps_progress and self._is_finite
+        keeps_progress = self._merge_policy.keeps_progress and self.is_finite
         if self._is_overlapped(pending.index) and self.pending is None and not keeps_progress:
             for chunk in bucket.chunks:
                 chunk.restart(info)
@@ -263,12 +266,12 @@ class FragmentSync:
     def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
         """Make the message of a chunk; a worker without valid progress sends the round's start."""
         is_weighted = self._exchange.is_weighted
-        if valid or (self._is_finite and not is_weighted):
+        if valid or (self.is_finite and not is_weighted):
             self._propose_local(chunk, into, info)
             return
-        if chunk.sent_params is not None and self._is_finite:
+        if chunk.sent_params is not None and self.is_finite:
             chunk.pack_exact(chunk.sent_params)
-        if is_weighted and chunk.is_partial and not self._is_finite:
+        if is_weighted and chunk.is_partial and not self.is_finite:
             raise RuntimeError(
                 "The parameters hold NaN or infinity. This worker receives only a part of the "
                 f"others' parameters with {type(self._algorithm).__name__}, so it cannot recover. "

@@ -132,7 +132,7 @@ def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
         data = tensor.detach().contiguous().reshape(-1)
         if group.data is not None:
             raw = data.view(torch.uint8)
-            work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
+            work = dist.broadcast(raw, group.ranks[0], group=group.data, async_op=True)
             PendingWork(group, "the start from worker 0's parameters", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))

@@ -240,7 +240,7 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
     source = max(range(group.num_workers), key=lambda worker: everyone[worker][0])
     for tensor in tensors:
         sent = tensor.detach().to(trainer.strategy.root_device).contiguous()
-        dist.broadcast(sent, source, group.data)
+        dist.broadcast(sent, group.ranks[source], group.data)
         tensor.detach().copy_(sent)
 
 

@@ -138,7 +138,8 @@ class SendingScalars(Algorithm):
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         assert len({rounds for _, rounds in info.scalars}) == 1
-        state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(info.scalars))
+        numbers = enumerate(info.scalars)
+        state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in numbers)
         state["rounds"] += 1
         outer: Tensor = state["outer"]
         return outer.lerp_(received, 1.0 / (1.0 + state["received"]))

@@ -228,7 +228,7 @@ def test_finish_averages_the_progress_since_the_last_round_in_both_halves(
                 assert_close(found[schedule], expected)
 
 
-def test_a_simulation_refuses_a_schedule_by_the_clock() -> None:
+def test_a_simulation_without_speeds_refuses_a_schedule_by_the_clock() -> None:
     settings = RoundSettings(ModelAverage(), EveryInterval())
-    with pytest.raises(ValueError, match="counts steps and has no clock for a round after"):
+    with pytest.raises(ValueError, match="a round after every .* needs to know how long local"):
         Simulation.from_settings([zeros()], settings)

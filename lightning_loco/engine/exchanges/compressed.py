@@ -205,8 +205,10 @@ class CompressedAllReduce(SeparateStatuses):
         if staged:
             wires = {peer: tensor.cpu() for peer, tensor in wires.items()}
         inputs = {p: t.cpu() if staged else t for p, t in inbox.items() if t.numel()}
-        operations = [dist.P2POp(dist.irecv, inputs[peer], peer, group.data) for peer in inputs] + [
-            dist.P2POp(dist.isend, wires[peer], peer, group.data) for peer in wires
+        ranks, data = group.ranks, group.data
+        operations = [
+            *(dist.P2POp(dist.irecv, inputs[peer], ranks[peer], data) for peer in inputs),
+            *(dist.P2POp(dist.isend, wires[peer], ranks[peer], data) for peer in wires),
         ]
         if not operations:
             return

@@ -61,8 +61,9 @@ class NeighborExchange(SeparateStatuses):
             memory.append(self._take(encoded))
             wire = memory[-1][: encoded.numel()].copy_(encoded)
         operations = [
-            dist.P2POp(dist.irecv, received[peer], peer, group.data) for peer in received
-        ] + [dist.P2POp(dist.isend, wire, peer, group.data) for peer in receivers]
+            dist.P2POp(dist.irecv, received[peer], group.ranks[peer], group.data)
+            for peer in received
+        ] + [dist.P2POp(dist.isend, wire, group.ranks[peer], group.data) for peer in receivers]
         works: list[dist.Work] = []
         if operations:
             with ExplainErrors(group, label):
