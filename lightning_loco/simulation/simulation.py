@@ -132,6 +132,11 @@ class Simulation:
         return min(engine.worker.round_index for engine in self.engines)
 
     @property
+    def steps(self) -> list[int]:
+        """The local steps of each worker so far."""
+        return [engine.worker.steps for engine in self.engines]
+
+    @property
     def states(self) -> list[State]:
         """The algorithm's state of each worker, of the first fragment."""
         return [engine.fragments[0].state for engine in self.engines]
