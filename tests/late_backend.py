@@ -79,17 +79,27 @@ class LateGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> LateWork:
         return self._enqueue(
-            tensors[0], lambda copy: self._gloo.allreduce([copy], dist.AllreduceOptions())
+            tensors, lambda copy: self._gloo.allreduce([copy], dist.AllreduceOptions())
+        )
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None
+    ) -> LateWork:
+        rows, (own,) = outputs[0], inputs
+        return self._enqueue(
+            [*rows, own],
+            lambda *copies: self._gloo.allgather([list(copies[:-1])], [copies[-1]]),
+            len(rows),
         )
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> LateWork:
-        return self._enqueue(tensors[0], lambda copy: self._gloo.broadcast([copy], options))
+        return self._enqueue(tensors, lambda copy: self._gloo.broadcast([copy], options))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
-        return self._enqueue(tensors[0], lambda copy: self._gloo.send([copy], peer, tag), False)
+        return self._enqueue(tensors, lambda copy: self._gloo.send([copy], peer, tag), 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
-        return self._enqueue(tensors[0], lambda copy: self._gloo.recv([copy], peer, tag))
+        return self._enqueue(tensors, lambda copy: self._gloo.recv([copy], peer, tag))
 
     def shutdown(self) -> None:
         """Wait for all that is under way, for as long as it takes."""
@@ -114,23 +124,26 @@ class LateGroup(dist.ProcessGroup):
             work.done.wait()
 
     def _enqueue(
-        self, tensor: Tensor, begin: Callable[[Tensor], dist.Work], receives: bool = True
+        self, tensors: list[Tensor], begin: Callable[..., dist.Work], received: int = 1
     ) -> LateWork:
-        """Begin in a moment, in order; ``begin`` is given a copy, made at that time."""
+        """Begin in a moment, in order; ``begin`` is given copies, made at that time.
+
+        The first ``received`` tensors are written when all has arrived.
+        """
         work, due = LateWork(), time.monotonic() + DELAY_S
         self._works = [*(w for w in self._works if not w.is_completed()), work]
 
         def operation() -> None:
             time.sleep(max(0.0, due - time.monotonic()))
-            copy = tensor.detach().clone()
-            inner = begin(copy)
+            copies = [tensor.detach().clone() for tensor in tensors]
+            inner = begin(*copies)
 
             def finish_operation() -> None:
                 try:
                     inner.wait()
                 except RuntimeError:
-                    return  # there is no error: the work never ends
-                if receives:
+                    return  # nobody is told: the work never ends
+                for tensor, copy in zip(tensors[:received], copies, strict=False):
                     tensor.detach().copy_(copy)
                 work.done.set()
 

@@ -80,7 +80,6 @@ def test_one_worker_converges_on_a_quadratic(case: Case) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.*cannot tell which of 2 workers is wrong:UserWarning")
 @rows("laws")
 def test_it_converges_with_any_number_of_workers(case: Case, subtests: pytest.Subtests) -> None:
     for num_workers in (1, 2, 3, 4):
