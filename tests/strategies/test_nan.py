@@ -99,8 +99,9 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     def apply() -> None:
         """Apply the results, and add the progress since the messages were sent."""
         for worker, (message, received, sent_params) in enumerate(pending):
+            own = message if len(message) == len(start) else params[worker]
             result = algorithm.update(
-                message.clone(), received.clone(), states[worker], RoundInfo()
+                own.clone(), received.clone(), states[worker], RoundInfo()
             ).clone()
             progress = 0.0 if sent_params is None else params[worker] - sent_params
             params[worker] = result + progress
