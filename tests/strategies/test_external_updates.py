@@ -69,6 +69,7 @@ class RecordingModule(TinyModule):
 
 NAMES = [
     "local_sgd",
+    "sparta",
     "diloco",
     "async_diloco",
     "streaming_diloco",

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 METHODS = [
     "local_sgd",
+    "sparta",
     "diloco",
     "async_diloco",
     "streaming_diloco",

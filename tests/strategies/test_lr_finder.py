@@ -66,6 +66,7 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
     "method",
     [
         "local_sgd",
+        "sparta",
         "diloco",
         "async_diloco",
         "streaming_diloco",

@@ -189,6 +189,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 NUMBERS = (
     "local_sgd",
+    "sparta",
     "diloco",
     "diloco_schedule",
     "async_diloco_momentum",

@@ -102,6 +102,7 @@ def check_exact(pool: Pool, disks: Sequence[str], name: str) -> None:
         "diloco",
         "gasloc",
         pytest.param("local_sgd", marks=pytest.mark.soak),
+        pytest.param("sparta", marks=pytest.mark.soak),
         pytest.param("async_diloco_momentum", marks=pytest.mark.soak),
     ],
 )

@@ -72,7 +72,9 @@ def fit(rank: int, world: int, name: str, ways: list[str]) -> list[tuple[Tensor,
 WAYS = ["own", "unwrapped", "inner", "of the trainer", "wrapped"]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "async_diloco", "gasloc", "noloco"])
+@pytest.mark.parametrize(
+    "name", ["local_sgd", "sparta", "diloco", "async_diloco", "gasloc", "noloco"]
+)
 def test_steps_that_bypass_lightning_give_the_same_result(pool: Pool, name: str) -> None:
     for first, *others in pool.run(fit, name, ["through Lightning", *WAYS], world=2):
         assert first[1] >= 2

@@ -36,7 +36,8 @@ WORLD = 2
 LATEST_S = 0.03  # after the start of a step that is followed by twelve or more
 LET_IT_BE_HEARD_S = 1.5  # the watchdogs of the workers check for a stop once a second
 ALGORITHMS = (
-    "local_sgd", "async_diloco", "gasloc", "streaming_diloco", "delayed_nesterov", "noloco"
+    "local_sgd", "sparta", "async_diloco", "gasloc", "streaming_diloco", "delayed_nesterov",
+    "noloco",
 )  # fmt: skip
 VALIDATIONS: dict[str, dict[str, Any]] = {
     "every epoch": {"check_val_every_n_epoch": 1},

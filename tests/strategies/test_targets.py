@@ -21,6 +21,7 @@ from tests.small_model import TinyModule, flat, make_loader, make_model
 
 SOME = [
     "local_sgd",
+    "sparta",
     "diloco",
     "async_diloco",
     "streaming_diloco",
