@@ -32,8 +32,8 @@ class SPARTA(Algorithm):
     It is meant for a round after every local step (``sync_every=1``). Workers that rarely exchange
     all parameters drift apart, so it suits few workers (up to about 16).
 
-    A worker with NaN or infinity takes part with weight 0 and cannot recover, because it receives a
-    part of the parameters only: the run ends with an error.
+    A worker with NaN or infinity cannot recover, because it receives a part of the parameters only:
+    the run ends with an error.
 
     Args:
         fraction: Share p of the parameters that are averaged in a round, in (0, 1]; rounded such
