@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import math
 import threading
 import time
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.distributed.names import capitalized
-from lightning_loco.distributed.notes import MAX_BYTES, read
+from lightning_loco.distributed.notes import MAX_BYTES, read, write
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.distributed.worker_group import is_of_a_signal
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
@@ -86,7 +85,7 @@ class Message(NamedTuple):
 
     def to_frames(self) -> list[bytes]:
         """Return the message as a frame of fixed length, and a second one if it is longer."""
-        text = json.dumps([self.kind, self.content]).encode()
+        text = write([self.kind, self.content])
         size = len(text).to_bytes(8, "little")
         frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
         return [frame for frame in frames if frame]
