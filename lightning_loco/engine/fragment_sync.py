@@ -2,8 +2,8 @@
 
 A round starts with :meth:`FragmentSync.start`, which sends the status of this worker, and with the
 messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
-:meth:`FragmentSync.apply`. In a blocking round both happen
-before the next local step; in an overlapped one, local steps lie in between.
+:meth:`FragmentSync.apply`. In a blocking round both happen before the next local step; in an
+overlapped one, local steps lie in between.
 
 Everything has been received before ``apply`` changes anything. So a round that fails while it waits
 leaves the algorithm's state, and the parameters, as ``begin`` has left them; in a blocking round
