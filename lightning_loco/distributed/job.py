@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ _ENDED_KEY = "lightning_loco/rank 0 has ended"
 _MAX_TEXT = 400
 _LONGEST_PAUSE_S = 0.1
 _stores: dict[tuple[str, int, int], Store] = {}
+_store_ids: dict[Store, str] = {}
 _num_keys: Counter[tuple[Store, str]] = Counter()
 
 _stores_marked_at_exit: set[Store] = set()
@@ -140,23 +142,35 @@ class Job:
         self._job_name = job_name
         self._address = f"{address}:{port}"
         key = (address, port, len(names))
+        if not self._connect(key):
+            # Another process is rank 0 now, at the same port as in an earlier job.
+            del _stores[key]
+            self._connect(key)
+
+    def _connect(self, key: tuple[str, int, int]) -> bool:
+        """Connect to the store; return False if it is another one than that of earlier jobs."""
+        address, port, _ = key
         with self._store_errors_named():
             if key not in _stores:
                 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-                timeout = timedelta(seconds=timeout_s)
+                timeout = timedelta(seconds=self.timeout_s)
                 # With the true world size, rank 0 would wait here for all others, and its error
                 # would not say which of them are missing.
-                handler = torch_rendezvous("env://", rank, world_size=1, timeout=timeout)
-                _stores[key], _, _ = with_timeout(lambda: next(handler), timeout_s + 1)
+                handler = torch_rendezvous("env://", self.rank, world_size=1, timeout=timeout)
+                _stores[key], _, _ = with_timeout(lambda: next(handler), self.timeout_s + 1)
             self.raw_store = _stores[key]
-            self.store = TimeoutStore.from_clone(self.raw_store, timeout_s)
+            self.store = TimeoutStore.from_clone(self.raw_store, self.timeout_s)
         self._job_store = self.store.with_prefix("lightning_loco/job")
         try:
             with self._store_errors_named():
-                self._check_same_job()
+                store_id = self._check_same_job()
         except BaseException:
             self.close()
             raise
+        if _store_ids.setdefault(self.raw_store, store_id) == store_id:
+            return True
+        self.close()
+        return False
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
         """Initialize the default process group with some ranks; the others must not call it.
@@ -209,8 +223,11 @@ class Job:
         if backend == "nccl":
             atexit.register(_destroy_default_group)
 
-    def _check_same_job(self) -> None:
+    def _check_same_job(self) -> str:
         """Compare the job's name and number of ranks with those that rank 0 has published.
+
+        Returns:
+            The id that rank 0 has given to its store.
 
         Raises:
             WorkerFailure: If rank 0 does not publish them in time.
@@ -220,9 +237,10 @@ class Job:
         num_ranks = len(self.names)
         if self.rank == 0:
             self._job_store.delete_key(_REFUSED_KEY, self.timeout_s)  # of an earlier attempt
-            published = json.dumps([self._job_name, num_ranks])
+            store_id = _store_ids.setdefault(self.raw_store, uuid.uuid4().hex)
+            published = json.dumps([self._job_name, num_ranks, store_id])
             self._job_store.set(_JOB_KEY, published, self.timeout_s)
-            return
+            return store_id
         deadline = time.monotonic() + self.timeout_s
         while not self._job_store.check([_JOB_KEY], self.timeout_s):
             if time.monotonic() > deadline:
@@ -230,7 +248,7 @@ class Job:
             time.sleep(POLL_INTERVAL_S)
         value = self._job_store.get(_JOB_KEY, self.timeout_s)
         match notes.read(value, f"Rank 0 at {self._address}"):
-            case [str(job_name_0), int(num_ranks_0)]:
+            case [str(job_name_0), int(num_ranks_0), str(store_id)]:
                 pass
             case other:
                 raise RuntimeError(
@@ -254,6 +272,7 @@ class Job:
             # The store answers this call only once it has read the value.
             self._job_store.check([_REFUSED_KEY], self.timeout_s)
             raise ValueError(text)
+        return store_id
 
     def raise_if_refused(self) -> None:
         """Raise if a rank was refused, so that the ranks that wait for it end as well.

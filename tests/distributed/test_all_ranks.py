@@ -18,6 +18,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, freeze
 from tests.limits import HARNESS_S
+from tests.pool import Pool, PoolError
 from tests.programs import free_ports
 
 TIMEOUT_S = 3.0
@@ -66,6 +67,22 @@ def test_ranks_connect_and_agree_on_errors() -> None:
         "two many",
         "Worker 1: two many",
     ]
+
+
+def agree_or_end(rank: int, world: int, port: int, ends: bool) -> str:
+    with job_of_all(rank, port, 20.0) as job, closing(WorkerGroup.of_job(job)) as group:
+        group.connect()
+        if ends and rank == 0:
+            os._exit(1)
+        return "together"
+
+
+def test_a_job_at_the_port_of_an_earlier_one_whose_rank_0_has_ended(pool: Pool) -> None:
+    """The other ranks are the same processes, and know the earlier store."""
+    (port,) = free_ports()
+    with pytest.raises(PoolError, match="rank 0 of 3"):
+        pool.run(agree_or_end, port, True, world=3)
+    assert pool.run(agree_or_end, port, False, world=3) == ["together"] * 3
 
 
 def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tuple[str, float]:
