@@ -76,6 +76,7 @@ SHORT_DELAY = (
     *("algorithm.delay=1", "algorithm.mix=0.1"),
     *("algorithm.outer_lr=0.7", "algorithm.outer_momentum=0.8"),
 )
+EACH_STEP = ("algorithm.sync_every=1",)
 SPARSE = ("compression=sparse",)
 IN_MODEL = (
     "compression.error_feedback=model",
@@ -100,6 +101,8 @@ ROWS = {
     "gasloc_ring_int8": Row("gasloc", "ring", 0.5, "gasloc_ring", ("compression=int8",)),
     "gasloc_random_matching": Row("gasloc", "random_matching"),
     "local_sgd": Row("local_sgd", bound=10.0),
+    "sparta": Row("sparta", bound=13.0, also=EACH_STEP),
+    "sparta_5pct": Row("sparta", bound=11.0, also=(*EACH_STEP, "algorithm.fraction=0.05")),
     "async_model_average": Row("async_model_average", bound=10.0),
     "pairwise_gossip": Row("pairwise_gossip", bound=10.0),
     "muloco": Row("diloco", also=("model.optimizer=muon",)),
@@ -129,7 +132,9 @@ def command_line(name: str, seed: int, options: argparse.Namespace) -> str:
     known: set[str] = set()
     if algorithm in METHODS:
         known = set(inspect.signature(METHODS[algorithm]).parameters)
-    for setting in [f"sync_every={options.sync_every}", *options.set]:
+    own_period = any(word.startswith("algorithm.sync_every=") for word in also)
+    period = [] if own_period else [f"sync_every={options.sync_every}"]
+    for setting in [*period, *options.set]:
         key = setting.partition("=")[0]
         if "." not in key and key not in known:
             continue

@@ -262,6 +262,18 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
 
 
+@pytest.mark.soak
+@pytest.mark.process
+def test_a_hostile_worker_is_compared_with_three_honest_ones() -> None:
+    sizes = ("--quick", "--jobs", "1", "--attacks", "scaled", "--aggregates", "mean")
+    output = run("hostile_worker", *sizes, "trimmed_mean")
+    assert 2.0 < float(cells(output, "three honest workers")[2]) < 5.6
+    lines = [re.split(r"\s{2,}", line) for line in output.splitlines() if "scaled  " in line]
+    assert [line[1] for line in lines] == ["mean", "trimmed_mean"]
+    assert lines[0][5].startswith(">= 5.0 ")
+    judge(float(lines[1][4]), lines[1][5])
+
+
 SHARED = ("common", "curves", "equal_time", "local_phase")
 
 
