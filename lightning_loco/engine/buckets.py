@@ -62,7 +62,8 @@ class BucketChunk:
         self._algorithm = algorithm
         self._compression = compression
         self._is_rounded = params.is_rounded(message.dtype)
-        self._ends = list(itertools.accumulate(view.numel() for view in params.views))
+        ends = itertools.accumulate((view.numel() for view in params.views), initial=0)
+        self._bounds = tuple(itertools.pairwise(ends))
         kept = [message, self.scratch, sent_params, *self.state.values()]
         shape = (len(params),)
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == shape]
@@ -73,8 +74,7 @@ class BucketChunk:
 
     def info_of(self, info: RoundInfo) -> RoundInfo:
         """What the algorithm may know of a round, with the position of this chunk."""
-        bounds = tuple(itertools.pairwise([0, *self._ends]))
-        return dataclasses.replace(info, start=self.params.start, bounds=bounds)
+        return dataclasses.replace(info, start=self.params.start, bounds=self._bounds)
 
     def pack(self, into: Tensor) -> None:
         """Copy the local parameters into ``into``, of shape ``(len(self),)``."""

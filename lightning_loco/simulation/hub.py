@@ -122,8 +122,8 @@ class HubRound:
             raise RuntimeError("A simulated round ends before all workers have begun it.")
         if isinstance(hub.exchange, NeighborExchange):
             parts = {
-                sender: torch.split_with_sizes(message, self._lengths)
-                for sender, message in self.messages.items()
+                sender: torch.split_with_sizes(self.messages[sender], self._lengths)
+                for sender in hub.exchange.senders(worker, hub.num_workers, self.index)
             }
             received = []
             for bucket in range(len(self._lengths)):
