@@ -20,7 +20,6 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from lightning_loco.distributed import notes
-from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.rendezvous import (
     POLL_INTERVAL_S,
     Rendezvous,
@@ -35,7 +34,7 @@ from lightning_loco.distributed.store import (
     publish,
     with_timeout,
 )
-from lightning_loco.distributed.watchdog import WorkerFailure
+from lightning_loco.distributed.watchdog import WorkerFailure, capitalized, worker_names
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from torch.distributed import Store
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_host
 
 log = logging.getLogger(__name__)
@@ -443,3 +442,13 @@ class Watchdog(BackgroundThread):
         read_at = self._read_at
         seen = [(worker, *self._first_seen.get(worker, (0, math.inf))) for worker in self._watched]
         return [(worker, number, read_at - since) for worker, number, since in seen]
+
+
+def worker_names(num_workers: int) -> list[str]:
+    """Return ``["worker 0", "worker 1", ...]``."""
+    return [f"worker {number}" for number in range(num_workers)]
+
+
+def capitalized(name: str) -> str:
+    """Return a name as it starts a sentence; ``str.capitalize`` would change the other letters."""
+    return name[0].upper() + name[1:]

@@ -27,11 +27,10 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
-from lightning_loco.distributed.names import capitalized, worker_names
 from lightning_loco.distributed.rendezvous import Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
-from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
+from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized, worker_names
 from lightning_loco.fault_points import reach
 
 log = logging.getLogger(__name__)
