@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.devices import CPU, device_of
 from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
 from lightning_loco.distributed.statistics import Statistics
@@ -20,6 +21,7 @@ from lightning_loco.fault_points import reach
 from lightning_loco.links import Links
 from lightning_loco.parameters.consensus import AveragedCopies, average, consensus_distance
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
+from lightning_loco.parameters.ownership import Ownership, find_ownership
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.parameters.schema import (
     broadcast_model,
@@ -42,11 +44,24 @@ _NO_CONSENSUS = (
 class Settings(Protocol):
     """The settings of an engine."""
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is computed."""
+
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
 
-    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
-        """How to cut parameters of these sizes into chunks of about ``longest`` elements."""
+    @property
+    def granularity(self) -> int | None:
+        """Slices are cut at multiples of it; None if the vector must not be cut."""
+
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        """The slices of the vector of parameters of these sizes that have rounds of their own."""
+
+    def cuts(
+        self, numel: int, itemsize: int, longest: int, boundaries: tuple[int, ...] = ()
+    ) -> Cuts:
+        """How to cut so many elements into chunks of about ``longest``, at least at boundaries."""
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, to compare them between workers."""
@@ -112,7 +127,12 @@ class Worker:
             check_model(model)
             settings: S = make_settings().prepare(group.num_workers, seed)
             check_outer_device(group, settings.outer_device)
-            replica = make_replica(model, settings, optimized)
+            named = exchanged_parameters(model, optimized)
+            slices = settings.fragment_slices({n: p.numel() for n, p in named.items()})
+        ownership = find_ownership(named, slices, settings.granularity, group)
+        with group.errors_shared("the set-up"):
+            replica = make_replica(model, settings, named, ownership)
+        replica.connect(group)
         emulated = {"link": plain(settings.link), "outer_device": settings.outer_device}
         check_same_settings({**settings.describe(), **emulated}, group)
         check_same_schema(replica.layout, group)
@@ -242,8 +262,10 @@ class Worker:
             replica.layout.write(outer)
         else:
             average(replica.layout, group, statistics, valid, num_valid)
+        replica.share()
         average(buffers, group, statistics, valid, num_valid)
         average(others, group, statistics, valid, num_valid)
+        replica.share_untracked(group)
         self.averaged_copies.synchronize(statuses, group, statistics)
 
     @torch.no_grad()
@@ -289,22 +311,34 @@ class Worker:
         self.statistics.load_state_dict(saved["statistics"])
 
 
-def make_replica(
-    model: nn.Module, settings: Settings, optimized: Iterable[Tensor] | None = None
-) -> Replica:
-    """Make the copy of a model that prepared settings ask for; ValueError if it cannot be cut.
+def exchanged_parameters(
+    model: nn.Module, optimized: Iterable[Tensor] | None = None
+) -> Mapping[str, Tensor]:
+    """The parameters to exchange, by name.
 
-    Of the parameters that require gradients only the ``optimized`` ones are exchanged, by default
-    all.
+    Of those that require gradients only the ``optimized`` ones, by default all.
     """
     chosen = None if optimized is None else {id(p) for p in optimized}
     required = {n: p for n, p in model.named_parameters() if p.requires_grad}
     kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
-    trainable = kept or required
-    itemsize = max(4, *(p.element_size() for p in trainable.values()))
+    return kept or required
+
+
+def make_replica(
+    model: nn.Module, settings: Settings, named: Mapping[str, Tensor], ownership: Ownership
+) -> Replica:
+    """Make the copy of a model that prepared settings ask for; ValueError if it cannot be cut."""
+    required, slices = settings.algorithm.granularity or 1, ownership.fragment_slices()
+    if any(part.start % required for fragment in slices for part in fragment):
+        raise ValueError(
+            f"{type(settings.algorithm).__name__} is made of slices of {required} parameters, and "
+            "what a rank of this worker owns of the fragments does not begin at multiples of it. "
+            "Use fragments=None."
+        )
+    itemsize = max(4, *(p.element_size() for p in named.values()))
     outer = None if settings.outer_device is None else CPU
     longest = longest_chunk(outer or device_of(model))
-    cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
-    replica = Replica(model, cuts, trainable.values(), outer)
+    cuts = settings.cuts(ownership.most, itemsize, longest, ownership.boundaries)
+    replica = Replica(model, cuts, named.values(), outer, ownership)
     replica.layout.chunks()
     return replica

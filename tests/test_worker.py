@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_loco.algorithms import LocalSGD
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.parameters.flat import Cuts
@@ -38,7 +39,15 @@ class Plain:
         self.seed = seed
         return self
 
-    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
+    algorithm = LocalSGD()
+    granularity = 1
+
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        return [[range(sum(sizes.values()))]]
+
+    def cuts(
+        self, numel: int, itemsize: int, longest: int, boundaries: tuple[int, ...] = ()
+    ) -> Cuts:
         return Cuts()
 
     def describe(self) -> dict[str, Any]:

@@ -51,14 +51,15 @@ def backend_on(device: torch.device, backend: str | None = None) -> str:
     return by_device.get(device.type, "")
 
 
-def check_same_kind(kinds: Sequence[str]) -> None:
-    """Raise ValueError if the workers' types of devices, in order, differ.
+def check_same_kind(names: Sequence[str], kinds: Sequence[str]) -> None:
+    """Raise ValueError if the types of devices of ranks with these names differ.
 
     Their collectives would use different backends and never complete.
     """
-    for worker, kind in enumerate(kinds):
+    for name, kind in zip(names, kinds, strict=True):
         if kind != kinds[0]:
             raise ValueError(
-                f"Worker {worker} is on a device of kind {kind!r} and worker 0 on {kinds[0]!r}. "
+                f"{name[0].upper()}{name[1:]} is on a device of kind {kind!r} and {names[0]} on "
+                f"{kinds[0]!r}. "
                 "Start all workers on the same kind of device (Trainer(accelerator=...))."
             )

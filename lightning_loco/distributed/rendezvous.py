@@ -68,7 +68,7 @@ class Rendezvous:
             WorkerFailure: If a worker does not join in time.
         """
         try:
-            check_same_kind(self.all_gather(device.type))
+            check_same_kind(self._names, self.all_gather(device.type))
         except ValueError:
             self._wait_before_common_error()
             raise

@@ -64,6 +64,8 @@ class WorkerGroup:
         replica_size: Number of ranks of a worker.
         ranks: Global ranks of the column, by worker.
         inner: gloo group of the ranks of this worker; None for a worker of one rank.
+        inside: Process groups of ranks of this worker for tensors, by their places, with the
+            backend of ``data``; that of all of them among them.
         data: Process group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
         control: gloo group for the worker statuses and small values; None for a single worker, and
             with a job.
@@ -90,6 +92,7 @@ class WorkerGroup:
     replica_size: int = 1
     ranks: Sequence[int] = ()
     inner: dist.ProcessGroup | None = None
+    inside: dict[tuple[int, ...], dist.ProcessGroup] = dataclasses.field(default_factory=dict)
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
@@ -199,7 +202,7 @@ class WorkerGroup:
             store.with_prefix("watchdog"),
             self._rank,
             self.num_workers * self.replica_size,
-            self._rank_names,
+            self.rank_names,
             self.timeout_s,
             monitor=self.job is not None,
         )
@@ -210,7 +213,8 @@ class WorkerGroup:
         return self.worker * self.replica_size + self.place
 
     @property
-    def _rank_names(self) -> Sequence[str]:
+    def rank_names(self) -> Sequence[str]:
+        """Names of all ranks, for messages."""
         if self.replica_size == 1:
             return self.names
         return [
@@ -223,7 +227,7 @@ class WorkerGroup:
         rendezvous = Rendezvous(
             store.with_prefix("lightning_loco/rendezvous"),
             self._rank,
-            self._rank_names,
+            self.rank_names,
             self.timeout_s,
         )
         # PyTorch names groups by counting them. An error between two groups of an earlier attempt
@@ -232,7 +236,7 @@ class WorkerGroup:
         world.group_count = max(map(int, rendezvous.all_gather(str(world.group_count))))
         try:
             self.control = self._new_column_group("gloo")
-            self.inner = self._new_inner_group()
+            self.inner = self._new_inner_group("gloo")
         except RuntimeError as error:
             raise WorkerFailure(rendezvous.explain()) from error
         store = store.with_prefix(f"lightning_loco/{rendezvous.attempt}")
@@ -254,16 +258,18 @@ class WorkerGroup:
         if self.job is not None:
             self._connect_job(self.job)
             return
-        if self.control is None:
+        if self.control is None and self.inner is None:
             return
         # This call also reports errors of other workers since `start`; `new_group` would not.
-        check_same_kind(self.gather_objects(device.type, _SETUP_LABEL))
+        check_same_kind(self.rank_names, self.gather_from_ranks(device.type, _SETUP_LABEL))
         if backend is None and device.type == "cpu":
             backend = "gloo"
         self.wait_blocks_host = backend_on(device, backend) == "gloo"
         started = self.clock.now()
         try:
             self.data = self._new_column_group(backend)
+            if (inner := self._new_inner_group(backend)) is not None:
+                self.inside[tuple(range(self.replica_size))] = inner
         except RuntimeError as error:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
 
@@ -289,20 +295,47 @@ class WorkerGroup:
         num_ranks, step = self.num_workers * self.replica_size, self.replica_size
         return self._new_groups([range(place, num_ranks, step) for place in range(step)], backend)
 
-    def _new_inner_group(self) -> dist.ProcessGroup | None:
+    def _new_inner_group(self, backend: str | None) -> dist.ProcessGroup | None:
         """Make the groups of all workers, and return that of this one; None for one rank."""
         size = self.replica_size
         if size == 1:
             return None
         starts = range(0, self.num_workers * size, size)
-        return self._new_groups([range(start, start + size) for start in starts], "gloo")
+        return self._new_groups([range(start, start + size) for start in starts], backend)
 
-    def _new_groups(self, groups: Sequence[range], backend: str | None) -> dist.ProcessGroup:
-        """Make groups that hold each rank once, and return the one that holds this rank."""
+    def connect_inside(self, places: Sequence[tuple[int, ...]], label: str) -> None:
+        """Make groups of some of the ranks of each worker, for tensors: entries of ``inside``.
+
+        All ranks must call it.
+
+        Args:
+            places: Of the ranks of each group, this rank among them.
+            label: What for, in words, for errors.
+
+        Raises:
+            RuntimeError: If a rank is missing or has failed; the message names it.
+        """
+        wanted = self.gather_inside([list(each) for each in places], label)
+        starts = range(0, self.num_workers * self.replica_size, self.replica_size)
+        started, everyone = self.clock.now(), tuple(range(self.replica_size))
+        for each in sorted({tuple(each) for of_place in wanted for each in of_place}):
+            if each not in self.inside:
+                ranks = [[start + place for place in each] for start in starts]
+                try:
+                    made = self._new_groups(ranks, dist.get_backend(self.inside[everyone]))
+                except RuntimeError as error:
+                    raise self.explain_error(error, label, started) from error
+                if made is not None:
+                    self.inside[each] = made
+
+    def _new_groups(
+        self, groups: Sequence[Sequence[int]], backend: str | None
+    ) -> dist.ProcessGroup | None:
+        """Make groups of ranks, none in two of them, and return the one of this rank, if any."""
         margin_s = 0.0 if self.wait_blocks_host else _BACKEND_TIMEOUT_MARGIN_S
         timeout, own = timedelta(seconds=self.timeout_s + margin_s), None
 
-        def connect(ranks: range) -> dist.ProcessGroup:
+        def connect(ranks: Sequence[int]) -> dist.ProcessGroup:
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             return made
 
@@ -313,7 +346,6 @@ class WorkerGroup:
                 made = connect(ranks)
             if self._rank in ranks:
                 own = made
-        assert own is not None
         return own
 
     def own_store(self, name: str) -> TimeoutStore:
@@ -403,6 +435,23 @@ class WorkerGroup:
         pairs = zip(messages, self.names, strict=True)
         return [notes.read(message, capitalized(name)) for message, name in pairs]
 
+    def gather_inside(self, value: Any, label: str = "an agreement") -> list[Any]:
+        """Collect a small value, as :meth:`gather_objects`, from every rank of this worker."""
+        if self.inner is None:
+            return [value]
+        places = [f"Place {place}" for place in range(self.replica_size)]
+        started = self.clock.now()
+        try:
+            messages = notes.all_gather(notes.write(value), self.inner, places)
+        except RuntimeError as error:
+            raise self.explain_error(error, label, started) from error
+        return [notes.read(*pair) for pair in zip(messages, places, strict=True)]
+
+    def gather_from_ranks(self, value: Any, label: str = "an agreement") -> list[Any]:
+        """Collect a small value, as :meth:`gather_objects`, from every rank of all workers."""
+        workers = self.gather_objects(self.gather_inside(value, label), label)
+        return [value for places in workers for value in places]
+
     def gather_states(self, state: Any, label: str) -> list[Any]:
         """Collect plain values and tensors from every worker, in order."""
         if self.control is None and self.job is None:
@@ -459,11 +508,7 @@ class WorkerGroup:
             raise error
         own = notes.write_error(error)
         try:
-            if self.inner is not None:
-                places = [f"Place {place}" for place in range(self.replica_size)]
-                found = notes.all_gather(notes.write(own), self.inner, places)
-                pairs = zip(found, places, strict=True)
-                own = next((e for e in (notes.read(f, p) for f, p in pairs) if e), None)
+            own = next((found for found in self.gather_inside(own, label) if found), None)
             values = self.gather_objects(own, label)
         except RuntimeError as missing:
             raise (error or missing) from missing
@@ -525,9 +570,10 @@ class WorkerGroup:
         is_known = self.job is None and dist.is_initialized()
         groups = [
             group
-            for group in (self.data, self.control, self.inner)
+            for group in (self.data, self.control, self.inner, *self.inside.values())
             if group is not None and is_known
         ]
+        self.inside.clear()
         self.data = self.control = self.inner = self.store_barrier = self.store = None
         if self.failed:
             abort_groups(groups)

@@ -244,16 +244,20 @@ class Engine:
         if self._schedule.is_overlapped(index):
             if fragment.pending is not None:
                 yield fragment.has_received
-            fragment.begin(pending)
+            has_changed = fragment.begin(pending)
         elif not fragment.memory.holds_all:
+            has_changed = True
             fragment.make_in_turn(pending)
         else:
+            has_changed = True
             fragment.begin(pending, is_overlapped=False)
             yield fragment.has_received
             if self.connection is not None:
                 self.connection.catch_up()
                 fragment = self.fragments[self._turn]
             fragment.apply(steps)
+        if has_changed:
+            worker.replica.share(self._turn)
         is_over = fragment.pending is None
         if had_pending or is_over:
             self.statistics.outer_grad_norm = self._gradient_norm(fragment)
@@ -282,16 +286,17 @@ class Engine:
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
         self._has_progress = worker.was_finite and has_moved
         if not worker.was_finite:
-            for other in self.fragments:
+            for index, other in enumerate(self.fragments):
                 if other is not fragment:
                     own_part = other.holds_finite_params()
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
+                        worker.replica.share(index)
         return own._replace(
             weight=self._has_progress,
             finite=worker.was_finite,
             loss=sum(losses) / len(losses),
-            squared_distance=sum(squares),
+            squared_distance=sum_of_known(squares),
         )
 
     def _status(self, sync_point: float) -> WorkerStatus:
@@ -304,10 +309,12 @@ class Engine:
 
     def _gradient_norm(self, fragment: FragmentSync) -> float | None:
         """The norm of the last outer gradient, over all ranks of this worker."""
-        norm = fragment.gradient_norm
-        if norm is None:
-            return None
-        return math.hypot(*(own for (own,) in self.worker.group.agree([norm])))
+        norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
+        squares = [own**2 for (own,) in self.worker.group.agree([norm])]
+        if len(squares) == 1:
+            return fragment.gradient_norm
+        total = sum_of_known(squares)
+        return None if math.isnan(total) else math.sqrt(total)
 
     def _measure_consensus(self, pending: PendingRound) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
@@ -330,6 +337,7 @@ class Engine:
             return
         yield fragment.has_received
         fragment.apply(self.worker.steps)
+        self.worker.replica.share(index)
         fragment.applied_at = self._clock.now()
         statistics.outer_grad_norm = self._gradient_norm(fragment)
         if not self.worker.was_finite:
@@ -586,6 +594,12 @@ class Engine:
             handle.release()
 
 
+def sum_of_known(numbers: Iterable[float]) -> float:
+    """The sum of the numbers that are not NaN; NaN if all are."""
+    known = [number for number in numbers if not math.isnan(number)]
+    return sum(known) if known else math.nan
+
+
 def run_through(parts: Iterator[object]) -> None:
     """Do all parts, one right after the other: each waits itself for what it needs."""
     for _ in parts:
@@ -634,7 +648,7 @@ def make_fragments(
     residual, state = settings.init_residual(start), algorithm.init(start)
     status_width = WorkerStatus.width(len(algorithm.scalars(state)))
     fragments: list[FragmentSync] = []
-    for slices in settings.schedule.fragment_slices(layout.sizes):
+    for slices in worker.replica.fragments:
         memory = FragmentMemory(
             layout,
             slices,

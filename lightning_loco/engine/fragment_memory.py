@@ -65,7 +65,7 @@ class FragmentMemory:
         self.state = {**state, **copy.deepcopy(uncut)}
         self.residual = residual
         groups = self._groups()
-        lengths = [sum(map(self._message_length, group)) for group in groups] or [0]
+        lengths = [sum(map(self._message_length, group)) for group in groups]
         self.holds_all = settings.is_overlapped or len(groups) <= PENDING_BUCKETS
         if not self.holds_all:
             lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
@@ -87,7 +87,8 @@ class FragmentMemory:
     def _groups(self) -> list[list[Chunk]]:
         chunks = self.layout.chunks()
         own = [c for c in chunks if any(c.start in part for part in self._slices)]
-        return group_chunks(own, self._message_length, self._bucket_elements)
+        # A rank that owns nothing of the fragment still sends its status, in an empty bucket.
+        return group_chunks(own, self._message_length, self._bucket_elements) or [[]]
 
     def _message_length(self, chunk: Chunk) -> int:
         return self._algorithm.message_length(len(chunk))

@@ -231,8 +231,10 @@ class FragmentSync:
             self._apply_bucket(pending, *waiting.popleft())
         self._finish()
 
-    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> None:
+    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> bool:
         """Send the other buckets, and apply the round before, if one is pending.
+
+        Returns whether that has changed parameters.
 
         With a merge policy that keeps progress, the round before is applied first. Otherwise the
         new message must hold the local steps made since that round began, so the message of each
@@ -242,14 +244,22 @@ class FragmentSync:
         pending.is_overlapped, pending.finite = is_overlapped, self.is_finite
         if before is not None and not self._merge_policy.keeps_progress:
             self._apply(before, pending.began_at, True, pending)
-            return
+            return True
         if before is not None:
             self._apply(before, pending.began_at, pending.finite)
         for bucket in self.memory.buckets[len(pending.handles) :]:
             pending.handles.append(self._propose_and_send(bucket, pending))
         if self.memory.has_uncut_state:
             self.memory.take_back_state()
+        restarts = self._restarts(pending)
         self.pending = pending
+        return restarts or before is not None
+
+    def _restarts(self, pending: PendingRound) -> bool:
+        """Whether local steps go on from other parameters once a message is sent."""
+        keeps_progress = self._merge_policy.keeps_progress and self.is_finite
+        is_first = self.pending is None and not keeps_progress
+        return is_first and self._is_overlapped(pending.index)
 
     def _propose_and_send(self, bucket: Bucket, pending: PendingRound) -> Handle:
         info = RoundInfo(pending.index)
@@ -257,8 +267,7 @@ class FragmentSync:
             with labelled("loco/propose"):
                 for chunk in bucket.chunks:
                     self._propose(chunk, chunk.message, info, pending.valid)
-        keeps_progress = self._merge_policy.keeps_progress and self.is_finite
-        if self._is_overlapped(pending.index) and self.pending is None and not keeps_progress:
+        if self._restarts(pending):
             for chunk in bucket.chunks:
                 chunk.restart(info)
         return self._send(bucket, pending.index)

@@ -231,12 +231,18 @@ class RoundSettings:
             copies *= self.schedule.num_fragments  # each has memory of its own
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PENDING_BUCKETS * copies * itemsize))
 
-    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
-        """Where to cut parameters of these sizes into chunks of equal length, if possible.
+    def cuts(
+        self,
+        numel: int,
+        itemsize: int,
+        longest: int = CHUNK_ELEMENTS,
+        boundaries: tuple[int, ...] = (),
+    ) -> Cuts:
+        """Where to cut a vector of parameters into chunks of equal length, if possible.
 
-        An element has ``itemsize`` bytes, and a chunk about ``longest`` elements.
+        An element has ``itemsize`` bytes, and a chunk about ``longest`` elements. Chunks end at the
+        ``boundaries`` of fragments.
         """
-        numel = sum(sizes.values())
         if self.granularity is None:
             return Cuts()
         bucket = self.bucket_elements(numel, itemsize)
@@ -244,10 +250,10 @@ class RoundSettings:
         if numel <= bucket:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
             chunk += -chunk % self.granularity  # or little would be left for one more
-        return Cuts(chunk, self.granularity, self._borders(sizes))
+        return Cuts(chunk, self.granularity, boundaries)
 
-    def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Where fragments begin; ValueError unless they cover each parameter once."""
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        """The slices of each fragment; ValueError unless they cover each parameter once."""
         fragments = self.schedule.fragment_slices(sizes)
         slices = sorted((p.start, p.stop) for fragment in fragments for p in fragment if p)
         starts, ends = [start for start, _ in slices], [end for _, end in slices]
@@ -260,4 +266,4 @@ class RoundSettings:
                 f"The fragments of {self.schedule} must begin at multiples of {granularity}, "
                 f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
             )
-        return tuple(starts[1:])
+        return fragments

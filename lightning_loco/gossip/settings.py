@@ -40,6 +40,7 @@ class PairwiseSettings:
     link: Links | None = None
 
     outer_device: ClassVar[None] = None
+    granularity: ClassVar[int] = 1
     """There are no outer parameters: local ones are averaged with a peer's on their own device."""
 
     def __post_init__(self) -> None:
@@ -103,7 +104,13 @@ class PairwiseSettings:
         assert isinstance(algorithm, PairwiseAverage)
         return dataclasses.replace(self, algorithm=algorithm)
 
-    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        """The whole vector: there are no rounds."""
+        return [[range(sum(sizes.values()))]]
+
+    def cuts(
+        self, numel: int, itemsize: int, longest: int, boundaries: tuple[int, ...] = ()
+    ) -> Cuts:
         """Cut the parameters into chunks of ``longest`` elements, since there are no rounds."""
         return Cuts(longest)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_loco.distributed.devices import CPU, has_streams
 
@@ -26,6 +27,11 @@ Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 def longest_chunk(device: torch.device) -> int:
     """Return the elements of a chunk; more on a GPU, where every operation is a kernel launch."""
     return CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_ON_A_GPU
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor on this rank: of a ``DTensor`` its shard."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 class Cuts(NamedTuple):
@@ -53,12 +59,14 @@ class FlatLayout:
         cuts: How to cut the vector into chunks. Default: a single chunk. Dense tensors are cut to
             fit; a tensor with gaps in memory stays whole, and its chunk may then be longer.
         device: Device of new vectors. Default: that of the tensors.
+        owned: Slices, cut by ``cuts``, that the vector consists of. Default: all of the tensors.
 
     Attributes:
         names: Names of the tensors.
         tensors: The tensors, in the order of the vector.
         device: Device of new vectors.
         numel: Length of the vector.
+        num_held: Number of elements of all tensors, also those that are not owned.
         dtype: float32, or float64 if any tensor is float64.
         before_write: Unless None, rounds call it before they read or write the tensors.
 
@@ -76,6 +84,7 @@ class FlatLayout:
         named_tensors: Iterable[tuple[str, Tensor]],
         cuts: Cuts = _UNCUT,
         device: torch.device | None = None,
+        owned: Sequence[range] | None = None,
     ) -> None:
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
@@ -87,14 +96,17 @@ class FlatLayout:
                 )
             self.names.append(name)
             self.tensors.append(tensor)
-        self.numel = sum(tensor.numel() for tensor in self.tensors)
+        self.num_held = sum(tensor.numel() for tensor in self.tensors)
+        self.numel = self.num_held if owned is None else sum(map(len, owned))
         has_float64 = any(tensor.dtype == torch.float64 for tensor in self.tensors)
         self.dtype = torch.float64 if has_float64 else torch.float32
         device_of_tensors = self.tensors[0].device if self.tensors else CPU
         self.device = device_of_tensors if device is None else device
         self._is_pinned = self.device.type == "cpu" and has_streams(device_of_tensors)
         self._cuts = cuts
+        self._owned = owned
         self._chunks: list[Chunk] = []
+        self._held_chunks: list[Chunk] = []
         self._addresses: list[int] = []
         self.before_write: Callable[[], None] | None = None
 
@@ -127,31 +139,51 @@ class FlatLayout:
             longest = self._cuts.chunk_elements or max(self.numel, 1)
             named = zip(self.names, self.tensors, strict=True)
             slices = cut_tensors(named, longest, self._cuts.granularity, self._cuts.boundaries)
-            self._chunks = [Chunk(start, views) for start, views in slices]
+            self._held_chunks = [Chunk(start, views) for start, views in slices]
+            self._chunks = self._held_chunks if self._owned is None else self._find_owned()
             self._addresses = addresses
         return self._chunks
+
+    def _find_owned(self) -> list[Chunk]:
+        assert self._owned is not None
+        found, start = [], 0
+        for chunk in self._held_chunks:
+            if any(chunk.start in part for part in self._owned):
+                found.append(Chunk(start, chunk.views))
+                start = found[-1].stop
+        return found
+
+    def held_chunks(self) -> list[Chunk]:
+        """Return the chunks of all tensors, also those that are not owned."""
+        self.chunks()
+        return self._held_chunks
 
     def empty(self, length: int) -> Tensor:
         """Allocate a vector ``(length,)``, pinned if the tensors' device then copies it faster."""
         return torch.empty(length, dtype=self.dtype, device=self.device, pin_memory=self._is_pinned)
 
     def new_flat(self) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)``, on :attr:`device`."""
-        return self._new_flat_on(self.device)
-
-    def new_flat_on_cpu(self) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)`` in the host's memory."""
-        return self._new_flat_on(CPU)
-
-    def _new_flat_on(self, device: torch.device) -> Tensor:
-        flat = torch.empty(self.numel, dtype=self.dtype, device=device)
+        """Copy the tensors into a new flat vector ``(numel,)``, on :attr:`device`."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         for chunk in self.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat
 
+    def new_flat_on_cpu(self) -> Tensor:
+        """Copy all tensors into a new flat vector ``(num_held,)`` in the host's memory."""
+        flat = torch.empty(self.num_held, dtype=self.dtype)
+        for chunk in self.held_chunks():
+            chunk.pack(flat[chunk.start : chunk.stop])
+        return flat
+
     def write(self, flat: Tensor) -> None:
-        """Copy a flat vector ``(numel,)``, on any device, into all tensors."""
+        """Copy a flat vector ``(numel,)``, on any device, into the tensors."""
         for chunk in self.chunks():
+            chunk.unpack(flat[chunk.start : chunk.stop])
+
+    def write_held(self, flat: Tensor) -> None:
+        """Copy a flat vector ``(num_held,)``, on any device, into all tensors."""
+        for chunk in self.held_chunks():
             chunk.unpack(flat[chunk.start : chunk.stop])
 
     def subsample(self, stride: int, offset: int) -> Tensor:
@@ -162,7 +194,7 @@ class FlatLayout:
             for view in chunk.views:
                 parts.append(view.reshape(-1)[(offset - position) % stride :: stride])
                 position += view.numel()
-        return torch.cat(parts).to(self.dtype)
+        return torch.cat(parts).to(self.dtype) if parts else self.empty(0)
 
 
 class Chunk:

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
-from lightning_loco.parameters.flat import Cuts, FlatLayout
+from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
+from lightning_loco.parameters.ownership import Ownership, ResultSharing
+from lightning_loco.parameters.schema import broadcast_inside
 from lightning_loco.parameters.untracked import RunningStatistics, UntrackedParameters
 
 
@@ -30,10 +33,12 @@ class Replica:
         cuts: How to cut the exchanged parameters into chunks.
         exchanged: Parameters of the module to exchange. Default: all that require gradients.
         device: Device of messages. Default: that of the parameters.
+        ownership: Which of their elements this rank exchanges. Default: all.
 
     Attributes:
         model: The module.
-        layout: The exchanged parameters.
+        layout: The exchanged parameters; its vector is what this rank owns of them.
+        fragments: By fragment, slices of that vector.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
         owners: The modules that hold the exchanged parameters.
@@ -53,6 +58,7 @@ class Replica:
         cuts: Cuts,
         exchanged: Iterable[Tensor] | None = None,
         device: torch.device | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         persistent = set(model.state_dict(keep_vars=True)) - {
             name for name, _ in pruning_masks(model)
@@ -61,19 +67,27 @@ class Replica:
         if exchanged is None:
             exchanged = [p for _, p in named if p.requires_grad]
         ids = {id(p) for p in exchanged}
-        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in ids), cuts, device)
+        parameters = {n: p for n, p in named if id(p) in ids}
+        owned = None if ownership is None else ownership.owned
+        self.layout = FlatLayout(
+            ((n, local_tensor(p)) for n, p in parameters.items()), cuts, device, owned
+        )
+        numel = self.layout.numel
+        self._ownership = ownership or Ownership([[range(numel)]], [], numel)
+        self.fragments = self._ownership.fragment_slices()
+        self._sharing: ResultSharing | None = None
         self._buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in ids]
-        self.untracked = UntrackedParameters(model, self.layout.tensors, cuts.chunk_elements)
+        self.untracked = UntrackedParameters(model, parameters.values(), cuts.chunk_elements)
         self.running_statistics = RunningStatistics(model)
         self.copy_on_write = CopyOnWrite(self.layout)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
-        self.owners = ParameterOwners(model, self.layout.names, self.layout.tensors)
+        self.owners = ParameterOwners(model, self.layout.names, list(parameters.values()))
         self._local: LocalValues | None = None
         self._find_buffers()
 
@@ -81,6 +95,35 @@ class Replica:
     def shows_consensus(self) -> bool:
         """Whether the module holds the consensus now, instead of the local parameters."""
         return self._local is not None
+
+    # --------------------------------------------- a worker of several ranks
+
+    def connect(self, group: WorkerGroup) -> None:
+        """Connect to the ranks of the same worker that hold the same values; all must call it."""
+        if group.inner is not None:
+            self._sharing = ResultSharing(self._ownership, self.layout, group)
+
+    def share(self, fragment: int | None = None) -> None:
+        """Take the elements that other ranks of this worker own from them; all must call it.
+
+        ``fragment`` is the only one whose elements have changed, or None.
+        """
+        if self._sharing is not None:
+            self._sharing.share(fragment)
+
+    def share_untracked(self, group: WorkerGroup) -> None:
+        """Take the buffers, and other values that are not exchanged, from the worker's first rank.
+
+        All ranks of the worker must call it, after :meth:`compare_untracked`.
+        """
+        if group.inner is None:
+            return
+        differing = group.gather_inside(self.untracked.differing.names, "sharing buffers")
+        names = set().union(*differing)
+        named = dict(self.model.named_parameters())
+        tensors = [*self.buffers.tensors, *(named[name] for name in sorted(names))]
+        whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        broadcast_inside(whole, group, "sharing buffers")
 
     # ---------------------------------------------------------------- buffers
 
@@ -135,7 +178,7 @@ class Replica:
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers; the module then holds them."""
         self._local = None
-        self.layout.write(params)
+        self.layout.write_held(params)
         self.buffers.write(buffers)
 
     def keep_local(self) -> None:
@@ -165,7 +208,7 @@ class Replica:
         if self._local is not None:
             local, self._local = self._local, None
             self.untracked.differing.write(local.untracked)
-            self.layout.write(local.params)
+            self.layout.write_held(local.params)
             self.restore_buffers(local.buffers)
 
     def sample(self, max_elements: int, round_index: int) -> Tensor:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_loco.distributed.watchdog import capitalized
 from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.fingerprint import crc32
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.parameters.flat import FlatLayout, local_tensor
 
 Gather = Callable[[Any, str], list[Any]]
+
+_START = "the start from worker 0's parameters"
 
 
 def check_model(model: nn.Module) -> None:
@@ -80,13 +84,13 @@ def check_outer_device(group: WorkerGroup, outer_device: Literal["cpu"] | None) 
 
 def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
     """Raise ValueError on all workers if settings differ; it names the first difference."""
-    gathered = group.gather_objects(settings, "the comparison of the settings")
-    for worker, other in enumerate(gathered):
+    gathered = group.gather_from_ranks(settings, "the comparison of the settings")
+    for name, other in zip(group.rank_names, gathered, strict=True):
         for key, value in gathered[0].items():
             if other.get(key) != value:
                 raise ValueError(
-                    f"Worker {worker} has {key}={other.get(key)!r} and worker 0 has "
-                    f"{key}={value!r}. Start all workers with the same settings."
+                    f"{capitalized(name)} has {key}={other.get(key)!r} and {group.rank_names[0]} "
+                    f"has {key}={value!r}. Start all workers with the same settings."
                 )
 
 
@@ -125,16 +129,32 @@ def schema_checksum(schema: object) -> int:
 def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
     """Copy the parameters and buffers of worker 0 to all workers; return their CRC-32 checksum."""
     checksum = 0
-    group.announce_wait("the start from worker 0's parameters")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.numel():
-            continue
-        data = tensor.detach().contiguous().reshape(-1)
-        if group.data is not None:
-            raw = data.view(torch.uint8)
-            work = dist.broadcast(raw, group.ranks[0], group=group.data, async_op=True)
-            PendingWork(group, "the start from worker 0's parameters", [work]).wait()
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(data.view(tensor.shape))
-        checksum = crc32(data, checksum)
+    tensors = [*model.parameters(), *model.buffers()]
+    broadcast_inside([t for t in tensors if not isinstance(t, DTensor)], group, _START)
+    group.announce_wait(_START)
+    for tensor in map(local_tensor, tensors):
+        if tensor.numel():
+            if group.data is not None:
+                _broadcast(tensor, group.ranks[0], group.data, group, _START)
+            checksum = crc32(tensor.detach().contiguous().reshape(-1), checksum)
     return checksum
+
+
+@torch.no_grad()
+def broadcast_inside(tensors: Iterable[Tensor], group: WorkerGroup, label: str) -> None:
+    """Copy tensors of the first rank of a worker to its other ranks; all of them must call it."""
+    members = group.inside.get(tuple(range(group.replica_size)))
+    if members is not None:
+        for tensor in tensors:
+            if tensor.numel():
+                _broadcast(tensor, dist.get_global_rank(members, 0), members, group, label)
+
+
+def _broadcast(
+    tensor: Tensor, source: int, members: dist.ProcessGroup, group: WorkerGroup, label: str
+) -> None:
+    data = tensor.detach().contiguous().reshape(-1)
+    work = dist.broadcast(data.view(torch.uint8), source, group=members, async_op=True)
+    PendingWork(group, label, [work]).wait()
+    if data.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(data.view(tensor.shape))

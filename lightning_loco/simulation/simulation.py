@@ -17,10 +17,11 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.parameters.ownership import find_ownership
 from lightning_loco.parameters.schema import check_model, first_difference
 from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub, VirtualClock
-from lightning_loco.worker import Worker, make_replica
+from lightning_loco.worker import Worker, exchanged_parameters, make_replica
 
 Part = HasArrived | None
 """Whether what a worker waits for has arrived; None if it only lets others go first."""
@@ -281,7 +282,10 @@ def _make_workers(
     workers: list[Worker] = []
     for number, (model, clock) in enumerate(zip(models, clocks, strict=True)):
         check_model(model)
-        replica = make_replica(model, settings)
+        named, group = exchanged_parameters(model), WorkerGroup(number, len(models), clock=clock)
+        slices = settings.fragment_slices({name: p.numel() for name, p in named.items()})
+        ownership = find_ownership(named, slices, settings.granularity, group)
+        replica = make_replica(model, settings, named, ownership)
         schema = replica.layout.schema()
         if workers and schema != (first := workers[0].replica.layout.schema()):
             raise ValueError(
@@ -289,7 +293,7 @@ def _make_workers(
                 f"{first_difference(schema, first)}. Build the same model for every worker."
             )
         model.load_state_dict(models[0].state_dict())
-        workers.append(Worker(WorkerGroup(number, len(models), clock=clock), replica, checksum=0))
+        workers.append(Worker(group, replica, checksum=0))
     return workers
 
 

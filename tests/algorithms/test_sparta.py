@@ -218,8 +218,9 @@ def test_parameters_that_are_not_drawn_are_unchanged_bit_for_bit(
 def test_fragments_are_refused_unless_they_begin_where_stretches_do() -> None:
     even = Staggered(4, 2, delay=0, pattern="even")
     with pytest.raises(ValueError, match="must begin at multiples of 4, which SPARTA is made of"):
-        RoundSettings(QUARTER, even).prepare(2).cuts({"p": 58}, 4)
-    assert RoundSettings(QUARTER, even).prepare(2).cuts({"p": 64}, 4).boundaries == (32,)
+        RoundSettings(QUARTER, even).prepare(2).fragment_slices({"p": 58})
+    slices = RoundSettings(QUARTER, even).prepare(2).fragment_slices({"p": 64})
+    assert slices == [[range(32)], [range(32, 64)]]
     with pytest.raises(ValueError, match="overlap=True needs an algorithm"):
         RoundSettings(QUARTER, Staggered(4, 2, delay=1))
 

@@ -50,9 +50,10 @@ def test_chunks_are_longer_on_a_gpu() -> None:
 
 
 def test_different_kinds_of_devices_are_an_error() -> None:
-    check_same_kind(["cuda", "cuda"])
+    names = ["worker 0", "worker 1", "worker 2"]
+    check_same_kind(names[:2], ["cuda", "cuda"])
     with pytest.raises(ValueError, match="Worker 2 is on a device of kind 'cpu' and worker 0 on"):
-        check_same_kind(["cuda", "cuda", "cpu"])
+        check_same_kind(names, ["cuda", "cuda", "cpu"])
 
 
 def make_group(rank: int, world: int) -> None:

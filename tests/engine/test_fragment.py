@@ -140,7 +140,7 @@ def memory_of(
 ) -> FragmentMemory:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(DiLoCo(0.7, 0.0), schedule, bucket_bytes=bucket_bytes).prepare(1)
-    layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
+    layout = FlatLayout([("p", randn(numel))], settings.cuts(numel, 8))
     state = {"outer": layout.new_flat()}
     elements = settings.bucket_elements(numel, 8)
     return FragmentMemory(layout, [range(numel)], settings, state, {}, elements, statuses)

@@ -187,7 +187,7 @@ def fragment_of(
 ) -> tuple[FragmentSync, FlatLayout]:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(algorithm, schedule, bucket_bytes=bucket_bytes).prepare(1)
-    layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
+    layout = FlatLayout([("p", randn(numel))], settings.cuts(numel, 8))
     state = settings.algorithm.init(layout.new_flat())
     elements = settings.bucket_elements(numel, 8)
     memory = FragmentMemory(layout, [range(numel)], settings, state, {}, elements)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.settings import CHUNK_ELEMENTS, PENDING_BUCKETS
 from lightning_loco.parameters.flat import cut_tensors
+from lightning_loco.parameters.ownership import find_ownership
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
@@ -169,7 +171,7 @@ class Gappy(Halves):
 )
 def test_lanes_that_do_not_fit_are_refused(schedule: Halves, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        RoundSettings(SignBlocks(), schedule).prepare(2).cuts({"first": 7, "last": 6}, 4)
+        RoundSettings(SignBlocks(), schedule).prepare(2).fragment_slices({"first": 7, "last": 6})
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -188,20 +190,28 @@ def test_all_buckets_that_are_being_sent_fit_bucket_bytes() -> None:
 
 
 def test_chunks_are_for_the_cache_and_end_where_fragments_do() -> None:
+    numel = 3 * CHUNK_ELEMENTS + 1001
     sizes = {"first": 3 * CHUNK_ELEMENTS, "last": 1001}
-    cuts = RoundSettings(SignBlocks(), Halves(2)).prepare(2).cuts(sizes, 4)
+    settings = RoundSettings(SignBlocks(), Halves(2)).prepare(2)
+    ownership = find_ownership(
+        {name: torch.empty(size, device="meta") for name, size in sizes.items()},
+        settings.fragment_slices(sizes),
+        settings.granularity,
+        WorkerGroup(0, 2),
+    )
+    cuts = settings.cuts(numel, 4, boundaries=ownership.boundaries)
     assert cuts.granularity == 4
-    assert cuts.boundaries == (sum(sizes.values()) // 2 // 4 * 4,)
+    assert cuts.boundaries == (numel // 2 // 4 * 4, numel)
     assert cuts.chunk_elements is not None
     assert abs(cuts.chunk_elements - CHUNK_ELEMENTS) < 1000
-    assert RoundSettings(Counting(whole=True)).prepare(2).cuts(sizes, 4).chunk_elements is None
+    assert RoundSettings(Counting(whole=True)).prepare(2).cuts(numel, 4).chunk_elements is None
 
 
 @pytest.mark.parametrize("numel", [CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 1])
 def test_no_small_chunk_is_left_over(numel: int) -> None:
     tensors = {"p": torch.empty(numel, device="meta")}
     for settings in (RoundSettings(SignBlocks()), RoundSettings(DiLoCo(), compression="int8")):
-        cuts = settings.prepare(2).cuts({"p": numel}, 4)
+        cuts = settings.prepare(2).cuts(numel, 4)
         lengths = [sum(map(len, views)) for _, views in cut_tensors(tensors.items(), *cuts)]
         assert len(lengths) == round(numel / CHUNK_ELEMENTS)
         assert all(length % cuts.granularity == 0 for length in lengths[:-1])

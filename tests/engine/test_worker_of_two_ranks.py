@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parameters_to_vector
 
 from lightning_loco import Algorithm, DiLoCo, GASLoC, LocalSGD, NoLoCo, Simulation
-from lightning_loco.algorithms import ModelAverage
+from lightning_loco.algorithms import Mix, ModelAverage
 from lightning_loco.compression import Int8
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.schedules import EveryInterval, EverySteps
+from lightning_loco.parameters.flat import local_tensor
+from lightning_loco.schedules import EveryInterval, EverySteps, Staggered
 from tests.algorithms.toys import randn
 from tests.pool import Pool
 
 NUM_WORKERS = REPLICA_SIZE = 2
-NUMEL, CUT = 40, 16  # the first place holds 16 elements, the second one 24
+SHAPE, NUMEL, CUT = (5, 8), 40, 24  # the first place holds 3 rows, the second one 2
 SHARDS = slice(0, CUT), slice(CUT, NUMEL)
 SYNC_EVERY, ROUNDS = 3, 8
 TARGETS = randn(NUM_WORKERS, NUMEL)
 
 
-class Shard(nn.Module):
-    """Some of the elements of a vector."""
+class Vector(nn.Module):
+    """One matrix; a shard of it, if it is made over the ranks of a worker."""
 
-    def __init__(self, elements: slice) -> None:
+    def __init__(self, group: WorkerGroup | None = None) -> None:
         super().__init__()
-        self.value = nn.Parameter(randn(NUMEL, seed=9)[elements].clone())
+        value = randn(NUMEL, seed=9).view(SHAPE)
+        self.value = nn.Parameter(value if group is None else sharded(value, Shard(0), group))
+
+    @property
+    def held(self) -> Tensor:
+        """The elements that this rank holds."""
+        return local_tensor(self.value).detach().view(-1)
 
 
-def approach(model: Shard, worker: int, elements: slice, step: int) -> None:
+def sharded(whole: Tensor, placement: Placement, group: WorkerGroup) -> DTensor:
+    """A shard of a tensor for this rank of a worker."""
+    mesh = DeviceMesh.from_group(group.inner, "cpu")
+    return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+
+
+def approach(model: Vector, worker: int, elements: slice, step: int) -> None:
     """An elementwise local step, whose size changes from step to step."""
-    target = TARGETS[worker][elements]
-    model.value.data.add_(target - model.value.data, alpha=0.05 + 0.02 * (step % 4))
+    model.held.add_(TARGETS[worker][elements] - model.held, alpha=0.05 + 0.02 * (step % 4))
 
 
 def settings_of(algorithm: Algorithm, overlap: bool, compression: Any) -> RoundSettings:
@@ -48,14 +64,14 @@ def unsharded(
     algorithm: Algorithm, overlap: bool, compression: Any = None, nan_at: int | None = None
 ) -> Tensor:
     """The workers' parameters after the rounds, ``(N, P)``: each worker is one rank."""
-    models = [Shard(slice(0, NUMEL)) for _ in range(NUM_WORKERS)]
+    models = [Vector() for _ in range(NUM_WORKERS)]
     simulation = Simulation.from_settings(models, settings_of(algorithm, overlap, compression))
     steps = [0] * NUM_WORKERS
 
     def local_step(worker: int) -> None:
         approach(models[worker], worker, slice(0, NUMEL), steps[worker])
         if worker == 1 and steps[worker] == nan_at:
-            models[worker].value.data[NUMEL - 1] = math.nan
+            models[worker].held[-1] = math.nan
         steps[worker] += 1
 
     simulation.run(local_step, ROUNDS)
@@ -75,7 +91,7 @@ def train_shard(
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
     worker, place = divmod(rank, REPLICA_SIZE)
     assert (group.worker, group.place, group.num_workers) == (worker, place, NUM_WORKERS)
-    model = Shard(SHARDS[place])
+    model = Vector(group)
     settings = settings_of(algorithm, overlap, compression)
     engine = Engine.from_settings(model, settings, group)
     engine.measure_outer_gradient, engine.consensus_every = True, 1
@@ -83,20 +99,20 @@ def train_shard(
     for step in range(ROUNDS * SYNC_EVERY):
         approach(model, worker, SHARDS[place], step)
         if (rank, step) == (3, nan_at):
-            model.value.data[-1] = math.nan
+            model.held[-1] = math.nan
         engine.worker.last_loss = float(rank)
         engine.step()
     engine.drain()
     statistics = engine.statistics
     found = {
-        "params": model.value.detach().clone(),
+        "params": model.held.clone(),
         "topology": repr(engine.settings.topology),
         "norm": statistics.outer_grad_norm,
         "distance": statistics.consensus_distance,
         "losses": statistics.losses,
     }
     engine.finish()
-    found["consensus"] = model.value.detach().clone()
+    found["consensus"] = model.held.clone()
     engine.close()
     return found
 
@@ -135,7 +151,7 @@ def test_shards_give_what_whole_models_give(pool: Pool, name: str) -> None:
 def train_whole(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
     """The same with one rank per worker."""
     group = WorkerGroup.create(timeout_s=30)
-    model = Shard(slice(0, NUMEL))
+    model = Vector()
     engine = Engine.from_settings(model, settings_of(algorithm, False, None), group)
     engine.measure_outer_gradient, engine.consensus_every = True, 1
     engine.consensus_elements = NUMEL
@@ -175,7 +191,7 @@ def average_by_time(rank: int, world: int) -> dict[str, Any]:
     """Asynchronous averaging; which rounds begin and end when is the decision of place 0."""
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
     worker, place = divmod(rank, REPLICA_SIZE)
-    model = Shard(SHARDS[place])
+    model = Vector(group)
     engine = Engine.from_settings(model, RoundSettings(ModelAverage(), EveryInterval(0.0)), group)
     history = []
     while engine.worker.round_index < 4:
@@ -185,7 +201,7 @@ def average_by_time(rank: int, world: int) -> dict[str, Any]:
         history.append((engine.worker.round_index, engine.fragments[0].pending is None))
     engine.finish()
     engine.close()
-    return {"history": history, "params": model.value.detach().clone()}
+    return {"history": history, "params": model.held.clone()}
 
 
 def test_the_ranks_of_a_worker_begin_and_end_rounds_by_time_together(pool: Pool) -> None:
@@ -196,6 +212,201 @@ def test_the_ranks_of_a_worker_begin_and_end_rounds_by_time_together(pool: Pool)
         assert first["history"][-1][0] == 4
     params = joined(results, "params")
     assert torch.equal(params[0], params[1])
+
+
+# ------------------------------------------------------------- several kinds of parameters
+
+PARTS = {"blocks.0.a": (3, 4), "blocks.0.b": (5,), "blocks.1.a": (4, 6), "blocks.2.b": (1,)}
+
+
+class Blocks(nn.Module):
+    """Parameters that are whole, shards of rows or columns, or shards that both ranks hold."""
+
+    def __init__(self, kinds: dict[str, Placement] | None = None, group: Any = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Module() for _ in range(3)])
+        for number, (name, shape) in enumerate(PARTS.items()):
+            value = randn(math.prod(shape), seed=number).view(shape)
+            if kinds is not None and name in kinds:
+                value = sharded(value, kinds[name], group)
+            _, index, leaf = name.split(".")
+            self.blocks[int(index)].register_parameter(leaf, nn.Parameter(value))
+
+
+def target_of(worker: int, name: str) -> Tensor:
+    seed = 10 * worker + list(PARTS).index(name)
+    return randn(math.prod(PARTS[name]), seed=100 + seed).view(PARTS[name])
+
+
+def approach_all(model: Blocks, worker: int, step: int) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            target = target_of(worker, name)
+            if isinstance(p, DTensor):
+                target = distribute_tensor(target, p.device_mesh, p.placements, src_data_rank=None)
+            p.add_(target - p, alpha=0.05 + 0.02 * (step % 4))
+
+
+def train_blocks(
+    rank: int, world: int, kinds: dict[str, Placement], settings: RoundSettings
+) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    model = Blocks(kinds, group)
+    engine = Engine.from_settings(model, settings, group)
+    engine.measure_outer_gradient = True
+    for step in range(ROUNDS * SYNC_EVERY):
+        approach_all(model, group.worker, step)
+        engine.step()
+    engine.drain()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    found = {
+        "params": torch.cat([p.detach().reshape(-1) for p in whole]),
+        "owned": engine.worker.replica.layout.numel,
+        "norm": engine.statistics.outer_grad_norm,
+        "bytes": engine.statistics.bytes_sent,
+    }
+    engine.finish()
+    engine.close()
+    return found
+
+
+ROWS, COLUMNS, BOTH = Shard(0), Shard(1), Replicate()
+KINDS: dict[str, dict[str, Placement]] = {
+    "whole": {},
+    "rows": dict.fromkeys(PARTS, ROWS),
+    "columns": {"blocks.0.a": COLUMNS, "blocks.1.a": COLUMNS},
+    "one rank holds nothing of a fragment": {"blocks.0.a": ROWS, "blocks.2.b": ROWS},
+    "both hold a shard": {"blocks.0.a": ROWS, "blocks.0.b": BOTH, "blocks.1.a": BOTH},
+}
+BY_LAYER = Staggered(SYNC_EVERY, 3, delay=1, pattern="strided")
+EVENLY = Staggered(SYNC_EVERY, 3, delay=0, pattern="even")
+HIDDEN = Staggered(SYNC_EVERY, 3, delay=1, pattern="even")
+ROUNDS_OF = {
+    "local_sgd": RoundSettings(LocalSGD(), EverySteps(SYNC_EVERY)),
+    "diloco": RoundSettings(DiLoCo(0.7, 0.5), EVENLY),
+    "diloco overlapped": RoundSettings(DiLoCo(0.7, 0.3), EverySteps(SYNC_EVERY, overlap=True)),
+    "streaming": RoundSettings(DiLoCo(0.4, 0.5), BY_LAYER, merge_policy=Mix(0.5)),
+    "async": RoundSettings(DiLoCo(0.6, 0.5), HIDDEN, merge_policy=Mix(0.25)),
+    "gasloc": RoundSettings(GASLoC(), EverySteps(SYNC_EVERY, overlap=True)),
+    "noloco": RoundSettings(NoLoCo(), EverySteps(SYNC_EVERY)),
+    "trimmed": RoundSettings(DiLoCo(0.7, 0.5, aggregate="trimmed_mean"), EVENLY),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot tell which of 2 workers is wrong:UserWarning")
+@pytest.mark.parametrize("rounds", list(ROUNDS_OF))
+@pytest.mark.parametrize("kinds", list(KINDS))
+def test_every_kind_of_parameter_gives_what_one_rank_gives(
+    pool: Pool, kinds: str, rounds: str
+) -> None:
+    models, settings = [Blocks() for _ in range(NUM_WORKERS)], ROUNDS_OF[rounds]
+    simulation, steps = Simulation.from_settings(models, settings), [0] * NUM_WORKERS
+
+    def local_step(worker: int) -> None:
+        approach_all(models[worker], worker, steps[worker])
+        steps[worker] += 1
+
+    while steps[0] < ROUNDS * SYNC_EVERY:
+        simulation.run(local_step, 1)
+    assert steps == [ROUNDS * SYNC_EVERY] * NUM_WORKERS
+    simulation.drain()
+    results = pool.run(train_blocks, KINDS[kinds], settings, world=4)
+    for rank, found in enumerate(results):
+        expected = simulation.params()[rank // REPLICA_SIZE]
+        torch.testing.assert_close(found["params"], expected, rtol=0, atol=1e-11)
+    for first, second in (results[:2], results[2:]):
+        assert torch.equal(first["params"], second["params"])
+        assert first["owned"] + second["owned"] == sum(map(math.prod, PARTS.values()))
+
+
+COMPRESSED = {
+    "diloco int8": RoundSettings(DiLoCo(0.7, 0.5), EverySteps(SYNC_EVERY), compression=Int8(8)),
+    "diloco sparse": RoundSettings(DiLoCo(), EverySteps(SYNC_EVERY), compression="sparse"),
+    "gasloc int8": RoundSettings(GASLoC(), EVENLY, compression=Int8(8)),
+}
+
+
+@pytest.mark.parametrize("rounds", list(COMPRESSED))
+def test_messages_of_ranks_that_own_little_or_nothing_are_compressed(
+    pool: Pool, rounds: str
+) -> None:
+    for kinds in ("whole", "one rank holds nothing of a fragment"):
+        results = pool.run(train_blocks, KINDS[kinds], COMPRESSED[rounds], world=4)
+        for first, second in (results[:2], results[2:]):
+            assert torch.isfinite(first["params"]).all()
+            assert torch.equal(first["params"], second["params"])
+        if rounds != "gasloc int8":
+            assert torch.equal(results[0]["params"], results[2]["params"])
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(0.7, 0.5), GASLoC()], ids=str)
+def test_codes_of_blocks_do_not_depend_on_who_owns_them(pool: Pool, algorithm: Algorithm) -> None:
+    schedule = EverySteps(SYNC_EVERY)
+    settings = RoundSettings(algorithm, schedule, compression=Int8(8))
+    models = [Blocks() for _ in range(NUM_WORKERS)]
+    simulation, steps = Simulation.from_settings(models, settings), [0] * NUM_WORKERS
+
+    def local_step(worker: int) -> None:
+        approach_all(models[worker], worker, steps[worker])
+        steps[worker] += 1
+
+    simulation.run(local_step, ROUNDS)
+    results = pool.run(train_blocks, {}, settings, world=4)
+    for rank, found in enumerate(results):
+        expected = simulation.params()[rank // REPLICA_SIZE]
+        torch.testing.assert_close(found["params"], expected, rtol=0, atol=1e-11)
+
+
+def start_and_show(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(requires_grad=False)
+    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    engine = Engine.from_settings(model, RoundSettings(DiLoCo()), group)
+    at_start = parameters_to_vector([*model.parameters(), *model.buffers()]).clone()
+    with torch.no_grad():
+        model[1].running_mean.add_(rank)
+        model[0].bias.add_(rank)
+    own = parameters_to_vector([*model.parameters(), *model.buffers()]).clone()
+    engine.show_consensus()
+    shown = parameters_to_vector([*model.parameters(), *model.buffers()]).clone()
+    engine.worker.show_local()
+    assert torch.equal(own, parameters_to_vector([*model.parameters(), *model.buffers()]))
+    engine.close()
+    return at_start, shown, model[1].running_mean.clone()
+
+
+def test_ranks_start_equal_and_show_one_consensus_with_its_buffers(pool: Pool) -> None:
+    results = pool.run(start_and_show, world=4)
+    for at_start, shown, _ in results:
+        assert torch.equal(at_start, results[0][0])
+        assert torch.equal(shown, results[0][1])
+    assert not torch.equal(results[0][0], results[0][1])
+
+
+def differ(rank: int, world: int) -> str:
+    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    with pytest.raises(ValueError, match="outer_lr") as error:
+        Engine.from_settings(Vector(), RoundSettings(DiLoCo(0.5 if rank == 1 else 0.7)), group)
+    return str(error.value)
+
+
+def test_settings_that_differ_inside_a_worker_are_refused(pool: Pool) -> None:
+    (text,) = set(pool.run(differ, world=4))
+    assert text.startswith("Worker 0, place 1 (rank 1) has outer_lr=0.5 and worker 0, place 0")
+
+
+def need_all(rank: int, world: int) -> str:
+    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    momentum = DiLoCo(outer_optimizer=functools.partial(torch.optim.SGD, lr=0.7))
+    with pytest.raises(ValueError, match="needs the whole vector") as error:
+        Engine.from_settings(Vector(group), RoundSettings(momentum), group)
+    return str(error.value)
+
+
+def test_an_algorithm_of_the_whole_vector_refuses_shards(pool: Pool) -> None:
+    assert len(set(pool.run(need_all, world=4))) == 1
 
 
 def fail(rank: int, world: int, failing: int) -> str:

@@ -1,0 +1,293 @@
+"""Who owns which elements of a worker of several ranks: it exchanges them, and shares the result.
+
+Every element of a worker is owned by one of its ranks. The ranks that own the same elements of all
+workers exchange them with each other. Where other ranks of the worker hold the same element, they
+get the result from its owner.
+
+A ``DTensor`` is a shard, which its rank owns; of a plain tensor all ranks of the worker hold the
+same values, and each owns a part of about the same size. The same holds for a shard that several
+ranks hold, for example of a parameter that tensor parallelism leaves whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from lightning_loco.distributed.work import PendingWork
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.parameters.flat import Chunk, FlatLayout
+
+_LABEL = "sharing a result between the ranks of a worker"
+
+
+class Block(NamedTuple):
+    """The part of a tensor that a rank holds: a box in its index space.
+
+    Attributes:
+        shape: Of the whole tensor.
+        offset: Of the part's first element, by dimension.
+        local_shape: Of the part.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Block:
+        """Find the part of a parameter that this rank holds; ValueError for partial sums."""
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return cls(shape, (0,) * len(shape), shape)
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            raise ValueError(f"A parameter must not be a partial sum, got {tensor.placements}.")
+        chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        (held,) = chunks  # as torch.distributed.checkpoint saves them
+        return cls(shape, tuple(held.offsets), tuple(held.sizes))
+
+    def elements_before(self, position: int) -> int:
+        """Number of elements of the part before a position of the whole tensor, row by row.
+
+        Example:
+            >>> right_half = Block((2, 4), (0, 2), (2, 2))
+            >>> [right_half.elements_before(position) for position in (0, 2, 3, 6, 8)]
+            [0, 0, 1, 2, 4]
+        """
+        before, size = 0, math.prod(self.local_shape)
+        if position >= math.prod(self.shape):
+            return size
+        rest = math.prod(self.shape)
+        for length, offset, local in zip(self.shape, self.offset, self.local_shape, strict=True):
+            rest, size = rest // max(length, 1), size // max(local, 1)
+            index, position = divmod(position, max(rest, 1))
+            before += min(max(index - offset, 0), local) * size
+            if not offset <= index < offset + local:
+                break
+        return before
+
+
+class SharedSlices(NamedTuple):
+    """Slices of a vector that several ranks of a worker hold, and who of them owns which.
+
+    Attributes:
+        places: The ranks of the worker that hold them.
+        owned_by: By fragment, for each of the places the slices that it owns.
+    """
+
+    places: tuple[int, ...]
+    owned_by: list[list[list[range]]]
+
+
+class Ownership(NamedTuple):
+    """The parts of this rank's vector: by fragment the slices it owns, and those it shares.
+
+    Attributes:
+        fragments: By fragment the slices that this rank owns.
+        shared: Slices that several ranks hold.
+        most: The most elements that a rank of the worker owns.
+    """
+
+    fragments: list[list[range]]
+    shared: list[SharedSlices]
+    most: int
+
+    @property
+    def owned(self) -> list[range]:
+        """All slices that this rank owns, in order."""
+        slices = [part for fragment in self.fragments for part in fragment]
+        return sorted(slices, key=lambda part: part.start)
+
+    def fragment_slices(self) -> list[list[range]]:
+        """By fragment, the slices of the vector of only those elements that this rank owns."""
+        starts, position = {}, 0
+        for part in self.owned:
+            starts[part.start] = position
+            position += len(part)
+        return [
+            [range(starts[part.start], starts[part.start] + len(part)) for part in fragment]
+            for fragment in self.fragments
+        ]
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Positions at which chunks must end."""
+        slices = self.owned
+        for shared in self.shared:
+            slices += [part for parts in shared.owned_by for own in parts for part in own]
+        ends = {border for part in slices for border in (part.start, part.stop)}
+        return tuple(sorted(ends - {0}))
+
+
+def find_ownership(
+    named: Mapping[str, Tensor],
+    fragments: Sequence[Sequence[range]],
+    granularity: int | None,
+    group: WorkerGroup,
+) -> Ownership:
+    """Decide which slices of the vector of its local tensors each rank of a worker owns.
+
+    All ranks of the worker must call it.
+
+    Args:
+        named: Parameters by name, in the order of the vector.
+        fragments: By fragment, slices of the vector of all whole parameters.
+        granularity: Slices that several ranks divide are cut at multiples of it; None if they must
+            not be cut, so that the first of these ranks owns all.
+        group: The worker.
+
+    Raises:
+        ValueError: If a parameter is a partial sum, or a shard and ``granularity`` is None.
+        RuntimeError: If a rank is missing or has failed.
+    """
+    blocks = [Block.of(tensor) for tensor in named.values()]
+    if granularity is None and any(block.local_shape != block.shape for block in blocks):
+        raise ValueError(
+            "An algorithm with granularity=None needs the whole vector of parameters, and each "
+            "rank of a worker holds a shard of it. Use an algorithm that works on slices."
+        )
+    local_fragments = [list(_local_slices(blocks, fragment)) for fragment in fragments]
+    if group.replica_size == 1:
+        whole = [_joined(part for _, part in found) for found in local_fragments]
+        return Ownership(whole, [], sum(len(part) for found in whole for part in found))
+    held = [list(map(list, (block.offset, block.local_shape))) for block in blocks]
+    everyone = group.gather_inside(held, "the comparison of the ranks of a worker")
+    places = range(group.replica_size)
+    holders = [
+        tuple(place for place in places if everyone[place][index] == held[index])
+        for index in range(len(blocks))
+    ]
+    owned: list[list[range]] = []
+    shared = {each: SharedSlices(each, []) for each in sorted(set(holders)) if len(each) > 1}
+    for found in local_fragments:
+        own = [part for tensor, part in found if len(holders[tensor]) == 1]
+        for each, slices in shared.items():
+            held_together = _joined(part for tensor, part in found if holders[tensor] == each)
+            parts = list(divide(held_together, len(each), granularity))
+            slices.owned_by.append(parts)
+            own += parts[each.index(group.place)]
+        owned.append(_joined(sorted(own, key=lambda part: part.start)))
+    numel = sum(len(part) for found in owned for part in found)
+    most = max(group.gather_inside(numel, "the comparison of the ranks of a worker"))
+    return Ownership(owned, list(shared.values()), most)
+
+
+def _local_slices(
+    blocks: Sequence[Block], fragment: Sequence[range]
+) -> Iterator[tuple[int, range]]:
+    """Yield what this rank holds of a fragment: the number of a tensor, and the slice of it."""
+    start = local_start = 0
+    for number, block in enumerate(blocks):
+        size, local_size = math.prod(block.shape), math.prod(block.local_shape)
+        for part in fragment:
+            first, last = max(part.start - start, 0), min(part.stop - start, size)
+            if first < last:
+                ends = block.elements_before(first), block.elements_before(last)
+                if ends[0] < ends[1]:
+                    yield number, range(local_start + ends[0], local_start + ends[1])
+        start, local_start = start + size, local_start + local_size
+
+
+def _joined(slices: Iterable[range]) -> list[range]:
+    """Join neighbours of slices in ascending order."""
+    joined: list[range] = []
+    for part in slices:
+        if joined and joined[-1].stop == part.start:
+            part = range(joined.pop().start, part.stop)
+        joined.append(part)
+    return joined
+
+
+def divide(
+    slices: Sequence[range], num_parts: int, granularity: int | None
+) -> Iterator[list[range]]:
+    """Divide slices into parts of about the same size.
+
+    Args:
+        slices: To divide.
+        num_parts: Number of parts.
+        granularity: Slices are cut at multiples of it, counted from their start; None if they must
+            not be cut or separated, so that all are in the first part.
+
+    Example:
+        >>> list(divide([range(0, 10), range(20, 26)], 2, granularity=4))
+        [[range(0, 8)], [range(8, 10), range(20, 26)]]
+    """
+    total = sum(map(len, slices))
+    for index in range(num_parts):
+        if granularity is None:
+            yield list(slices) if index == 0 else []
+            continue
+        first, last = total * index // num_parts, total * (index + 1) // num_parts
+        before, part = 0, []
+        for piece in slices:
+            begin, end = (
+                min(len(piece), max(0, border - before + -(border - before) % granularity))
+                for border in (first, last)
+            )
+            if begin < end:
+                part.append(piece[begin:end])
+            before += len(piece)
+        yield part
+
+
+class ResultSharing:
+    """Sends what each rank of a worker owns to those that hold the same elements.
+
+    Args:
+        ownership: Of this rank.
+        layout: Its vector.
+        group: The worker; process groups of ranks that hold the same elements are made on all
+            ranks.
+    """
+
+    def __init__(self, ownership: Ownership, layout: FlatLayout, group: WorkerGroup) -> None:
+        self._shared = ownership.shared
+        self._layout = layout
+        self._group = group
+        group.connect_inside([shared.places for shared in self._shared], _LABEL)
+
+    @torch.no_grad()
+    def share(self, fragment: int | None = None) -> None:
+        """Overwrite the elements that other ranks own; all ranks of the worker must call it.
+
+        Args:
+            fragment: Of these elements; None for all.
+
+        Raises:
+            RuntimeError: If a rank is missing or has failed.
+        """
+        for shared in self._shared:
+            for number, parts in enumerate(shared.owned_by):
+                if fragment is None or number == fragment:
+                    by_owner = [self._chunks_in(slices) for slices in parts]
+                    for chunks in itertools.zip_longest(*by_owner):
+                        self._all_gather(chunks, shared.places)
+
+    def _chunks_in(self, slices: list[range]) -> list[Chunk]:
+        chunks = self._layout.held_chunks()
+        return [chunk for chunk in chunks if any(chunk.start in part for part in slices)]
+
+    def _all_gather(self, chunks: Sequence[Chunk | None], places: tuple[int, ...]) -> None:
+        """Send a chunk of each owner, of which some may have none."""
+        own, group = places.index(self._group.place), self._group.inside[places]
+        present = [chunk for chunk in chunks if chunk is not None]
+        dtypes = {view.dtype for chunk in present for view in chunk.views}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self._layout.dtype
+        longest = max(map(len, present))
+        received = torch.empty(len(chunks), longest, dtype=dtype, device=present[0].device)
+        if (mine := chunks[own]) is not None:
+            mine.pack(received[own, : len(mine)])
+        rows = list(received.unbind())
+        work = dist.all_gather(rows, rows[own].clone(), group, async_op=True)
+        PendingWork(self._group, _LABEL, [work]).wait()
+        for place, chunk in enumerate(chunks):
+            if chunk is not None and place != own:
+                chunk.unpack(received[place, : len(chunk)])
