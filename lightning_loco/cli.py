@@ -172,7 +172,7 @@ def check_before_launch(
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with errors_for("algorithm"):
         if isinstance(strategy, EngineStrategy):
-            strategy.settings.prepare(trainer.world_size)
+            strategy.settings.prepare(strategy.num_workers)
             check_validation(strategy, trainer)
         elif isinstance(strategy, RemoteOptimizerStrategy):
             strategy.detect_tiers()
@@ -183,7 +183,7 @@ def check_before_launch(
 
 def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
     """Raise ValueError if workers with different numbers of batches validate in an epoch."""
-    schedule, workers = strategy.schedule, range(trainer.world_size)
+    schedule, workers = strategy.schedule, range(strategy.num_workers)
     steps = [] if schedule is None else [schedule.sync_every_of(worker) for worker in workers]
     if len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:
         raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_loco.strategies.base import worker_and_place
+
 
 class StragglerSimulator(pl.Callback):
     """Delay every training batch of chosen workers, for demonstrations and tests.
@@ -37,4 +39,5 @@ class StragglerSimulator(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Sleep, if this worker has a delay."""
-        time.sleep(self.delays.get(trainer.global_rank, 0.0))
+        worker, _ = worker_and_place(trainer.strategy)
+        time.sleep(self.delays.get(worker, 0.0))

@@ -8,11 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_loco.strategies.base import worker_and_place
 from lightning_loco.strategies.lightning_compat import current_metrics, is_logging_step
 
 
 class WorkerLogs(pl.Callback):
     """Write the metrics of each worker to a file, because loggers only get those of worker 0.
+
+    Of a worker of several ranks they are those of its first rank.
 
     Files: ``worker_00000.csv`` and so on, with the columns ``step,metric,value``: values of one
     worker only, at its own steps, every ``log_every_n_steps`` steps and after each validation.
@@ -36,7 +39,11 @@ class WorkerLogs(pl.Callback):
         folder = trainer.strategy.broadcast(
             self.dirpath or trainer.log_dir or trainer.default_root_dir
         )
-        self._path = Path(folder) / f"worker_{trainer.global_rank:05d}.csv"
+        worker, place = worker_and_place(trainer.strategy)
+        if place > 0:
+            self._path = None
+            return
+        self._path = Path(folder) / f"worker_{worker:05d}.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._path.exists():
             self._path.write_text("step,metric,value\n")

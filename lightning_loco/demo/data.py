@@ -180,13 +180,13 @@ class ByteTextData(LightningDataModule):
 
     Args:
         path: File to train on; None takes the source of the Python standard library.
-        batch_size: Windows per worker and local step, at least 1.
+        batch_size: Windows per rank and local step, at least 1.
         context: Bytes per window, at least 1; the model's context or less.
         max_bytes: Use at most this much of the text.
         val_fraction: Share of the text, at its end, kept for validation, in (0, 1).
         val_bytes: Validate on at most this much of that part, in windows spread evenly over it.
-        seed: Of the shuffle on a single worker; with several, Lightning's global seed decides.
-        num_workers: Loader processes per worker; 0 loads in the training process.
+        seed: Of the shuffle on a single rank; with several, Lightning's global seed decides.
+        num_workers: Loader processes per rank; 0 loads in the training process.
 
     Raises:
         ValueError: If a number is outside its range; in ``setup``: if a text is missing or too
@@ -239,12 +239,12 @@ class ByteTextData(LightningDataModule):
         self.val_windows: Subset[Tensor] | None = None
 
     def setup(self, stage: str) -> None:
-        """Read and split the text; the same on every worker."""
+        """Read and split the text; the same on every rank."""
         if self.train_windows is None:
             self.check(self.trainer.world_size if self.trainer is not None else 1)
 
-    def check(self, num_workers: int) -> None:
-        """Read and split the text; ValueError if it is missing, or too small for the workers."""
+    def check(self, num_ranks: int) -> None:
+        """Read and split the text; ValueError if it is missing, or too small for the ranks."""
         text = (
             standard_library(self.max_bytes)
             if self.path is None
@@ -253,15 +253,15 @@ class ByteTextData(LightningDataModule):
         num_train = round(len(text) * (1 - self.val_fraction))
         train = Windows(text[:num_train], self.context)
         val = Windows(text[num_train:], self.context)
-        if len(train) < self.batch_size * num_workers or len(val) < num_workers:
+        if len(train) < self.batch_size * num_ranks or len(val) < num_ranks:
             raise ValueError(
                 f"The text has {len(text)} bytes: {len(train)} training and {len(val)} validation"
-                f" windows of {self.context} bytes. One batch for each of {num_workers} workers"
-                f" needs {self.batch_size * num_workers} and {num_workers}. Take a longer text, or"
-                " lower data.batch_size, data.context or the number of workers."
+                f" windows of {self.context} bytes. One batch for each of {num_ranks} ranks"
+                f" needs {self.batch_size * num_ranks} and {num_ranks}. Take a longer text, or"
+                " lower data.batch_size, data.context or the number of ranks."
             )
-        # A multiple of the number of workers, so that no window is used twice.
-        num_val = max(min(len(val), self.val_bytes // self.context) // num_workers, 1) * num_workers
+        # A multiple of the number of ranks, so that no window is used twice.
+        num_val = max(min(len(val), self.val_bytes // self.context) // num_ranks, 1) * num_ranks
         self.train_windows = train
         self.val_windows = Subset(val, [i * len(val) // num_val for i in range(num_val)])
 

@@ -33,11 +33,11 @@ class RunReport:
         val_loss: Validation loss of the final model, in nats per byte.
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
-        bytes_sent: Bytes that a worker sent, mean over the workers.
+        bytes_sent: Bytes that all ranks of a worker sent, mean over the workers.
         bytes_saved: Bytes that compression has saved, mean over the workers.
-        wait_s: Seconds that a worker was blocked in exchanges, mean over the workers.
-        emulated_s: Seconds that a worker's messages took on an emulated link, mean over the
-            workers; None without one.
+        wait_s: Seconds that a rank was blocked in exchanges, mean over the ranks.
+        emulated_s: Seconds that a rank's messages took on an emulated link, mean over the ranks;
+            None without one.
         hidden_s: Those of them for which it was not blocked.
         train_s: Seconds from the first local step to the last, with validation and checkpoints.
         consensus_distance: Root mean square distance of the workers' parameters to their mean, as
@@ -160,8 +160,8 @@ def measure(
         num_workers=statistics.members or strategy.num_workers,
         tokens=None if is_elastic else step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
-        bytes_sent=round(total_bytes / trainer.world_size),
-        bytes_saved=round(total_saved / trainer.world_size),
+        bytes_sent=round(total_bytes / strategy.num_workers),
+        bytes_saved=round(total_saved / strategy.num_workers),
         wait_s=wait_s,
         emulated_s=None if link_s is None else emulated_s,
         hidden_s=None if link_s is None else emulated_s - emulated_wait_s,

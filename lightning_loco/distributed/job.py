@@ -34,7 +34,7 @@ from lightning_loco.distributed.store import (
     publish,
     with_timeout,
 )
-from lightning_loco.distributed.watchdog import WorkerFailure, capitalized, worker_names
+from lightning_loco.distributed.watchdog import WorkerFailure, capitalized, rank_names
 
 log = logging.getLogger(__name__)
 
@@ -53,45 +53,49 @@ _stores_marked_at_exit: set[Store] = set()
 
 def init_workers(
     get_address: Callable[[], tuple[str, int]],
-    worker: tuple[int, int],
+    rank: tuple[int, int],
     backend: str,
     device: torch.device,
     timeout_s: float,
     job_name: str = "",
+    replica_size: int = 1,
 ) -> None:
     """Initialize the default process group of a job's workers, or check an existing one.
 
     Args:
-        get_address: Returns the address of the host of worker 0, and a free port there.
-        worker: Number of this worker, and the number of workers; a single one needs no group.
+        get_address: Returns the address of the host of rank 0, and a free port there.
+        rank: This rank, and the number of ranks; a single one needs no group.
         backend: Backend of the process group.
-        device: Device of this worker.
-        timeout_s: Longest wait for another worker, in seconds.
+        device: Device of this rank.
+        timeout_s: Longest wait for another rank, in seconds.
         job_name: Launcher and name of the job, as in :class:`Job`.
+        replica_size: Number of consecutive ranks that are a worker.
 
     Raises:
-        ValueError: On all workers, if their devices are of different kinds (CPU and GPU, say), or
-            if they were started with different numbers of workers.
+        ValueError: On all ranks, if their devices are of different kinds (CPU and GPU, say), or
+            if they were started with different numbers of ranks.
         RuntimeError: If the store at this address belongs to another job.
-        WorkerFailure: If a worker does not join in time; the message says which.
+        WorkerFailure: If a rank does not join in time; the message says which.
     """
     if dist.is_initialized():
-        _check_default_group(device, timeout_s)
+        _check_default_group(device, timeout_s, replica_size)
         return
-    number, num_workers = worker
-    if num_workers > 1:
-        job = Job(*get_address(), number, worker_names(num_workers), timeout_s, job_name)
+    number, num_ranks = rank
+    if num_ranks > 1:
+        names = rank_names(num_ranks // replica_size, replica_size)
+        job = Job(*get_address(), number, names, timeout_s, job_name)
         try:
-            job.init_default_group(range(num_workers), backend, device)
+            job.init_default_group(range(num_ranks), backend, device)
         finally:
             job.close()
 
 
-def _check_default_group(device: torch.device, timeout_s: float) -> None:
-    if (num_workers := dist.get_world_size()) == 1:
+def _check_default_group(device: torch.device, timeout_s: float, replica_size: int) -> None:
+    if (num_ranks := dist.get_world_size()) == 1:
         return
     store = connect_to_default_store(timeout_s)
-    keys, names = store.with_prefix("lightning_loco/device"), worker_names(num_workers)
+    keys = store.with_prefix("lightning_loco/device")
+    names = rank_names(num_ranks // replica_size, replica_size)
     try:
         Rendezvous(keys, dist.get_rank(), names, timeout_s).check_device(device)
     finally:

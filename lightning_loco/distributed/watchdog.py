@@ -449,6 +449,25 @@ def worker_names(num_workers: int) -> list[str]:
     return [f"worker {number}" for number in range(num_workers)]
 
 
+def rank_names(num_workers: int, replica_size: int = 1) -> list[str]:
+    """Return the names of all ranks, of which ``replica_size`` consecutive ones are a worker.
+
+    Example:
+        >>> rank_names(2)
+        ['worker 0', 'worker 1']
+        >>> rank_names(1, 2)
+        ['worker 0, place 0 (rank 0)', 'worker 0, place 1 (rank 1)']
+    """
+    names = worker_names(num_workers)
+    if replica_size == 1:
+        return names
+    return [
+        f"{name}, place {place} (rank {worker * replica_size + place})"
+        for worker, name in enumerate(names)
+        for place in range(replica_size)
+    ]
+
+
 def capitalized(name: str) -> str:
     """Return a name as it starts a sentence; ``str.capitalize`` would change the other letters."""
     return name[0].upper() + name[1:]

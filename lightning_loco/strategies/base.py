@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -34,6 +34,7 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
+from lightning_loco.distributed.watchdog import rank_names
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings
@@ -46,7 +47,7 @@ from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
-from lightning_loco.strategies.data import MaxSteps, share_data
+from lightning_loco.strategies.data import MaxSteps, share_data, shares_of_ranks
 from lightning_loco.strategies.external_updates import (
     ExternalUpdates,
     averaged_models,
@@ -138,14 +139,24 @@ class WorkerStrategy(DDPStrategy):
         """The object that provides sync points during ``fit``; None at other times."""
 
     @property
+    def replica_size(self) -> int:
+        """Number of ranks of a worker, which are consecutive."""
+        return 1
+
+    @property
     def num_workers(self) -> int:
         """Number of workers, each with its own copy of the model."""
-        return self.world_size
+        return self.world_size // self.replica_size
 
     @property
     def worker(self) -> int:
-        """Number of the worker that this process belongs to."""
-        return self.global_rank
+        """Number of the worker that this rank belongs to."""
+        return self.global_rank // self.replica_size
+
+    @property
+    def place(self) -> int:
+        """Index of this rank within its worker."""
+        return self.global_rank % self.replica_size
 
     @property
     def is_fitting(self) -> bool:
@@ -194,6 +205,7 @@ class WorkerStrategy(DDPStrategy):
             self.root_device,
             self.timeout_s,
             job_name(environment),
+            self.replica_size,
         )
 
     # --------------------------------------------------------------- collectives
@@ -225,7 +237,7 @@ class WorkerStrategy(DDPStrategy):
         return ExplainErrors(self.group, label)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all workers."""
+        """Wait for all ranks."""
         label = f"barrier {args[0] if args else kwargs.get('name', '')}"
         self.sync_point(label)
         if not self._is_alone:
@@ -233,7 +245,7 @@ class WorkerStrategy(DDPStrategy):
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one worker to all."""
+        """Send an object from one rank to all."""
         self.sync_point(_BROADCAST)
         if self._is_alone:
             return obj
@@ -243,7 +255,7 @@ class WorkerStrategy(DDPStrategy):
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce a tensor over all workers."""
+        """Reduce a tensor over all ranks."""
         if not isinstance(tensor, Tensor):
             return tensor
         self.sync_point("reduce")
@@ -255,7 +267,7 @@ class WorkerStrategy(DDPStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather a tensor from all workers."""
+        """Gather a tensor from all ranks."""
         self.sync_point("all_gather")
         if self._is_alone:
             return tensor
@@ -302,6 +314,13 @@ class WorkerStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint with the state of all workers."""
         self.checkpoints.remove(filepath)
+
+
+def worker_and_place(strategy: Strategy) -> tuple[int, int]:
+    """Return the worker of this rank and its place; with another strategy, the rank and 0."""
+    if isinstance(strategy, WorkerStrategy):
+        return strategy.worker, strategy.place
+    return (strategy.global_rank, 0) if isinstance(strategy, ParallelStrategy) else (0, 0)
 
 
 class EngineStrategy(WorkerStrategy):
@@ -446,7 +465,8 @@ class EngineStrategy(WorkerStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the training data in proportion to ``sync_every`` if that is a list."""
         if self.schedule is not None:
-            dataloader = share_data(dataloader, self.schedule.shares(self.num_workers), self.worker)
+            shares = shares_of_ranks(self.schedule, self.num_workers, self.replica_size)
+            dataloader = share_data(dataloader, shares, self.global_rank)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -603,9 +623,9 @@ class EngineStrategy(WorkerStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            layout, num_workers = worker.replica.layout, worker.group.num_workers
-            of_ddp = bytes_of_ddp(num_workers, layout.num_bytes, worker.steps)
-            rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance))
+            of_ddp = bytes_of_ddp(self.world_size, worker.replica.layout.num_bytes, worker.steps)
+            name, *_ = rank_names(1, self.replica_size)
+            rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))
         yield
 
     def on_exception(self, exception: BaseException) -> None:

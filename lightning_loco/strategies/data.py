@@ -1,4 +1,4 @@
-"""How workers divide the training data, and the steps of a run, when their speeds differ."""
+"""How ranks divide the training data, and workers the steps of a run, if their speeds differ."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
 
 
-def share_data(dataloader: object, shares: list[int], worker: int) -> object:
-    """Divide the training data in proportion to shares, one positive integer per worker.
+def shares_of_ranks(schedule: Schedule, num_workers: int, replica_size: int) -> list[int]:
+    """Return in what proportion the ranks share the data; those of a worker have equal shares."""
+    return [share for share in schedule.shares(num_workers) for _ in range(replica_size)]
+
+
+def share_data(dataloader: object, shares: list[int], rank: int) -> object:
+    """Divide the training data in proportion to shares, one positive integer per rank.
 
     Other loaders than those with the even sampler that Lightning sets are returned unchanged.
     """
     if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
         even = lightning_compat.sampler_of(dataloader)
         if isinstance(even, DistributedSampler):
-            return lightning_compat.with_sampler(dataloader, ShareSampler(even, shares, worker))
+            return lightning_compat.with_sampler(dataloader, ShareSampler(even, shares, rank))
     return dataloader
 
 
 class ShareSampler(DistributedSampler[Any]):
-    """Gives each worker a part of the data in proportion to its share, disjoint from the others'.
+    """Gives each rank a part of the data in proportion to its share, disjoint from the others'.
 
     Args:
         sampler: The even sampler to replace; its dataset, seed and shuffling are kept.
-        shares: One positive integer per worker, for instance its local steps per round.
-        worker: This worker.
+        shares: One positive integer per rank, for instance the local steps per round.
+        rank: This rank.
 
     Example:
         >>> even = DistributedSampler(range(6), num_replicas=2, rank=0, shuffle=False)
-        >>> [list(ShareSampler(even, [2, 1], worker)) for worker in (0, 1)]
+        >>> [list(ShareSampler(even, [2, 1], rank)) for rank in (0, 1)]
         [[0, 1, 3, 4], [2, 5]]
     """
 
-    def __init__(
-        self, sampler: DistributedSampler[Any], shares: Sequence[int], worker: int
-    ) -> None:
+    def __init__(self, sampler: DistributedSampler[Any], shares: Sequence[int], rank: int) -> None:
         super().__init__(
             sampler.dataset,
             num_replicas=sum(shares),
@@ -50,15 +53,15 @@ class ShareSampler(DistributedSampler[Any]):
             seed=sampler.seed,
             drop_last=sampler.drop_last,
         )
-        self._first_column = sum(shares[:worker])
-        self._num_columns = shares[worker]
+        self._first_column = sum(shares[:rank])
+        self._num_columns = shares[rank]
         self._num_rows = self.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's part of the present epoch.
+        """Iterate over this rank's part of the present epoch.
 
         The epoch is a table with as many columns as all shares together; column c holds what the
-        even sampler gives to rank c. This worker reads its columns row by row.
+        even sampler gives to rank c. This rank reads its columns row by row.
         """
         columns = []
         for column in range(self._first_column, self._first_column + self._num_columns):
@@ -67,7 +70,7 @@ class ShareSampler(DistributedSampler[Any]):
         return iter([index for row in zip(*columns, strict=True) for index in row])
 
     def __len__(self) -> int:
-        """Number of samples of this worker."""
+        """Number of samples of this rank."""
         return self._num_rows * self._num_columns
 
 
@@ -123,7 +126,7 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def is_distributed(trainer: pl.Trainer) -> bool:
-    """Return whether samplers divide all training data among the workers."""
+    """Return whether samplers divide all training data among the ranks."""
     loaders = train_loaders(trainer)
     samplers = [lightning_compat.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
     flags = [isinstance(sampler, DistributedSampler) for sampler in samplers]
@@ -131,11 +134,12 @@ def is_distributed(trainer: pl.Trainer) -> bool:
 
 
 def samples_read(
-    trainer: pl.Trainer, shares: Sequence[int], worker: int, is_epoch_over: bool
+    trainer: pl.Trainer, shares: Sequence[int], rank: int, is_epoch_over: bool
 ) -> int | None:
-    """Return how many samples all workers together have read, counted over the epochs.
+    """Return how many samples all ranks together have read, counted over the epochs.
 
-    The samplers must divide all data, as :func:`is_distributed` says. None if there are several
+    ``shares`` are in what proportion the ranks share the data, as in :class:`ShareSampler`. The
+    samplers must divide all data, as :func:`is_distributed` says. None if there are several
     loaders, or one without a batch size. If ``is_epoch_over``, the present epoch has no more
     batches.
     """
@@ -150,6 +154,6 @@ def samples_read(
         return None
     size, loop = len(cast(Sized, sampler.dataset)), trainer.fit_loop
     batches = 0 if is_epoch_over else loop.epoch_loop.batch_progress.current.ready
-    taken = min(batches * batch_size * sum(shares) // shares[worker], size)
+    taken = min(batches * batch_size * sum(shares) // shares[rank], size)
     epochs: Any = loop.epoch_progress.current
     return int(epochs.processed) * size + taken

@@ -246,7 +246,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             assert self.lightning_module is not None
             parameters = [p for p in self.lightning_module.parameters() if p.requires_grad]
             num_bytes, steps = sum(p.nbytes for p in parameters), self.statistics.rounds
-            of_ddp = bytes_of_ddp(self.num_workers, num_bytes, steps)
+            of_ddp = bytes_of_ddp(self.tiers.num_training, num_bytes, steps)
             rank_zero_info(summarize(self.statistics, steps, of_ddp))
         self._finished = True
         self._leave(self.remote)

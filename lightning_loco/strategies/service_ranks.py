@@ -87,14 +87,14 @@ class ServiceRankStrategy(WorkerStrategy):
         return len(self._present) or self.tiers.num_training
 
     @property
+    def replica_size(self) -> int:
+        """Number of ranks of a worker."""
+        return self.tiers.replica_size
+
+    @property
     def num_workers(self) -> int:
         """Number of workers, including those that have failed."""
         return self.tiers.num_workers
-
-    @property
-    def worker(self) -> int:
-        """Number of the worker that this rank belongs to."""
-        return self.global_rank // self.tiers.replica_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)
     workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
+    if group.replica_size > 1:
+        workers += f" of {group.replica_size} ranks each"
     topology = getattr(settings, "topology", None)
     parts = [
         f"{settings.algorithm} on {workers}",
@@ -120,9 +122,13 @@ def _steps_between_validations(trainer: pl.Trainer) -> float:
 
 
 def summarize(
-    statistics: Statistics, steps: int, of_ddp: int, distance: float | None = None
+    statistics: Statistics,
+    steps: int,
+    of_ddp: int,
+    distance: float | None = None,
+    name: str = "worker 0",
 ) -> str:
-    """Return a short table of the steps, rounds, bytes and seconds of this worker.
+    """Return a short table of the steps, rounds, bytes and seconds of this rank, called ``name``.
 
     ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown; ``distance`` is the consensus
     distance at the end, if it was measured.
@@ -139,15 +145,15 @@ def summarize(
     if distance is not None:
         rows["consensus distance"] = f"{distance:.3g}"
     lines = [f"  {name:<20}{value}" for name, value in rows.items()]
-    return "\n".join(["Training is over. On worker 0:", *lines])
+    return "\n".join([f"Training is over. On {name}:", *lines])
 
 
-def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> int:
-    """Return the bytes that a worker would send with DDP, whose gradients have ``num_bytes``.
+def bytes_of_ddp(num_ranks: int, num_bytes: int, steps: int) -> int:
+    """Return the bytes that a rank would send with DDP, whose gradients have ``num_bytes``.
 
-    A ring all-reduce sends ``2 (N - 1) / N`` times the bytes of the gradients.
+    A ring all-reduce over ``R`` ranks sends ``2 (R - 1) / R`` times the bytes of the gradients.
     """
-    return 2 * (num_workers - 1) * num_bytes * steps // num_workers
+    return 2 * (num_ranks - 1) * num_bytes * steps // num_ranks
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -173,9 +173,9 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
         text_file(tmp_path / "empty.txt", 100)
 
 
-def test_a_text_too_small_for_the_workers_is_refused(text: Path) -> None:
+def test_a_text_too_small_for_the_ranks_is_refused(text: Path) -> None:
     ready(text, num_workers=4, batch_size=80)
-    with pytest.raises(ValueError, match="4 workers needs 400 and 4. Take a longer text"):
+    with pytest.raises(ValueError, match="4 ranks needs 400 and 4. Take a longer text"):
         ready(text, num_workers=4, batch_size=100)
     with pytest.raises(ValueError, match="39 validation windows"):
         ready(text, num_workers=50)

@@ -137,10 +137,10 @@ class RemoteCheckpoints:
         return loaded
 
     def _enter_position(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:
-        positions, worker = loaded[_KEY], self._strategy.global_rank
+        positions, rank = loaded[_KEY], self._strategy.global_rank  # one position for each rank
         with errors_naming(path):
-            is_new = worker >= len(positions)
-            own = positions[0 if is_new else worker]
+            is_new = rank >= len(positions)
+            own = positions[0 if is_new else rank]
             try:
                 loaded["loops"], position = own["loops"], Position.from_state_dict(own["position"])
             except (KeyError, TypeError) as missing:
@@ -149,7 +149,7 @@ class RemoteCheckpoints:
             if is_new:
                 position = position._replace(random=None)
             shares = [1] * len(positions), [1] * self._strategy.world_size
-            resumed = ResumedPosition(position, *shares, worker)
+            resumed = ResumedPosition(position, *shares, rank)
             resumed.prepare_loops(loaded["loops"])
         return resumed
 

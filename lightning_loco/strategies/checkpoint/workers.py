@@ -158,21 +158,22 @@ class WorkerCheckpoints:
         own = {
             "engine": state,
             "position": position.state_dict(),
-            "stream": self._samples_read(engine, position),
+            "stream": self._samples_read(position),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
         return to_device((own, shared), _CPU)
 
-    def _samples_read(self, engine: AnyEngine, position: Position) -> int | None:
-        """Return how many samples all workers have read, for members that join and leave."""
+    def _samples_read(self, position: Position) -> int | None:
+        """Return how many samples all ranks have read, for members that join and leave."""
         strategy = self._strategy
         if (connection := strategy.member_connection) is not None:
             return connection.data_shard.first_unused
         if not position.is_distributed:
             return None
         assert strategy.lightning_module is not None
-        trainer, worker = strategy.lightning_module.trainer, engine.worker.group.worker
-        return samples_read(trainer, self._shares(), worker, position.phase == "next epoch")
+        trainer, is_epoch_over = strategy.lightning_module.trainer, position.phase == "next epoch"
+        shares = [share for share in self._shares() for _ in range(strategy.replica_size)]
+        return samples_read(trainer, shares, strategy.global_rank, is_epoch_over)
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save after an agreed stop, unless that was done already; all workers must call it."""
