@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ from lightning_loco.links import as_links
 from lightning_loco.parameter_server.tiers import Tiers, check_ranks
 from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology
-from lightning_loco.values import check_common_arguments
+from lightning_loco.values import check_common_arguments, check_replica_size, ranks_per_worker
 
 SETTING_ERRORS = (
     ValueError,
@@ -90,19 +91,23 @@ def checked(cfg: DictConfig) -> DictConfig:
     with errors_for("trainer"):
         cfg = follow_launcher(cfg)
     settings = early_settings(cfg)
-    if settings is not None and (num_workers := num_ranks(cfg)) is not None:
+    if settings is not None and (ranks := ranks_of(cfg)) is not None:
         with errors_for("algorithm"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are repeated before training
-            settings.prepare(num_workers)
+            size = ranks_per_worker(cfg.algorithm.get("replica_size", 1), *ranks)
+            settings.prepare(math.prod(ranks) // size)
     return cfg
 
 
-def num_ranks(cfg: DictConfig) -> int | None:
-    """Return how many ranks the Trainer will have; None if only Lightning knows it."""
+def ranks_of(cfg: DictConfig) -> tuple[int, int] | None:
+    """Return how many ranks a node will have, and how many nodes there are.
+
+    None if only Lightning knows it.
+    """
     devices, num_nodes = cfg.trainer.get("devices"), cfg.trainer.get("num_nodes", 1)
     if type(devices) is not int or type(num_nodes) is not int or devices < 1 or num_nodes < 1:
         return None
-    return devices * num_nodes
+    return devices, num_nodes
 
 
 def early_settings(cfg: DictConfig) -> EarlySettings | None:
@@ -126,8 +131,10 @@ def early_settings(cfg: DictConfig) -> EarlySettings | None:
         given = dict(hydra.utils.instantiate(arguments))
         if {"timeout_s", "start_method"} <= given.keys():
             check_common_arguments(given["timeout_s"], given["start_method"])
+        if "replica_size" in given and kind != "RemoteOptimizerStrategy":
+            check_replica_size(given["replica_size"])
         if kind == "RemoteOptimizerStrategy":
-            _check_tiers(given, num_ranks(cfg))
+            _check_tiers(given, ranks_of(cfg))
             return None
         given["topology"] = "ring" if topology is None and kind == "GASLoCStrategy" else topology
         with errors_for("compression"):
@@ -195,14 +202,13 @@ def _arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dic
     return {name: given[name] for name in inspect.signature(function).parameters}
 
 
-def _check_tiers(given: Mapping[str, Any], world_size: int | None) -> None:
+def _check_tiers(given: Mapping[str, Any], ranks: tuple[int, int] | None) -> None:
     """Raise ValueError for numbers of ranks that a remote optimizer cannot work with."""
     if given.keys() >= set(inspect.signature(check_ranks).parameters):
         check_ranks(**_arguments_of(check_ranks, given))
-        if world_size is not None:
-            Tiers.detect(
-                world_size, given["num_workers"], given["num_servers"], given["replica_size"]
-            )
+        if ranks is not None:
+            counts = given["num_workers"], given["num_servers"], given["replica_size"]
+            Tiers.detect(math.prod(ranks), *counts)
 
 
 def _targets(node: Any) -> Iterator[str]:

@@ -172,6 +172,7 @@ def check_before_launch(
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with errors_for("algorithm"):
         if isinstance(strategy, EngineStrategy):
+            strategy.check_ranks()
             strategy.settings.prepare(strategy.num_workers)
             check_validation(strategy, trainer)
         elif isinstance(strategy, RemoteOptimizerStrategy):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 
 def check_bytes(name: str, value: int) -> None:
@@ -24,6 +24,42 @@ def check_common_arguments(timeout_s: float, start_method: str) -> None:
         raise TypeError(f"timeout_s must be a number, got {timeout_s!r}.")
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
+
+
+def check_replica_size(replica_size: object) -> None:
+    """Raise TypeError or ValueError unless ``replica_size`` is a positive integer or ``"node"``."""
+    if replica_size == "node":
+        return
+    if isinstance(replica_size, bool) or not isinstance(replica_size, int):
+        raise TypeError(
+            f"replica_size must be an integer, or 'node' for the ranks of a node, got "
+            f"{replica_size!r}."
+        )
+    if replica_size < 1:
+        raise ValueError(
+            f"replica_size is the number of ranks of a worker and must be at least 1, got "
+            f"{replica_size}."
+        )
+
+
+def ranks_per_worker(
+    replica_size: int | Literal["node"], ranks_per_node: int, num_nodes: int
+) -> int:
+    """Return the number of ranks of a worker; ValueError if it does not divide that of all.
+
+    Example:
+        >>> ranks_per_worker("node", ranks_per_node=8, num_nodes=2)
+        8
+    """
+    size = ranks_per_node if replica_size == "node" else replica_size
+    num_ranks = ranks_per_node * num_nodes
+    if num_ranks % size:
+        raise ValueError(
+            f"replica_size={size} does not divide the {num_ranks} ranks. Start a multiple of "
+            f"{size} (Trainer(devices=..., num_nodes=...)), or choose a replica_size that divides "
+            f"{num_ranks}."
+        )
+    return size
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -336,6 +336,11 @@ class Watchdog(BackgroundThread):
         missing = [0] if heartbeats is None else sorted(self._missing)
         return [self._names[worker] for worker in missing] if self.failure is None else []
 
+    def labels(self) -> dict[int, str]:
+        """Return what each worker that has sent a heartbeat was waiting for when it sent it."""
+        heartbeats = self._read_heartbeats() or {}
+        return {worker: heartbeat.label for worker, heartbeat in heartbeats.items()}
+
     def lost(self, silent_s: float) -> list[str]:
         """Return the names of workers that have sent heartbeats, but none for ``silent_s``."""
         return [

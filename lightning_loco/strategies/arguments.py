@@ -40,6 +40,10 @@ class CommonArguments(WorkerArguments, total=False):
     evaluate: Literal["average", "outer", "local"]
     finalize: Literal["average", "keep"]
     checkpoint_folder: Literal["shared", "private"]
+    replica_size: int | Literal["node"]
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
 
 
 class RoundArguments(CommonArguments, total=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -63,8 +63,14 @@ from lightning_loco.strategies.local_training import (
     leave_shared_memory,
     loss_in,
 )
+from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
 from lightning_loco.strategies.summary import NO_METRICS, advice, bytes_of_ddp, describe, summarize
-from lightning_loco.values import check_choice, check_common_arguments
+from lightning_loco.values import (
+    check_choice,
+    check_common_arguments,
+    check_replica_size,
+    ranks_per_worker,
+)
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
@@ -113,8 +119,12 @@ class WorkerStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ddp_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check and set the arguments of every strategy; see :class:`LocoStrategy`."""
+        """Check and set the arguments of every strategy; see :class:`LocoStrategy`.
+
+        ``ddp_arguments`` are for DDP within a worker of several ranks.
+        """
         check_common_arguments(timeout_s, start_method)
         super().__init__(
             accelerator=accelerator,
@@ -125,6 +135,7 @@ class WorkerStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
+            **(ddp_arguments or {}),
         )
         self.timeout_s, self.summary = timeout_s, summary
         self.statistics = Statistics()
@@ -232,9 +243,13 @@ class WorkerStrategy(DDPStrategy):
         if self.group is None:
             return nullcontext()
         if not self.is_training:
-            self.group.gather_objects(None, label)
+            self._gather(self.group, label)
         self.group.announce_wait(label)
         return ExplainErrors(self.group, label)
+
+    def _gather(self, group: WorkerGroup, label: str) -> None:
+        """Wait until all ranks are here, or one has failed."""
+        group.gather_objects(None, label)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
@@ -324,11 +339,13 @@ def worker_and_place(strategy: Strategy) -> tuple[int, int]:
 
 
 class EngineStrategy(WorkerStrategy):
-    """A strategy in which each rank is a worker with its own copy of the model and an engine.
+    """A strategy in which each worker has its own copy of the model and an engine.
 
-    Gradients are never reduced. The engine, None outside ``fit``, counts local (optimizer) steps
-    and decides when this worker exchanges with others. Validation, checkpoints and the model after
-    ``fit`` are the mean of the workers' local parameters.
+    Gradients are not reduced between workers; within a worker of several ranks DDP averages them in
+    every step, and each rank has an engine that exchanges with those of the ranks of equal place
+    (see :class:`~lightning_loco.distributed.WorkerGroup`). The engine, None outside ``fit``, counts
+    local (optimizer) steps and decides when this worker exchanges with others. Validation,
+    checkpoints and the model after ``fit`` are the mean of the workers' local parameters.
     """
 
     settings: Any
@@ -343,13 +360,27 @@ class EngineStrategy(WorkerStrategy):
         evaluate: Literal["average", "outer", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         checkpoint_folder: Literal["shared", "private"] = "shared",
+        replica_size: int | Literal["node"] = 1,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
         **common: Unpack[WorkerArguments],
     ) -> None:
         """Check and set the arguments of every strategy whose engine ``settings`` make."""
         check_choice("evaluate", evaluate, ("average", "outer", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
-        self._init_worker(**common)
+        check_replica_size(replica_size)
+        self._init_worker(
+            **common,
+            ddp_arguments={
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+            },
+        )
         self.settings = settings
+        self._asked_replica_size = replica_size
+        self._replica_group: ReplicaGroup | None = None
         self.evaluate, self.finalize = evaluate, finalize
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
@@ -396,17 +427,36 @@ class EngineStrategy(WorkerStrategy):
 
     # ------------------------------------------------------------------- setup
 
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks of a worker, which are consecutive."""
+        size = self._asked_replica_size
+        return max(1, self.num_processes) if size == "node" else size
+
+    def check_ranks(self) -> None:
+        """Raise ValueError if the ranks cannot be divided into workers."""
+        ranks_per_worker(self._asked_replica_size, self.num_processes, self.num_nodes)
+
     def configure_ddp(self) -> None:
-        """Wrap the model under the attribute names of DDP; gradients stay local."""
+        """Wrap the model under the attribute names of DDP; gradients stay local.
+
+        A worker of several ranks is wrapped in DDP later, when the engine has compared the models.
+        """
         assert self.lightning_module is not None
-        self.model = LocalModel(self.lightning_module)
+        if self._replica_group is None:
+            self.model = LocalModel(self.lightning_module)
 
     def setup_environment(self) -> None:
         """Connect the ranks, and start the watchdog of a ``fit``."""
+        self.check_ranks()
         super().setup_environment()
         if self.is_fitting:
             self._finished = False
-            self.group = WorkerGroup.start(timeout_s=self.timeout_s)
+            size = self.replica_size
+            self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
+            if size > 1:
+                warn_of_straddling(size, self.num_processes)
+                self._replica_group = ReplicaGroup(self.group)
             self.checkpoints.start_fit()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -422,6 +472,8 @@ class EngineStrategy(WorkerStrategy):
         assert self.group is not None
         self.group.connect(device_of_messages(self.settings.outer_device, self.root_device))
         self.engine = self.make_engine(self.group)
+        if self._replica_group is not None:
+            self.model = self._replica_group.wrap(self, self.lightning_module)
         self._set_evaluated(self.engine, trainer)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()
@@ -502,8 +554,21 @@ class EngineStrategy(WorkerStrategy):
     def sync_point(self, purpose: str) -> None:
         """Wait until all workers have reached the same sync point, see :class:`WorkerStrategy`."""
         self._external_updates.before_sync_point()
+        if self._replica_group is not None and self.is_training:
+            self._replica_group.meet(purpose, self._engine.worker.steps)
         super().sync_point(purpose)
         self._external_updates.after_sync_point()
+
+    def _gather(self, group: WorkerGroup, label: str) -> None:
+        super()._gather(group, label)
+        if self._replica_group is not None:
+            self._replica_group.meet(label, 0)
+
+    def _errors_named(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of DDP name the rank that is missing."""
+        if self._replica_group is None:
+            return nullcontext()
+        return self._replica_group.errors_named(f"local step {self._engine.worker.steps + 1}")
 
     def show_consensus(self, purpose: str) -> None:
         """Put the consensus into the model, right after :meth:`sync_point`.
@@ -548,13 +613,26 @@ class EngineStrategy(WorkerStrategy):
         """Run the user's step; a round that ends during it is applied after the optimizer step."""
         copy_on_write = self._engine.worker.replica.copy_on_write
         copy_on_write.hold()
-        output = super().training_step(*args, **kwargs)
+        with self._errors_named():
+            output = super().training_step(*args, **kwargs)
         self._loss = loss_in(output)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             copy_on_write.release()
             self._stop_if_agreed()
         return output
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute the gradients; in a worker of several ranks, their mean."""
+        with self._errors_named():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; before it DDP sends the buffers of a worker's first rank."""
+        with self._errors_named():
+            return super().validation_step(*args, **kwargs)
 
     def optimizer_step(
         self,
@@ -645,13 +723,17 @@ class EngineStrategy(WorkerStrategy):
         watchdog = self.group.watchdog if self.group is not None else None
         if watchdog is not None and not (self._finished or self._is_alone):
             watchdog.leave(_NO_TRAINING)
-        for part in (self.engine, self.group):
+        group, self.group = self.group, None
+        for part in (self.engine, group):
             if part is not None:
                 part.close()
-        self.engine = self.group = self._max_steps = None
+        self.engine = self._max_steps = None
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
+        if self._replica_group is not None and group is not None:
+            self._replica_group.close(self, has_failed=group.failed)
+            self._replica_group = None
 
 
 def job_name(environment: ClusterEnvironment) -> str:

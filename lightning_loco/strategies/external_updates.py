@@ -98,9 +98,10 @@ class ExternalUpdates:
         """
         if not self._is_before_start:
             return
-        group = self._worker.group
+        group, label = self._worker.group, "the first batch"
         is_changed = self._fingerprints() != self._last_prints
-        if any(group.gather_objects(is_changed, "the first batch")):
+        is_changed = any(changed for (changed,) in group.agree([is_changed], label))
+        if any(group.gather_objects(is_changed, label)):
             self._worker.checksum = broadcast_model(self._model, group)
             self._strategy.reset()
             self._last_prints = self._fingerprints()

@@ -318,6 +318,11 @@ def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None)
     strategy._ddp_kwargs["process_group"] = group
 
 
+def wrap_in_ddp(strategy: DDPStrategy, model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model in DDP, with the arguments that the strategy was given."""
+    return strategy._setup_model(model)
+
+
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Return whether the present epoch only updates BatchNorm statistics of averaged weights."""
     return trainer.fit_loop._skip_backward

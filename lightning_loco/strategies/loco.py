@@ -28,10 +28,10 @@ from lightning_loco.strategies.membership import TrainerPosition, shard_dataload
 class LocoStrategy(EngineStrategy):
     """Train one model on workers that exchange rarely, sparsely or late.
 
-    Each rank is a worker with its own copy of the model and its own share of the data. Gradients
-    are never reduced; every ``sync_every`` optimizer steps the workers make a round of the
-    algorithm. Validation, checkpoints and the model after ``fit`` are the mean of the workers'
-    local parameters.
+    Each rank, or each group of ``replica_size`` ranks, is a worker with its own copy of the model
+    and its own share of the data. Gradients are not reduced between workers; every ``sync_every``
+    optimizer steps they make a round of the algorithm. Validation, checkpoints and the model after
+    ``fit`` are the mean of the workers' local parameters.
 
     Args:
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
@@ -52,6 +52,13 @@ class LocoStrategy(EngineStrategy):
             own parameters (until ``Trainer.validate``, which broadcasts worker 0's).
         checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
             ``"shared"`` if all see the same folder.
+        replica_size: Number of consecutive ranks that are one worker, or ``"node"`` for the ranks
+            of a node. They average their gradients in every step, as with DDP, and divide the
+            worker's share of the data evenly.
+        find_unused_parameters: As in torch's ``DistributedDataParallel``. This and the next two
+            have no effect on a worker of one rank, which needs no DDP.
+        static_graph: As in ``DistributedDataParallel``.
+        gradient_as_bucket_view: As in ``DistributedDataParallel``.
         timeout_s: Longest wait for another worker, in seconds.
         summary: Whether fit ends with a short table of steps, rounds, bytes and seconds.
         bucket_bytes: Memory for pending messages, in bytes.
@@ -104,6 +111,11 @@ class LocoStrategy(EngineStrategy):
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set the arguments of every strategy whose rounds start by local steps."""
+        if membership is not None and common.get("replica_size", 1) != 1:
+            raise ValueError(
+                "With a membership every job is one worker of one rank, got replica_size="
+                f"{common['replica_size']!r}. Leave out one of them."
+            )
         settings = RoundSettings(
             algorithm,
             schedule,

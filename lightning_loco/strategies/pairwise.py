@@ -95,6 +95,11 @@ class PairwiseGossipStrategy(EngineStrategy):
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
+        if common.get("replica_size", 1) != 1:
+            raise ValueError(
+                "PairwiseGossipStrategy has workers of one rank, got replica_size="
+                f"{common['replica_size']!r}. Leave replica_size out, or use another method."
+            )
         algorithm = PairwiseAverage(
             fetch_probability, interpolation, factor, divergence_threshold, keep_progress
         )

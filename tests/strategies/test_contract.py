@@ -345,8 +345,8 @@ def test_unknown_arguments_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def test_unknown_arguments_are_refused_by_the_general_strategy() -> None:
-    with pytest.raises(TypeError, match="find_unused_parameters"):
-        LocoStrategy(LocalSGD(), find_unused_parameters=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="bucket_cap_mb"):
+        LocoStrategy(LocalSGD(), bucket_cap_mb=25)  # type: ignore[call-arg]
 
 
 def test_strategies_are_picklable_before_setup(subtests: pytest.Subtests) -> None:

@@ -1,0 +1,144 @@
+"""The ranks of one worker: DDP averages their gradients in every step, and they stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_loco.distributed import notes
+from lightning_loco.distributed.watchdog import WorkerFailure, capitalized, rank_names
+from lightning_loco.distributed.work import ExplainErrors
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
+from lightning_loco.strategies import lightning_compat
+
+_SAME = (
+    "All ranks of a worker make the same steps: give them the same number of batches, as the "
+    "sampler that Lightning sets does, and let their hooks do the same."
+)
+
+
+def warn_of_straddling(replica_size: int, ranks_per_node: int) -> None:
+    """Warn if some workers have ranks on two nodes that they do not fill."""
+    if ranks_per_node % replica_size and replica_size % ranks_per_node:
+        first = ranks_per_node - ranks_per_node % replica_size
+        rank_zero_warn(
+            f"replica_size={replica_size} does not divide the {ranks_per_node} ranks of a node: "
+            f"ranks {first} to {first + replica_size - 1} are one worker on several nodes, which "
+            "average their gradients over the network in every step. Use a replica_size that "
+            f"divides {ranks_per_node}, or 'node'."
+        )
+
+
+class ReplicaGroup:
+    """The ranks of this worker, of several; all ranks of all workers make it at the same time.
+
+    They share a copy of the model: their gradients are averaged over a process group of their own,
+    which has the backend of the default one. They come to every sync point together, since each
+    waits there for the ranks of other workers only.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._names = rank_names(group.num_workers, group.replica_size)
+        first = group.worker * group.replica_size
+        self._ranks = range(first, first + group.replica_size)
+        with ExplainErrors(group, "the set-up of the groups"):
+            self._gradients = self._new_group(None)
+            self._control = self._new_group("gloo")
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        size, own = self._group.replica_size, None
+        for first in range(0, self._group.num_workers * size, size):
+            ranks = list(range(first, first + size))
+            timeout = timedelta(seconds=self._group.timeout_s)
+            made = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if first == self._ranks[0]:
+                own = made
+        assert own is not None
+        return own
+
+    def wrap(self, strategy: DDPStrategy, model: nn.Module) -> nn.Module:
+        """Return the model in DDP over these ranks, with the arguments that the strategy has."""
+        lightning_compat.average_gradients_in(strategy, self._gradients)
+        with self.errors_named("the set-up of DDP"):
+            return lightning_compat.wrap_in_ddp(strategy, model)
+
+    def meet(self, purpose: str, steps: int) -> None:
+        """Wait until all ranks of this worker are at the same sync point.
+
+        Raises:
+            RuntimeError: If they are at different ones, or one is missing or has failed. The
+                message names them.
+        """
+        own = f"{purpose} after {steps} local steps"
+        names = [self._names[rank] for rank in self._ranks]
+        self._group.announce_wait(purpose)
+        with self.errors_named(own):
+            found = notes.all_gather(notes.write(own), self._control, names)
+        places = [str(notes.read(one, name)) for one, name in zip(found, names, strict=True)]
+        if len(set(places)) > 1:
+            where = "; ".join(f"{n} at {place}" for n, place in zip(names, places, strict=True))
+            raise RuntimeError(
+                f"The ranks of worker {self._group.worker} wait for each other at different sync "
+                f"points: {where}. {_SAME}"
+            )
+
+    @contextmanager
+    def errors_named(self, label: str) -> Iterator[None]:
+        """A context in which an error of a collective of these ranks names who caused it.
+
+        ``label`` says what is waited for. Other errors are not changed.
+        """
+        started = self._group.clock.now()
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_collective(error):
+                raise
+            raise self._explain(label, self._group.clock.now() - started) from error
+
+    def _explain(self, label: str, waited_s: float) -> WorkerFailure:
+        """Say who has failed: a connection may be closed by a rank that blames another one."""
+        watchdog = self._group.watchdog
+        assert watchdog is not None
+        self._group.failed = True
+        silent = watchdog.silent()
+        if watchdog.failure is not None:
+            return WorkerFailure(watchdog.failure)
+        if silent:
+            return WorkerFailure(
+                f"No message in {label} after {waited_s:.0f} s from {', '.join(silent)} (no sign "
+                "of life). Check that every rank runs, or raise timeout_s."
+            )
+        own, last = self._ranks[self._group.place], watchdog.labels()
+        others = ", ".join(
+            f"{self._names[rank]} (alive, last exchange: {last.get(rank, 'none')})"
+            for rank in self._ranks
+            if rank != own
+        )
+        return WorkerFailure(
+            f"{capitalized(self._names[own])}, has waited {waited_s:.0f} s in {label} for the "
+            f"other ranks of its worker: {others}. {_SAME}"
+        )
+
+    def close(self, strategy: DDPStrategy, *, has_failed: bool) -> None:
+        """Destroy the groups, once the model is no longer wrapped."""
+        lightning_compat.average_gradients_in(strategy, None)
+        groups = [self._gradients, self._control]
+        del self._gradients, self._control
+        if has_failed:
+            abort_groups(groups)
+        else:
+            list(map(dist.destroy_process_group, groups))
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether a backend has raised an error; gloo's are plain RuntimeErrors."""
+    is_gloos = "gloo/" in str(error)
+    return not isinstance(error, WorkerFailure) and (is_gloos or isinstance(error, dist.DistError))
