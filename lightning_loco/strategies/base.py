@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -91,8 +91,11 @@ _NO_TRAINING = (
 )
 
 
-class WorkerStrategy(DDPStrategy):
-    """A ``DDPStrategy`` whose collectives start with a sync point of all workers.
+class WorkerStrategy(ParallelStrategy):
+    """Makes the collectives of another strategy start with a sync point of all workers.
+
+    A subclass also has that other strategy of Lightning as a base class, ``DDPStrategy`` or
+    ``ModelParallelStrategy``.
 
     Workers that have different numbers of batches reach Lightning's barriers and reductions at
     different times. Each of these calls first waits until all workers have reached the same one; a
@@ -126,21 +129,35 @@ class WorkerStrategy(DDPStrategy):
         ``ddp_arguments`` are for DDP within a worker of several ranks.
         """
         check_common_arguments(timeout_s, start_method)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
-            start_method=start_method,
-            **(ddp_arguments or {}),
+        self._init_base(
+            {
+                "accelerator": accelerator,
+                "parallel_devices": parallel_devices,
+                "cluster_environment": cluster_environment,
+                "checkpoint_io": checkpoint_io,
+                "precision_plugin": precision_plugin,
+            },
+            process_group_backend,
+            timedelta(seconds=timeout_s),
+            {"start_method": start_method, **(ddp_arguments or {})},
         )
         self.timeout_s, self.summary = timeout_s, summary
         self.statistics = Statistics()
         self._steps = LocalSteps()
         self._added = ExitStack()
+
+    def _init_base(
+        self,
+        parts: dict[str, Any],
+        backend: str | None,
+        timeout: timedelta,
+        ddp_arguments: Mapping[str, Any],
+    ) -> None:
+        """Call the constructor of Lightning's strategy.
+
+        ``parts`` are the accelerator, the devices and the plugins.
+        """
+        super().__init__(**parts, process_group_backend=backend, timeout=timeout, **ddp_arguments)
 
     # ------------------------------------------------------------------- workers
 
@@ -304,7 +321,7 @@ class WorkerStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+        Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state for a checkpoint."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm, MergePolicy
@@ -25,7 +27,91 @@ from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.membership import TrainerPosition, shard_dataloader
 
 
-class LocoStrategy(EngineStrategy):
+class RoundStrategy(EngineStrategy):
+    """Makes rounds by a schedule, over any strategy of Lightning."""
+
+    settings: RoundSettings
+    engine: Engine | None
+
+    @property
+    def schedule(self) -> Schedule:
+        """When rounds start and end, in local steps."""
+        return self.settings.schedule
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """Make an engine that makes the rounds of the settings."""
+        assert self.lightning_module is not None
+        optimized = optimized_by(self.optimizers)
+        return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
+
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Average the gradients after the backward pass while rounds by the clock warm up."""
+        engine = self._engine
+        assert isinstance(engine, Engine)
+
+        def averaged() -> Any:
+            output = closure()
+            engine.average_gradients(p for group in optimizer.param_groups for p in group["params"])
+            return output
+
+        return averaged if engine.is_warming_up else closure
+
+    # ----------------------------------------------------------------- members
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Divide the training data among the workers, or among the present members."""
+        connection, membership = self.member_connection, self.settings.membership
+        if connection is None or membership is None or not self._trainer.training:
+            return super().process_dataloader(dataloader)
+        return shard_dataloader(
+            dataloader, connection.data_shard, membership.min_workers, self._join
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Raise if another worker has failed; StopIteration if the run to join is over."""
+        self._join()
+        trainer = self._trainer
+        if self.member_connection is not None and -1 < trainer.max_steps <= trainer.global_step:
+            raise StopIteration
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _join(self) -> None:
+        """Join the other members, once hooks have written their weights."""
+        connection, engine = self.member_connection, self.engine
+        if connection is None or connection.has_joined or engine is None:
+            return
+        assert isinstance(engine, Engine)
+        self._external_updates.on_batch_start()
+        connection.loop = TrainerPosition(self._trainer, lambda: engine.worker.steps)
+        engine.join()
+        if (members := engine.statistics.members) is not None:
+            rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
+
+    @contextmanager
+    def _end_training(self) -> Iterator[None]:
+        with super()._end_training():
+            if self.member_connection is not None:
+                self.member_connection.leave()  # now, because the hooks that follow may take long
+            yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save or report, see the base class; a member that is asked to stop also leaves."""
+        if self.member_connection is not None and isinstance(exception, SIGTERMException):
+            self.member_connection.leave()
+        super().on_exception(exception)
+
+    def reset(self) -> None:
+        """Restart the rounds from the parameters in the model."""
+        assert isinstance(self._engine, Engine)
+        self._engine.reset()
+
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Resume the rounds of a run with other settings or another number of workers."""
+        assert isinstance(self._engine, Engine)
+        return resume_from(self._engine, saved)
+
+
+class LocoStrategy(RoundStrategy, DDPStrategy):
     """Train one model on workers that exchange rarely, sparsely or late.
 
     Each rank, or each group of ``replica_size`` ranks, is a worker with its own copy of the model
@@ -92,9 +178,6 @@ class LocoStrategy(EngineStrategy):
         trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
     """
 
-    settings: RoundSettings
-    engine: Engine | None
-
     @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
     def _init_rounds(
         self,
@@ -142,68 +225,3 @@ class LocoStrategy(EngineStrategy):
     ) -> None:
         schedule = by_steps(sync_every, overlap, warm_start)
         self._init_rounds(algorithm, schedule, topology=topology, **common)
-
-    @property
-    def schedule(self) -> Schedule:
-        """When rounds start and end, in local steps."""
-        return self.settings.schedule
-
-    def make_engine(self, group: WorkerGroup) -> Engine:
-        """Make an engine that makes the rounds of the settings."""
-        assert self.lightning_module is not None
-        optimized = optimized_by(self.optimizers)
-        return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
-
-    # ----------------------------------------------------------------- members
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Divide the training data among the workers, or among the present members."""
-        connection, membership = self.member_connection, self.settings.membership
-        if connection is None or membership is None or not self._trainer.training:
-            return super().process_dataloader(dataloader)
-        return shard_dataloader(
-            dataloader, connection.data_shard, membership.min_workers, self._join
-        )
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Raise if another worker has failed; StopIteration if the run to join is over."""
-        self._join()
-        trainer = self._trainer
-        if self.member_connection is not None and -1 < trainer.max_steps <= trainer.global_step:
-            raise StopIteration
-        super().on_train_batch_start(batch, batch_idx)
-
-    def _join(self) -> None:
-        """Join the other members, once hooks have written their weights."""
-        connection, engine = self.member_connection, self.engine
-        if connection is None or connection.has_joined or engine is None:
-            return
-        assert isinstance(engine, Engine)
-        self._external_updates.on_batch_start()
-        connection.loop = TrainerPosition(self._trainer, lambda: engine.worker.steps)
-        engine.join()
-        if (members := engine.statistics.members) is not None:
-            rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
-
-    @contextmanager
-    def _end_training(self) -> Iterator[None]:
-        with super()._end_training():
-            if self.member_connection is not None:
-                self.member_connection.leave()  # now, because the hooks that follow may take long
-            yield
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Save or report, see the base class; a member that is asked to stop also leaves."""
-        if self.member_connection is not None and isinstance(exception, SIGTERMException):
-            self.member_connection.leave()
-        super().on_exception(exception)
-
-    def reset(self) -> None:
-        """Restart the rounds from the parameters in the model."""
-        assert isinstance(self._engine, Engine)
-        self._engine.reset()
-
-    def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Resume the rounds of a run with other settings or another number of workers."""
-        assert isinstance(self._engine, Engine)
-        return resume_from(self._engine, saved)

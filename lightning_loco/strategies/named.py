@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
@@ -340,17 +339,6 @@ class AsyncModelAverageStrategy(LocoStrategy):
     def _clock(self) -> ClockEngine:
         assert isinstance(self._engine, ClockEngine)
         return self._engine
-
-    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Average the gradients after the backward pass while warming up."""
-        clock = self._clock
-
-        def averaged() -> Any:
-            output = closure()
-            clock.average_gradients(p for group in optimizer.param_groups for p in group["params"])
-            return output
-
-        return averaged if clock.is_warming_up else closure
 
     def abort(self) -> None:
         """Stop the averaging during ``fit``; every worker must call it; twice is safe."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
 
 
-class PairwiseGossipStrategy(EngineStrategy):
+class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
     """Serve this worker's parameters and blend in those of random peers, without waiting for them.
 
     Before a local step the present parameters are published, and a fetch from a random peer is

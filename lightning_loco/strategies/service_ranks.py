@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath")
 
 
-class ServiceRankStrategy(WorkerStrategy):
+class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     """Shows Lightning the ranks that train; on service ranks, its collectives do nothing.
 
     Attributes:
