@@ -30,6 +30,7 @@ from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.parameters.flat import local_tensor
 from lightning_loco.schedules import EveryInterval, StepInfo
 from lightning_loco.worker import Worker
 
@@ -461,8 +462,11 @@ class Engine:
         if group.data is None or not trainable:
             return
         wide = torch.promote_types(torch.float32, trainable[0].dtype)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
-        present = torch.tensor([p.grad is not None for p in trainable], device=gradients[0].device)
+        missing = [p.grad is None for p in trainable]
+        for p in trainable:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [local_tensor(p.grad) for p in trainable if p.grad is not None]
+        present = torch.tensor([not none for none in missing], device=gradients[0].device)
         flat = torch.cat([*(g.reshape(-1).to(wide) for g in gradients), present.to(wide)])
         AllReduceSum(group, self.statistics, flat, label).wait().div_(group.num_workers)
         lengths = [*(g.numel() for g in gradients), len(trainable)]
@@ -470,7 +474,9 @@ class Engine:
         pairs = zip(trainable, gradients, means, counts.tolist(), strict=True)
         for p, gradient, mean, count in pairs:
             if count > 0:
-                p.grad = gradient.copy_(mean.view(gradient.shape))
+                gradient.copy_(mean.view(gradient.shape))
+            else:
+                p.grad = None
 
     def abort(self) -> None:
         """Stop making rounds; all workers must call it, and may call it twice."""

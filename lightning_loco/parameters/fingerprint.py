@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lightning_loco.parameters.flat import local_tensor
+
 _WORD_BYTES = 8
 _PIECE_BYTES = 2**24
 _WORDS_IN_CACHE = 2**17
@@ -52,13 +54,13 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
     NumPy gets copies because a storage that is shared with NumPy can no longer be resized.
     """
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    values = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     for piece in torch.split(values.view(torch.uint8), _PIECE_BYTES):
         yield piece.to("cpu", copy=True).numpy().data
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = local_tensor(tensor).detach().contiguous().reshape(-1)
     if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone()
     raw = flat.view(torch.uint8)

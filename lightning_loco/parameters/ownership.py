@@ -157,13 +157,7 @@ def find_ownership(
     if group.replica_size == 1:
         whole = [_joined(part for _, part in found) for found in local_fragments]
         return Ownership(whole, [], sum(len(part) for found in whole for part in found))
-    held = [list(map(list, (block.offset, block.local_shape))) for block in blocks]
-    everyone = group.gather_inside(held, "the comparison of the ranks of a worker")
-    places = range(group.replica_size)
-    holders = [
-        tuple(place for place in places if everyone[place][index] == held[index])
-        for index in range(len(blocks))
-    ]
+    holders = find_holders(blocks, group)
     owned: list[list[range]] = []
     shared = {each: SharedSlices(each, []) for each in sorted(set(holders)) if len(each) > 1}
     for found in local_fragments:
@@ -177,6 +171,19 @@ def find_ownership(
     numel = sum(len(part) for found in owned for part in found)
     most = max(group.gather_inside(numel, "the comparison of the ranks of a worker"))
     return Ownership(owned, list(shared.values()), most)
+
+
+def find_holders(blocks: Sequence[Block], group: WorkerGroup) -> list[tuple[int, ...]]:
+    """For each part, the places of the ranks of this worker that hold the same elements.
+
+    All ranks of the worker must call it.
+    """
+    held = [[list(block.offset), list(block.local_shape)] for block in blocks]
+    everyone = group.gather_inside(held, "the comparison of the ranks of a worker")
+    return [
+        tuple(place for place, theirs in enumerate(everyone) if theirs[index] == own)
+        for index, own in enumerate(held)
+    ]
 
 
 def _local_slices(

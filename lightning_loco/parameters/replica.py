@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -84,7 +85,8 @@ class Replica:
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in ids]
         self.untracked = UntrackedParameters(model, parameters.values(), cuts.chunk_elements)
         self.running_statistics = RunningStatistics(model)
-        self.copy_on_write = CopyOnWrite(self.layout)
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.copy_on_write = CopyOnWrite(self.layout, self._reshard if self._sharded else None)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
         self.owners = ParameterOwners(model, self.layout.names, list(parameters.values()))
@@ -97,6 +99,14 @@ class Replica:
         return self._local is not None
 
     # --------------------------------------------- a worker of several ranks
+
+    def _reshard(self) -> None:
+        """Drop copies of whole parameters: FSDP2 keeps those of a forward pass without a backward.
+
+        It would use them again in the next one, even if the shards have changed.
+        """
+        for module in self._sharded:
+            module.reshard()
 
     def connect(self, group: WorkerGroup) -> None:
         """Connect to the ranks of the same worker that hold the same values; all must call it."""
@@ -178,12 +188,14 @@ class Replica:
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers; the module then holds them."""
         self._local = None
+        self._reshard()
         self.layout.write_held(params)
         self.buffers.write(buffers)
 
     def keep_local(self) -> None:
         """Copy the local values, before the consensus is written into the module."""
         self.copy_on_write.release()
+        self._reshard()
         self.owners.find()
         self._find_buffers()
         layouts = self.layout, self.buffers, FlatLayout(())
@@ -206,6 +218,7 @@ class Replica:
     def show_local(self) -> None:
         """Write the local values into the module, if it holds the consensus."""
         if self._local is not None:
+            self._reshard()
             local, self._local = self._local, None
             self.untracked.differing.write(local.untracked)
             self.layout.write_held(local.params)
@@ -258,10 +271,13 @@ class CopyOnWrite:
     computed, so it works on copies, which are the ``tensors`` of the layout meanwhile. At the end
     of the step, the parameters move by what the round has changed, as if it had come just before
     the step. Without such a round, nothing is copied.
+
+    Outside of that time rounds call ``otherwise``, if it is given, before they read or write.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, otherwise: Callable[[], None] | None = None) -> None:
         self._layout = layout
+        self._otherwise = layout.before_write = otherwise
         self._parameters: list[Tensor] = []
         self._start: list[Tensor] = []
 
@@ -272,7 +288,7 @@ class CopyOnWrite:
     @torch.no_grad()
     def release(self) -> None:
         """End the protection, and apply the changes of a round to the parameters."""
-        self._layout.before_write = None
+        self._layout.before_write = self._otherwise
         if not self._parameters:
             return
         changed = self._layout.tensors

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.fingerprint import crc32, fingerprints
-from lightning_loco.parameters.flat import Cuts, FlatLayout
+from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
 from lightning_loco.parameters.schema import schema_checksum
 
 _MEMORY_LENGTHS = 2.0
@@ -52,7 +52,7 @@ class UntrackedParameters:
         shape or dtype differs between workers cannot be averaged: a warning names them.
         """
         named = [
-            (name, p)
+            (name, local_tensor(p))
             for name, p in self._model.named_parameters()
             if id(p) not in self._exchanged and p.is_floating_point()
         ]
@@ -98,7 +98,8 @@ class UntrackedParameters:
     def load(self, names: list[str], values: Tensor) -> None:
         """Write flat values of this worker, in the order of ``names``, into the module."""
         named = dict(self._model.named_parameters())
-        self.differing = FlatLayout([(name, named[name]) for name in names], self._cuts)
+        found = [(name, local_tensor(named[name])) for name in names]
+        self.differing = FlatLayout(found, self._cuts)
         self.differing.write(values)
 
 

@@ -1,6 +1,7 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
 from lightning_loco.strategies.loco import LocoStrategy
+from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
@@ -21,6 +22,7 @@ __all__ = [
     "EagerDiLoCoStrategy",
     "GASLoCStrategy",
     "LocalSGDStrategy",
+    "LocoModelParallelStrategy",
     "LocoStrategy",
     "METHODS",
     "PairwiseGossipStrategy",

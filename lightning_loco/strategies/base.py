@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -75,6 +75,9 @@ from lightning_loco.values import (
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 
+# Both base classes of Lightning that a subclass may have offer what is used of it here.
+_LightningStrategy = DDPStrategy if TYPE_CHECKING else ParallelStrategy
+
 AnyEngine = Engine | PairwiseEngine
 """Counts the local steps of one worker and makes its exchanges when they are due."""
 
@@ -91,7 +94,7 @@ _NO_TRAINING = (
 )
 
 
-class WorkerStrategy(ParallelStrategy):
+class WorkerStrategy(_LightningStrategy):
     """Makes the collectives of another strategy start with a sync point of all workers.
 
     A subclass also has that other strategy of Lightning as a base class, ``DDPStrategy`` or
@@ -399,6 +402,7 @@ class EngineStrategy(WorkerStrategy):
         self._asked_replica_size = replica_size
         self._replica_group: ReplicaGroup | None = None
         self.evaluate, self.finalize = evaluate, finalize
+        self.checkpoint_folder = checkpoint_folder
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
         self.engine: AnyEngine | None = None
@@ -450,6 +454,11 @@ class EngineStrategy(WorkerStrategy):
         size = self._asked_replica_size
         return max(1, self.num_processes) if size == "node" else size
 
+    @property
+    def has_replica_size(self) -> bool:
+        """Whether ``replica_size`` was given."""
+        return self._asked_replica_size != 1
+
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
         ranks_per_worker(self._asked_replica_size, self.num_processes, self.num_nodes)
@@ -489,8 +498,6 @@ class EngineStrategy(WorkerStrategy):
         assert self.group is not None
         self.group.connect(device_of_messages(self.settings.outer_device, self.root_device))
         self.engine = self.make_engine(self.group)
-        if self._replica_group is not None:
-            self.model = self._replica_group.wrap(self, self.lightning_module)
         self._set_evaluated(self.engine, trainer)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()
@@ -506,11 +513,18 @@ class EngineStrategy(WorkerStrategy):
             validation_start=self._start_validation,
             validation_end=self._end_validation,
         )
+        self._connect_gradients(self.group)
         trained = self.lightning_module.parameters()
         self._added.callback(self._steps.watch(trained, self._before_raw_step, self._count))
         if self._max_steps is not None:
             self._added.callback(self._max_steps.restore)
         rank_zero_info(describe(self.engine, self.schedule))
+
+    def _connect_gradients(self, group: WorkerGroup) -> None:
+        """Let the ranks of a worker average their gradients in every step."""
+        if self._replica_group is not None:
+            assert self.lightning_module is not None
+            self.model = self._replica_group.wrap(self, self.lightning_module)
 
     def _set_evaluated(self, engine: AnyEngine, trainer: pl.Trainer) -> None:
         """Choose what validations show; refuse settings that contradict the choice."""

@@ -23,14 +23,19 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
+
+from lightning_loco.parameters.gradients import GradientClipping
 
 log = logging.getLogger(__name__)
 
@@ -321,6 +326,29 @@ def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None)
 def wrap_in_ddp(strategy: DDPStrategy, model: torch.nn.Module) -> torch.nn.Module:
     """Return the model in DDP, with the arguments that the strategy was given."""
     return strategy._setup_model(model)
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Set the mesh that ``LightningModule.configure_model`` sees."""
+    module._device_mesh = mesh
+
+
+def clip_gradients_by(plugin: Precision, clipping: GradientClipping) -> Callable[[], None]:
+    """Let a precision plugin clip gradients in another way; return what undoes that."""
+
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clipping.by_norm(plugin.main_params(optimizer), clip_val)
+
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        clipping.by_value(plugin.main_params(optimizer), clip_val)
+
+    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+
+    return undo
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:

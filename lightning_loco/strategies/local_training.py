@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -17,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_loco.parameters.flat import local_tensor
 from lightning_loco.strategies import lightning_compat
 
 # ------------------------------------------------------------------------- model
@@ -71,7 +73,8 @@ def check_batch_norm(strategy: DDPStrategy) -> None:
 def leave_shared_memory(model: nn.Module) -> None:
     """Copy parameters and buffers out of shared memory: forkserver passes it to all ranks."""
     for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == "cpu" and not is_lazy(tensor) and tensor.is_shared():
+        is_shard = isinstance(tensor, DTensor)
+        if tensor.device.type == "cpu" and not (is_shard or is_lazy(tensor)) and tensor.is_shared():
             tensor.data = tensor.data.clone()
 
 
@@ -195,4 +198,4 @@ def clear_non_finite(optimizers: Sequence[Optimizer]) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -127,9 +127,10 @@ class ReplicaGroup:
             f"other ranks of its worker: {others}. {_SAME}"
         )
 
-    def close(self, strategy: DDPStrategy, *, has_failed: bool) -> None:
+    def close(self, strategy: ParallelStrategy, *, has_failed: bool) -> None:
         """Destroy the groups, once the model is no longer wrapped."""
-        lightning_compat.average_gradients_in(strategy, None)
+        if isinstance(strategy, DDPStrategy):
+            lightning_compat.average_gradients_in(strategy, None)
         groups = [self._gradients, self._control]
         del self._gradients, self._control
         if has_failed:

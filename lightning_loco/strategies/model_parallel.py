@@ -1,0 +1,196 @@
+"""LocoModelParallelStrategy: rounds between workers that shard the model over their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.parameters.gradients import GradientClipping
+from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.external_updates import averaged_models
+from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
+from lightning_loco.strategies.named import DiLoCoStrategy
+
+
+class _OfOneWorker(ModelParallelStrategy):
+    """A ``ModelParallelStrategy`` whose device mesh does not hold all ranks of the job."""
+
+    def setup_environment(self) -> None:
+        """Connect the ranks; the mesh is made later."""
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+
+
+class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
+    """Train workers that exchange rarely, each of which shards the model over its ranks.
+
+    Consecutive ranks are a worker. Inside it FSDP2 and tensor parallelism work as with Lightning's
+    ``ModelParallelStrategy``: ``LightningModule.configure_model`` applies them with
+    ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, which hold the ranks of this
+    worker only. Between workers the rounds of ``method`` exchange the shards: every rank with those
+    that hold the same shards in the other workers.
+
+    Args:
+        method: A strategy with rounds, whose arguments are used: its algorithm and schedule,
+            compression, ``timeout_s`` and so on. Default: ``DiLoCoStrategy()``.
+        data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
+            ``"auto"``: those of a node, divided by ``tensor_parallel_size``.
+        tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, to which each rank of worker
+            0 writes its shards, instead of one file.
+
+    Raises:
+        TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
+        ValueError: If a value is out of range, at construction or before training starts; if the
+            number of ranks is no multiple of those of a worker.
+
+    Example::
+
+        method = DiLoCoStrategy(sync_every=100)
+        strategy = LocoModelParallelStrategy(method, data_parallel_size=8)
+        Trainer(strategy=strategy, devices=8, num_nodes=4)  # 4 workers
+    """
+
+    def __init__(
+        self,
+        method: LocoStrategy | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        method = DiLoCoStrategy() if method is None else method
+        _check(method, data_parallel_size, tensor_parallel_size)
+        self._sizes = data_parallel_size, tensor_parallel_size
+        self._saves_folders = save_distributed_checkpoint
+        self._init_with(
+            method.settings,
+            evaluate=method.evaluate,
+            finalize=method.finalize,
+            timeout_s=method.timeout_s,
+            summary=method.summary,
+            cluster_environment=method.cluster_environment,
+            process_group_backend=method.process_group_backend,
+        )
+
+    def _init_base(
+        self,
+        parts: dict[str, Any],
+        backend: str | None,
+        timeout: timedelta,
+        ddp_arguments: Mapping[str, Any],
+    ) -> None:
+        data, tensor = self._sizes
+        ModelParallelStrategy.__init__(self, data, tensor, self._saves_folders, backend, timeout)
+        self.cluster_environment = parts["cluster_environment"]
+
+    # ------------------------------------------------------------------- ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks of a worker that train on different data."""
+        data, tensor = self._sizes
+        return max(1, self.num_processes // tensor) if data == "auto" else data
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that tensor parallelism splits a layer over."""
+        return self._sizes[1]
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks of a worker, which are consecutive."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of samplers: ranks of the same tensor-parallel group read the same data."""
+        size, number = self.data_parallel_size, self.place // self.tensor_parallel_size
+        return {"num_replicas": self.num_workers * size, "rank": self.worker * size + number}
+
+    def check_ranks(self) -> None:
+        """Raise ValueError if the ranks cannot be divided into workers."""
+        size, num_ranks = self.replica_size, self.num_nodes * self.num_processes
+        if num_ranks % size:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} times tensor_parallel_size="
+                f"{self.tensor_parallel_size} are the ranks of a worker, and the {num_ranks} ranks "
+                f"are no multiple of {size}. Start a multiple of it, or give other sizes."
+            )
+
+    # ------------------------------------------------------------------- setup
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, and make the device mesh of each worker."""
+        super().setup_environment()
+        shape = self.num_workers, self.data_parallel_size, self.tensor_parallel_size
+        names = "worker", "data_parallel", "tensor_parallel"
+        with self.waiting_in("the set-up of the device mesh"):
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._device_mesh = mesh[names[1:]]
+        assert self.lightning_module is not None
+        lightning_compat.set_device_mesh(self.lightning_module, self._device_mesh)
+
+    def _setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._init_default_group()
+        super()._setup_distributed()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Make the engine; refuse what does not work with shards."""
+        if self.is_fitting and (found := averaged_models(trainer)):
+            raise ValueError(
+                f"A callback keeps an averaged copy of the model ({type(found[0]).__name__}), "
+                "which is not supported with shards. Leave the callback out, or use "
+                "DiLoCoStrategy(replica_size=...), whose ranks each hold the whole model."
+            )
+        super().setup(trainer)
+
+    def _connect_gradients(self, group: WorkerGroup) -> None:
+        """Count each element once in the norm of the gradients.
+
+        Their mean over the ranks is what ``configure_model`` has asked for.
+        """
+        assert self.lightning_module is not None
+        clipping = GradientClipping(self.lightning_module.named_parameters(), group)
+        plugin = self.precision_plugin
+        self._added.callback(lightning_compat.clip_gradients_by(plugin, clipping))
+
+
+def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> None:
+    """Check the arguments of :class:`LocoModelParallelStrategy`."""
+    if not isinstance(method, LocoStrategy):
+        raise TypeError(
+            "method must be a strategy with rounds such as DiLoCoStrategy(sync_every=100), got "
+            f"{method!r}."
+        )
+    for name, size in (
+        ("data_parallel_size", data_parallel_size),
+        ("tensor_parallel_size", tensor_parallel_size),
+    ):
+        if name == "data_parallel_size" and size == "auto":
+            continue
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is a number of ranks and must be an integer, got {size!r}.")
+        if size < 1:
+            raise ValueError(f"{name} is a number of ranks and must be at least 1, got {size}.")
+    if method.has_replica_size:
+        raise ValueError(
+            "The method has a replica_size, but the ranks of a worker are data_parallel_size times "
+            "tensor_parallel_size. Leave replica_size out."
+        )
+    if method.settings.membership is not None:
+        raise ValueError(
+            "Elastic members are workers of one rank. Leave membership out, or use the method "
+            "without LocoModelParallelStrategy."
+        )
+    if method.checkpoint_folder != "shared":
+        raise ValueError(
+            "checkpoint_folder='private' is not supported with shards, whose ranks write into one "
+            "folder. Use checkpoint_folder='shared'."
+        )
