@@ -22,11 +22,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -73,10 +73,12 @@ from lightning_loco.values import (
 )
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
+    # All strategies of Lightning that a subclass may have as a base class offer what is used here.
+    from lightning.pytorch.strategies import DDPStrategy as LightningStrategy
 
-# Both base classes of Lightning that a subclass may have offer what is used of it here.
-_LightningStrategy = DDPStrategy if TYPE_CHECKING else ParallelStrategy
+    from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
+else:
+    LightningStrategy = ParallelStrategy
 
 AnyEngine = Engine | PairwiseEngine
 """Counts the local steps of one worker and makes its exchanges when they are due."""
@@ -94,7 +96,7 @@ _NO_TRAINING = (
 )
 
 
-class WorkerStrategy(_LightningStrategy):
+class WorkerStrategy(LightningStrategy):
     """Makes the collectives of another strategy start with a sync point of all workers.
 
     A subclass also has that other strategy of Lightning as a base class, ``DDPStrategy`` or
@@ -109,6 +111,7 @@ class WorkerStrategy(_LightningStrategy):
     """
 
     checkpoints: WorkerCheckpoints | RemoteCheckpoints
+    model: nn.Module | None
     timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
