@@ -168,7 +168,7 @@ class Watchdog(BackgroundThread):
 
     def _record_lost_store(self, error: RuntimeError) -> None:
         self.failure = self.failure or (
-            f"The job's key-value store no longer answers, so {store_host('worker 0')}, which "
+            f"The job's key-value store no longer answers, so {store_host(self._names[0])}, which "
             f"hosts it, has ended ({type(error).__name__})."
         )
 
@@ -295,7 +295,7 @@ class Watchdog(BackgroundThread):
             return self.failure
         if heartbeats is None:
             return self._describe_silent_store(label, waited_s)
-        late = []
+        late, ahead = [], []
         for worker in self._watched:
             _, num_exchanges, where = heartbeats.get(worker, (0, -1, ""))
             if worker in self._missing:
@@ -305,11 +305,13 @@ class Watchdog(BackgroundThread):
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
             elif num_exchanges == self.num_exchanges and where != self.label[:_MAX_LABEL]:
                 late.append(f"{self._names[worker]} (alive, but waiting in {where})")
+            elif num_exchanges > self.num_exchanges:
+                ahead.append(f"{self._names[worker]} in {where}")
         suspended = self._describe_suspension(waited_s)
-        is_network = ": a network fault" * (not suspended)
+        why = f"; ahead are {', '.join(ahead)}" if ahead else ": a network fault" * (not suspended)
         return (
             f"No message in {label} after {waited_s:.0f} s from "
-            f"{', '.join(late) or f'any worker (all are alive{is_network})'}.{suspended} Check "
+            f"{', '.join(late) or f'any worker (all are alive{why})'}.{suspended} Check "
             "that every worker runs and reaches the same rounds, or raise timeout_s."
         )
 

@@ -34,7 +34,6 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
-from lightning_loco.distributed.watchdog import rank_names
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings
@@ -260,19 +259,15 @@ class WorkerStrategy(LightningStrategy):
     def waiting_in(self, label: str) -> AbstractContextManager[object]:
         """Return a context in which an error names the worker that others wait for.
 
-        Outside training all workers gather before the context is entered: if one of them fails
+        Outside training all ranks gather before the context is entered: if one of them fails
         before that, the others get its error, and the default group can still be used.
         """
         if self.group is None:
             return nullcontext()
         if not self.is_training:
-            self._gather(self.group, label)
+            self.group.gather_from_ranks(None, label)
         self.group.announce_wait(label)
         return ExplainErrors(self.group, label)
-
-    def _gather(self, group: WorkerGroup, label: str) -> None:
-        """Wait until all ranks are here, or one has failed."""
-        group.gather_objects(None, label)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
@@ -593,11 +588,6 @@ class EngineStrategy(WorkerStrategy):
         super().sync_point(purpose)
         self._external_updates.after_sync_point()
 
-    def _gather(self, group: WorkerGroup, label: str) -> None:
-        super()._gather(group, label)
-        if self._replica_group is not None:
-            self._replica_group.meet(label, 0)
-
     def _errors_named(self) -> AbstractContextManager[None]:
         """Return a context in which errors of DDP name the rank that is missing."""
         if self._replica_group is None:
@@ -735,8 +725,10 @@ class EngineStrategy(WorkerStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            of_ddp = bytes_of_ddp(self.world_size, worker.replica.layout.num_bytes, worker.steps)
-            name, *_ = rank_names(1, self.replica_size)
+            layout = worker.replica.layout
+            num_bytes = layout.num_held * layout.dtype.itemsize
+            of_ddp = bytes_of_ddp(self.world_size, num_bytes, worker.steps)
+            name, *_ = worker.group.rank_names
             rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))
         yield
 

@@ -98,10 +98,9 @@ class ExternalUpdates:
         """
         if not self._is_before_start:
             return
-        group, label = self._worker.group, "the first batch"
+        group = self._worker.group
         is_changed = self._fingerprints() != self._last_prints
-        is_changed = any(changed for (changed,) in group.agree([is_changed], label))
-        if any(group.gather_objects(is_changed, label)):
+        if any(group.gather_from_ranks(is_changed, "the first batch")):
             self._worker.checksum = broadcast_model(self._model, group)
             self._strategy.reset()
             self._last_prints = self._fingerprints()

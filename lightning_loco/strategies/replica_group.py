@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_loco.distributed import notes
-from lightning_loco.distributed.watchdog import WorkerFailure, capitalized, rank_names
+from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 from lightning_loco.strategies import lightning_compat
@@ -38,34 +38,37 @@ def warn_of_straddling(replica_size: int, ranks_per_node: int) -> None:
 class ReplicaGroup:
     """The ranks of this worker, of several; all ranks of all workers make it at the same time.
 
-    They share a copy of the model: their gradients are averaged over a process group of their own,
-    which has the backend of the default one. They come to every sync point together, since each
-    waits there for the ranks of other workers only.
+    They share a copy of the model: DDP averages their gradients. They come to every sync point
+    together, since each of them waits there for the ranks of other workers only.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._names = rank_names(group.num_workers, group.replica_size)
-        first = group.worker * group.replica_size
-        self._ranks = range(first, first + group.replica_size)
+        self._names = list(group.rank_names)
+        size = group.replica_size
+        self._ranks = range(group.worker * size, (group.worker + 1) * size)
         with ExplainErrors(group, "the set-up of the groups"):
-            self._gradients = self._new_group(None)
-            self._control = self._new_group("gloo")
+            self._control = self._new_group()
 
-    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
-        size, own = self._group.replica_size, None
+    def _new_group(self) -> dist.ProcessGroup:
+        """Make a gloo group of each worker's ranks, for sync points alone.
+
+        One that other collectives use would mix these up with a sync point of other ranks.
+        """
+        size, made = self._group.replica_size, []
         for first in range(0, self._group.num_workers * size, size):
             ranks = list(range(first, first + size))
             timeout = timedelta(seconds=self._group.timeout_s)
-            made = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if first == self._ranks[0]:
-                own = made
-        assert own is not None
-        return own
+            made.append(dist.new_group(ranks, timeout=timeout, backend="gloo"))
+        return made[self._group.worker]
 
     def wrap(self, strategy: DDPStrategy, model: nn.Module) -> nn.Module:
-        """Return the model in DDP over these ranks, with the arguments that the strategy has."""
-        lightning_compat.average_gradients_in(strategy, self._gradients)
+        """Return the model in DDP over these ranks, with the arguments that the strategy has.
+
+        The group must be connected.
+        """
+        places = tuple(range(self._group.replica_size))
+        lightning_compat.average_gradients_in(strategy, self._group.inside[places])
         with self.errors_named("the set-up of DDP"):
             return lightning_compat.wrap_in_ddp(strategy, model)
 
@@ -131,8 +134,8 @@ class ReplicaGroup:
         """Destroy the groups, once the model is no longer wrapped."""
         if isinstance(strategy, DDPStrategy):
             lightning_compat.average_gradients_in(strategy, None)
-        groups = [self._gradients, self._control]
-        del self._gradients, self._control
+        groups = [self._control]
+        del self._control
         if has_failed:
             abort_groups(groups)
         else:

@@ -1,32 +1,54 @@
-"""Workers of several ranks: DDP inside, rounds between them, and what goes wrong."""
+"""Workers of several ranks: DDP within a worker, rounds between workers, and what goes wrong."""
 
 from __future__ import annotations
 
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_loco import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCoStrategy,
+    Elastic,
     GASLoCStrategy,
     LocalSGDStrategy,
     NoLoCoStrategy,
+    PairwiseGossipStrategy,
     StreamingDiLoCoStrategy,
 )
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, worker_batch
+from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
+from lightning_loco.strategies.replica_group import warn_of_straddling
+from tests.faults.failing import KINDS
+from tests.forked_jobs import Job
+from tests.limits import HARNESS_S
+from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.small_model import TinyModule, ValidatedModule, flat, loss_of, make_model, worker_batch
 
 SIZE = 2  # ranks of a worker
 STEPS = 12
-TOLERANCE = 1e-9
+TOLERANCE = 1e-11
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """The batches of a worker: those of all its ranks, or the part of one."""
+    """The batches of a worker: the rows of all its ranks, or those of one."""
 
     def __init__(self, worker: int, places: list[int], num_steps: int) -> None:
         self.worker = worker
@@ -43,7 +65,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def loader(rank: int, replica_size: int, num_steps: int = STEPS) -> DataLoader[Any]:
-    """What a rank reads; one rank that is a worker reads what the ranks of a larger one read."""
+    """What a rank reads; a worker of one rank reads the rows of both ranks of a larger one."""
     worker, place = divmod(rank, replica_size)
     places = list(range(SIZE)) if replica_size == 1 else [place]
     return DataLoader(Batches(worker, places, num_steps), batch_size=None)
@@ -63,36 +85,53 @@ METHODS: dict[str, Any] = {
 def fit(
     rank: int,
     world: int,
-    method: str,
     replica_size: int,
+    method: str,
     arguments: dict[str, Any],
     settings: dict[str, Any],
-    make_module: Any = TinyModule,
+    make_module: Callable[[], pl.LightningModule],
+    make_callbacks: Callable[[], list[pl.Callback]],
+    num_steps: int | list[int],
 ) -> dict[str, Any]:
     kind, own = METHODS[method]
     strategy = kind(**{"sync_every": 3, **own, "replica_size": replica_size, **arguments})
-    trainer = make_trainer(
-        strategy, **{"max_epochs": 1, "use_distributed_sampler": False, **settings}
-    )
+    defaults = {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = make_trainer(strategy, **{**defaults, **settings, "callbacks": make_callbacks()})
     module = make_module()
-    trainer.fit(module, loader(rank, replica_size))
-    return {"params": flat(module), "steps": trainer.global_step}
+    length = num_steps if isinstance(num_steps, int) else num_steps[rank // replica_size]
+    validates = isinstance(module, ValidatedModule)
+    validation = loader(rank, replica_size, 2) if validates else None
+    trainer.fit(module, loader(rank, replica_size, length), validation)
+    return {
+        "params": flat(module),
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": getattr(module, "seen", None),
+    }
+
+
+def no_callbacks() -> list[pl.Callback]:
+    return []
 
 
 def compare(
     pool: Pool,
-    method: str,
+    method: str = "diloco",
     arguments: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
-    make_module: Any = TinyModule,
+    make_module: Callable[[], pl.LightningModule] = TinyModule,
+    make_callbacks: Callable[[], list[pl.Callback]] = no_callbacks,
+    num_steps: int | list[int] = STEPS,
 ) -> list[dict[str, Any]]:
     """Check that 2 workers of 2 ranks end as 2 workers of 1 rank that read the same rows."""
-    given = arguments or {}, settings or {}, make_module
-    whole = pool.run(fit, method, 1, *given, world=2)
-    results = pool.run(fit, method, SIZE, *given, world=4)
+    given = method, arguments or {}, settings or {}, make_module, make_callbacks, num_steps
+    whole = pool.run(fit, 1, *given, world=2)
+    results = pool.run(fit, SIZE, *given, world=4)
     for rank, result in enumerate(results):
         expected = whole[rank // SIZE]
-        assert result["steps"] == expected["steps"]
+        assert (result["steps"], result["epochs"]) == (expected["steps"], expected["epochs"])
+        assert result["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
         torch.testing.assert_close(
             result["params"], expected["params"], rtol=0, atol=TOLERANCE, msg=f"rank {rank}"
         )
@@ -103,5 +142,438 @@ def compare(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_are_one_worker_that_reads_the_rows_of_both(pool: Pool, method: str) -> None:
-    results = compare(pool, method, {"finalize": "keep"})
+    results = compare(pool, method, {"finalize": "keep"}, {"max_steps": STEPS - 1})
     assert (results[0]["params"] - flat(TinyModule())).abs().max() > 1e-2
+    assert (results[0]["params"] - results[SIZE]["params"]).abs().max() > 1e-4
+
+
+class TwoOptimizers(TinyModule):
+    """Manual optimization: one optimizer for each layer, and accumulated gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        assert isinstance(optimizers, list)
+        self.manual_backward(loss_of(self.model, batch) / 2)
+        if batch_idx % 2:
+            for optimizer in optimizers:
+                self.clip_gradients(optimizer, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        layers = self.model[0], self.model[2]
+        return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers]
+
+
+class SometimesUnused(TinyModule):
+    """A layer that only every other step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 1).double()
+        nn.init.constant_(self.extra.weight, 0.1)
+        nn.init.zeros_(self.extra.bias)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        if batch_idx % 2:
+            loss = loss + self.extra(batch[0]).square().mean()
+        return loss
+
+
+class Synchronized(TinyModule):
+    """Records after which backward passes DDP has averaged the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def on_after_backward(self) -> None:
+        model = self.trainer.model
+        if isinstance(model, DistributedDataParallel):
+            assert model.module is self
+            self.seen.append(bool(model.require_backward_grad_sync))
+
+
+def test_manual_optimization_with_two_optimizers(pool: Pool) -> None:
+    compare(pool, make_module=TwoOptimizers)
+
+
+def test_clipping_clips_the_mean_gradient(pool: Pool) -> None:
+    compare(pool, settings={"gradient_clip_val": 0.2})
+
+
+def test_accumulation_averages_once_in_a_step(pool: Pool) -> None:
+    results = compare(pool, settings={"accumulate_grad_batches": 2}, make_module=Synchronized)
+    assert {str(one["seen"]) for one in results} == {str([False, True] * (STEPS // 2))}
+
+
+def test_unused_parameters_and_gradients_as_views(pool: Pool) -> None:
+    arguments = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    compare(pool, arguments=arguments, make_module=SometimesUnused)
+
+
+def test_a_static_graph(pool: Pool) -> None:
+    compare(pool, arguments={"static_graph": True})
+
+
+def test_unused_parameters_need_the_argument(pool: Pool) -> None:
+    given = "diloco", {"timeout_s": 20}, {}, SometimesUnused, no_callbacks, STEPS
+    with pytest.raises(PoolError, match="find_unused_parameters=True") as error:
+        pool.run(fit, SIZE, *given, world=4, grace_s=30)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["diloco", "gasloc", "async_diloco of fragments"])
+def test_workers_with_different_numbers_of_batches(pool: Pool, method: str) -> None:
+    settings = {"max_epochs": 2}
+    compare(pool, method, {}, settings, ValidatedModule, num_steps=[7, 12])
+
+
+def test_a_list_of_sync_every(pool: Pool) -> None:
+    compare(pool, "gasloc", {"sync_every": [2, 4]}, num_steps=[8, 16])
+
+
+def callbacks() -> list[pl.Callback]:
+    return [EarlyStopping("val_loss", patience=1, min_delta=10.0)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_epochs": 3},
+        {"max_epochs": 2, "val_check_interval": 4},
+        {"max_steps": 15, "max_epochs": -1},
+        {"limit_train_batches": 5, "max_epochs": 2},
+        {"fast_dev_run": True},
+        {"max_time": "00:01:00:00"},
+        {"overfit_batches": 2, "max_epochs": 2},
+    ],
+    ids=str,
+)
+def test_settings_of_the_trainer(pool: Pool, settings: dict[str, Any]) -> None:
+    results = compare(
+        pool, settings=settings, make_module=ValidatedModule, make_callbacks=callbacks
+    )
+    assert all(math.isfinite(one["metrics"]["val_loss"]) for one in results)
+    if settings == {"max_epochs": 3}:
+        assert results[0]["epochs"] < 3  # EarlyStopping
+
+
+# ------------------------------------------------------------------- other identities
+
+
+def fit_one_worker(rank: int, world: int, strategy: str) -> Tensor:
+    chosen = LocalSGDStrategy(sync_every=3, replica_size=world) if strategy == "loco" else strategy
+    trainer = make_trainer(chosen, max_epochs=2)
+    module = TinyModule(optimizer="Adam")
+    inputs, targets = worker_batch(0, 0, size=24)
+    trainer.fit(module, DataLoader(TensorDataset(inputs, targets), batch_size=3, shuffle=True))
+    return flat(module)
+
+
+def test_one_worker_of_two_ranks_is_ddp(pool: Pool) -> None:
+    pl.seed_everything(7, verbose=False)
+    loco, ddp = (pool.run(fit_one_worker, name, world=2) for name in ("loco", "ddp"))
+    for one, other in zip(loco, ddp, strict=True):
+        assert torch.equal(one, other)
+
+
+def average_by_the_clock(rank: int, world: int) -> dict[str, Any]:
+    strategy = AsyncModelAverageStrategy(interval_s=0.0, warmup_steps=2, replica_size=SIZE)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
+    module = ValidatedModule()
+    trainer.fit(module, loader(rank, SIZE, 20), loader(rank, SIZE, 2))
+    return {"params": flat(module), "rounds": strategy.statistics.rounds}
+
+
+def test_averaging_by_the_clock_keeps_the_ranks_of_a_worker_equal(pool: Pool) -> None:
+    results = pool.run(average_by_the_clock, world=4)
+    assert results[0]["rounds"] > 0
+    for result in results[1:]:
+        assert torch.equal(result["params"], results[0]["params"])
+        assert result["rounds"] == results[0]["rounds"]
+
+
+class CollectsInStep(TinyModule):
+    """Waits for all ranks within a step, while the second worker makes two more rounds."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 + 4 * strategy.worker:
+            rounds = strategy.statistics.rounds
+            strategy.barrier("in the step")
+            self.seen = strategy.statistics.rounds - rounds
+        return loss
+
+
+def test_rounds_within_a_step(pool: Pool) -> None:
+    settings = {"max_steps": 10}
+    results = compare(pool, "diloco", {"sync_every": 2}, settings, CollectsInStep)
+    assert [one["seen"] for one in results] == [2, 2, 0, 0]
+
+
+class OwnWeights(TinyModule):
+    """Begins with other weights on each rank; a hook then writes those of the first rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model(seed=dist.get_rank())
+
+    def on_train_start(self) -> None:
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.model[0].weight.fill_(0.25)
+
+
+def test_all_ranks_start_from_the_weights_of_the_first(pool: Pool) -> None:
+    compare(pool, make_module=OwnWeights, settings={"max_steps": 7})
+
+
+def fit_again(rank: int, world: int) -> list[Tensor]:
+    strategy = LocalSGDStrategy(sync_every=2, replica_size=SIZE)
+    settings: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = make_trainer(strategy, max_epochs=1, **settings)
+    module, data = ValidatedModule(), (loader(rank, SIZE, 4), loader(rank, SIZE, 2))
+    found = []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, *data)
+        found.append(flat(module))
+        (metrics,) = trainer.validate(module, data[1], verbose=False)
+        found.append(torch.tensor(metrics["val_loss"]))
+    return found
+
+
+def test_a_second_fit_and_a_validation_between(pool: Pool) -> None:
+    first, *others = pool.run(fit_again, world=4)
+    assert not torch.equal(first[0], first[2])
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+# ------------------------------------------------------------------------------ data
+
+
+class Reading(pl.LightningModule):
+    """Records the samples that this rank trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (samples,) = batch
+        self.seen += samples.int().tolist()
+        return (self.weight - samples.mean()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def read(rank: int, world: int, sync_every: int | list[int], replica_size: int) -> Any:
+    strategy = LocalSGDStrategy(sync_every=sync_every, replica_size=replica_size)
+    trainer = make_trainer(strategy, max_epochs=1)
+    module = Reading()
+    data = TensorDataset(torch.arange(48.0))
+    trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True))
+    return module.seen, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "sizes"), [(2, [12, 12, 12, 12]), ([1, 2], [8, 8, 16, 16])], ids=str
+)
+def test_all_ranks_divide_the_data(
+    pool: Pool, sync_every: int | list[int], sizes: list[int]
+) -> None:
+    results = pool.run(read, sync_every, SIZE, world=4)
+    assert [len(samples) for samples, _ in results] == sizes
+    assert sorted(sum((samples for samples, _ in results), [])) == list(range(48))
+    assert [steps for _, steps in results] == [size // 2 for size in sizes]
+
+
+# --------------------------------------------------------------------------- logging
+
+
+def log(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=2,
+        use_distributed_sampler=False,
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=1,
+        callbacks=[
+            CommunicationMonitor(),
+            LearningRateMonitor(),
+            WorkerLogs(),
+            StragglerSimulator({1: 0.001}),
+        ],
+    )
+    module = ValidatedModule()
+    trainer.fit(module, loader(rank, SIZE), loader(rank, SIZE, 2))
+    return {
+        "identity": (strategy.worker, strategy.place, strategy.num_workers),
+        "metrics": dict(trainer.logged_metrics),
+    }
+
+
+def test_callbacks_that_log(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(log, str(tmp_path), world=4)
+    assert [one["identity"] for one in results] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert "lr-SGD" in (tmp_path / "metrics.csv").read_text().partition("\n")[0]
+    for result in results:
+        assert result["metrics"]["loco/round"] == 7
+        assert result["metrics"]["loco/bytes_sent"] > 0
+    names = sorted(path.name for path in tmp_path.glob("worker_*.csv"))
+    assert names == ["worker_00000.csv", "worker_00001.csv"]
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def refused(rank: int, world: int) -> str:
+    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1)
+    with pytest.raises(ValueError, match="replica_size") as error:
+        trainer.fit(TinyModule(), loader(rank, 1))
+    return str(error.value)
+
+
+def test_a_number_of_ranks_that_is_no_multiple(pool: Pool) -> None:
+    assert set(pool.run(refused, world=3)) == {
+        "replica_size=2 does not divide the 3 ranks. Start a multiple of 2 "
+        "(Trainer(devices=..., num_nodes=...)), or choose a replica_size that divides 3."
+    }
+
+
+def size_of_node(rank: int, world: int) -> tuple[int, int, int]:
+    strategy = LocalSGDStrategy(sync_every=2, replica_size="node")
+    plugins = [PoolEnvironment(num_nodes=2)]
+    trainer = make_trainer(
+        strategy,
+        max_steps=4,
+        devices=2,
+        num_nodes=2,
+        plugins=plugins,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(TinyModule(), loader(rank, SIZE))
+    return strategy.replica_size, strategy.worker, strategy.place
+
+
+def test_node_is_the_number_of_ranks_of_a_node(pool: Pool) -> None:
+    assert pool.run(size_of_node, world=4) == [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1)]
+
+
+def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
+    for value, kind, text in (
+        (0, ValueError, "replica_size is the number of ranks of a worker and must be at least 1"),
+        (2.0, TypeError, "replica_size must be an integer, or 'node'"),
+        (True, TypeError, "replica_size must be an integer, or 'node'"),
+        ("nodes", TypeError, "got 'nodes'"),
+    ):
+        with subtests.test(str(value)), pytest.raises(kind, match=text):
+            LocalSGDStrategy(replica_size=value)
+    with pytest.raises(ValueError, match="workers of one rank, got replica_size=2"):
+        PairwiseGossipStrategy(replica_size=2)
+    with pytest.raises(ValueError, match="one worker of one rank, got replica_size='node'"):
+        DiLoCoStrategy(membership=Elastic("localhost:1"), replica_size="node")
+
+
+def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="ranks 2 to 3 are one worker on several nodes"):
+        warn_of_straddling(2, ranks_per_node=3)
+    for size, per_node in ((2, 4), (4, 2), (3, 3)):
+        warn_of_straddling(size, per_node)  # a warning would be an error
+
+
+def fit_with_sync_batchnorm(rank: int, world: int) -> str:
+    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1, sync_batchnorm=True)
+    with pytest.raises(MisconfigurationException) as error:
+        trainer.fit(TinyModule(), loader(rank, SIZE))
+    return str(error.value)
+
+
+def test_synchronized_batch_norm_is_refused(pool: Pool) -> None:
+    assert "sync_batchnorm=True" in pool.run(fit_with_sync_batchnorm, world=2)[0]
+
+
+# ---------------------------------------------------------------------------- faults
+
+TIMEOUT_S = 5.0
+PROMPT_S = TIMEOUT_S + 6
+
+
+class FailAt(pl.Callback):
+    """One rank fails within a batch, before the gradients of its worker are averaged."""
+
+    def __init__(self, victim: int, kind: str, folder: Path) -> None:
+        self.victim = victim
+        self.kind = kind
+        self.folder = folder
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.victim, 4):
+            (self.folder / "failed_at").write_text(str(time.time()))
+            KINDS[self.kind]()
+
+
+def fit_with_fault(rank: int, world: int, victim: int, kind: str, folder: Path) -> None:
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE, timeout_s=TIMEOUT_S)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[FailAt(victim, kind, folder)],
+    )
+    trainer.fit(TinyModule(), loader(rank, SIZE, 200))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [("killed", 2), ("raises", 3), ("frozen", 1), ("killed", 0), ("raises", 0)],
+)
+def test_the_others_name_the_rank_that_fails(kind: str, victim: int, tmp_path: Path) -> None:
+    others = [rank for rank in range(4) if rank != victim]
+    fault = victim, kind, tmp_path
+    with Job(fit_with_fault, *fault, world=4, group_timeout_s=TIMEOUT_S) as job:
+        outcomes = job.outcomes(others, HARNESS_S)
+    failed_at = float((tmp_path / "failed_at").read_text())
+    name = rf"[Ww]orker {victim // SIZE}, place {victim % SIZE} \(rank {victim}\)"
+    what = " failed:(.|\n)*LookupError: trouble" if kind == "raises" else ""
+    for rank, outcome in zip(others, outcomes, strict=True):
+        assert outcome.error is not None
+        last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
+        assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
+        assert outcome.ended_at - failed_at < PROMPT_S, f"rank {rank}: {outcome.error}"
+
+
+def fit_uneven_ranks(rank: int, world: int, lengths: list[int], sync_every: int) -> None:
+    strategy = DiLoCoStrategy(sync_every=sync_every, replica_size=SIZE, timeout_s=4)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(ValidatedModule(), loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sync_every"), [([8, 8, 5, 8], 3), ([8, 8, 6, 8], 3), ([4, 5, 5, 5], 100)], ids=str
+)
+def test_ranks_of_one_worker_with_different_numbers_of_batches(
+    pool: Pool, lengths: list[int], sync_every: int
+) -> None:
+    with pytest.raises(PoolError) as error:
+        pool.run(fit_uneven_ranks, lengths, sync_every, world=4, grace_s=10)
+    worker = lengths.index(min(lengths)) // SIZE
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+    for rank, failure in error.value.failures.items():
+        for other in range(SIZE * worker, SIZE * (worker + 1)):
+            name = f"orker {worker}, place {other % SIZE} (rank {other})"
+            assert rank == other or name in failure.message, f"rank {rank}"
+    texts = [failure.message for failure in error.value.failures.values()]
+    assert any("the same number of batches" in text for text in texts)
