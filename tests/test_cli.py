@@ -148,6 +148,15 @@ class TestRun:
         with pytest.raises(cli.SettingsError, match="needs a power of two workers, got 6"):
             cli.run(config(tmp_path, "topology=hypercube", "trainer.devices=6"))
 
+    def test_the_number_of_ranks_is_checked_before_others_are_started(self, tmp_path: Path) -> None:
+        """Also without ``checked``, as where only Lightning knows the number of ranks."""
+        for override, message in (
+            ("algorithm.replica_size=4", "replica_size=4 does not divide the 6 ranks"),
+            ("algorithm.replica_size=2", "needs a power of two workers, got 3"),
+        ):
+            with pytest.raises(cli.SettingsError, match=message):
+                cli.run(config(tmp_path, "topology=hypercube", "trainer.devices=6", override))
+
     def test_workers_with_different_numbers_of_steps_validate_at_the_ends_of_epochs(
         self, tmp_path: Path
     ) -> None:
@@ -341,6 +350,15 @@ class TestCommand:
             ("link=wan link.mbit_per_s=-1", "error: link: mbit_per_s of a link"),
             ("algorithm=streaming_diloco algorithm.mix=3", "error: algorithm: mix is the share"),
             ("algorithm.timeout_s=0", "error: algorithm: timeout_s must be positive"),
+            ("algorithm.replica_size=0", "error: algorithm: replica_size is the number"),
+            (
+                "trainer.devices=4 algorithm.replica_size=3",
+                "error: algorithm: replica_size=3 does not divide the 4 ranks",
+            ),
+            (
+                "trainer.devices=6 algorithm.replica_size=2 topology=hypercube",
+                "error: algorithm: Topology 'hypercube' needs a power of two workers, got 3",
+            ),
             ("topology=file", "error: topology.path has no value. Add topology.path=VALUE."),
             (
                 "algorithm=remote_optimizer algorithm.num_workers=9",
@@ -377,6 +395,20 @@ class TestCommand:
         assert figures["bytes_sent"] > 0
         assert (report.parent / "train-rank1.log").exists()
         assert len(list(tmp_path.glob("outputs/*/*"))) == 1
+
+    @pytest.mark.soak
+    def test_two_workers_of_two_ranks(self, tmp_path: Path) -> None:
+        sizes = "algorithm=diloco", "trainer.devices=4", "algorithm.replica_size=2"
+        without = "callbacks=none", "+trainer.enable_checkpointing=false", "per_worker_logs=true"
+        done = command("experiment=smoke", *sizes, *without, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (report,) = tmp_path.glob("outputs/*/*/report.json")
+        figures = json.loads(report.read_text())
+        assert figures["num_workers"] == 2
+        assert figures["bytes_sent"] > 0
+        assert sorted(file.name for file in (report.parent / "workers").iterdir()) == [
+            "worker_00000.csv", "worker_00001.csv",
+        ]  # fmt: skip
 
     @pytest.mark.soak
     def test_two_and_three_tiers_end_at_the_same_loss(self, tmp_path: Path) -> None:

@@ -233,6 +233,18 @@ def test_a_worker_that_waits_elsewhere_is_named_with_its_label() -> None:
     assert "from worker 1 (alive, but waiting in validation). Check" in text
 
 
+def test_a_worker_that_is_ahead_is_named_if_none_is_behind() -> None:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        for watchdog, num_exchanges, label in zip(
+            watchdogs, (5, 6, 5), ("r5", "validation", "r5"), strict=True
+        ):
+            watchdog.num_exchanges, watchdog.label = num_exchanges, label
+        start(*watchdogs)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
+    assert "any worker (all are alive; ahead are worker 1 in validation). Check" in text
+
+
 def test_a_worker_that_has_left_is_named_with_its_label() -> None:
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
