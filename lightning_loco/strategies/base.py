@@ -46,7 +46,7 @@ from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
-from lightning_loco.strategies.data import MaxSteps, share_data, shares_of_ranks
+from lightning_loco.strategies.data import MaxSteps, share_data
 from lightning_loco.strategies.external_updates import (
     ExternalUpdates,
     averaged_models,
@@ -412,6 +412,16 @@ class EngineStrategy(WorkerStrategy):
         """When rounds start and end; None if there are no rounds."""
         return None
 
+    @property
+    def data_shares(self) -> list[int]:
+        """In what proportion the readers share the data, a positive integer for each.
+
+        A reader is a rank, or several that read the same data.
+        """
+        readers, workers = self.distributed_sampler_kwargs["num_replicas"], self.num_workers
+        shares = [1] * workers if self.schedule is None else self.schedule.shares(workers)
+        return [share for share in shares for _ in range(readers // workers)]
+
     @abstractmethod
     def make_engine(self, group: WorkerGroup) -> AnyEngine:
         """Make the engine of this worker from the settings; called on every worker."""
@@ -546,8 +556,8 @@ class EngineStrategy(WorkerStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the training data in proportion to ``sync_every`` if that is a list."""
         if self.schedule is not None:
-            shares = shares_of_ranks(self.schedule, self.num_workers, self.replica_size)
-            dataloader = share_data(dataloader, shares, self.global_rank)
+            reader = self.distributed_sampler_kwargs
+            dataloader = share_data(dataloader, self.data_shares, reader["rank"])
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:

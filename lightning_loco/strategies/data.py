@@ -13,11 +13,6 @@ from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
 
 
-def shares_of_ranks(schedule: Schedule, num_workers: int, replica_size: int) -> list[int]:
-    """Return in what proportion the ranks share the data; those of a worker have equal shares."""
-    return [share for share in schedule.shares(num_workers) for _ in range(replica_size)]
-
-
 def share_data(dataloader: object, shares: list[int], rank: int) -> object:
     """Divide the training data in proportion to shares, one positive integer per rank.
 

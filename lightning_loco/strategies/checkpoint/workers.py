@@ -172,8 +172,8 @@ class WorkerCheckpoints:
             return None
         assert strategy.lightning_module is not None
         trainer, is_epoch_over = strategy.lightning_module.trainer, position.phase == "next epoch"
-        shares = [share for share in self._shares() for _ in range(strategy.replica_size)]
-        return samples_read(trainer, shares, strategy.global_rank, is_epoch_over)
+        reader = strategy.distributed_sampler_kwargs["rank"]
+        return samples_read(trainer, strategy.data_shares, reader, is_epoch_over)
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save after an agreed stop, unless that was done already; all workers must call it."""
