@@ -136,7 +136,7 @@ class FlatLayout:
         """Return the chunks in order; a new list whenever the memory of a tensor has moved."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
-            longest = self._cuts.chunk_elements or max(self.numel, 1)
+            longest = self._cuts.chunk_elements or max(self.num_held, 1)
             named = zip(self.names, self.tensors, strict=True)
             slices = cut_tensors(named, longest, self._cuts.granularity, self._cuts.boundaries)
             self._held_chunks = [Chunk(start, views) for start, views in slices]
