@@ -90,7 +90,8 @@ def advice(
             f"{' and '.join(monitors)} may see the same value again and again. "
             f"Validate every {gap} local steps or less often."
         )
-    if shown == "average" and settings.compression is not None and math.isfinite(between):
+    is_measured = layout.numel > 0 and math.isfinite(between)
+    if shown == "average" and settings.compression is not None and is_measured:
         of_rounds = settings.compression.codec.num_bytes(layout.numel) * between / every
         times = layout.num_bytes / of_rounds
         if times > 1:
