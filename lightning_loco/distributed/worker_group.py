@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -439,13 +440,41 @@ class WorkerGroup:
         """Collect a small value, as :meth:`gather_objects`, from every rank of this worker."""
         if self.inner is None:
             return [value]
-        places = [f"Place {place}" for place in range(self.replica_size)]
+        messages = self._all_gather_inside(self.inner, notes.write(value), label)
+        return [notes.read(*pair) for pair in zip(messages, self._place_names, strict=True)]
+
+    def gather_states_inside(self, state: Any, label: str) -> list[Any]:
+        """Collect plain values and tensors from every rank of this worker, in order.
+
+        Raises:
+            RuntimeError: If a rank is missing, has failed or has sent other objects; the message
+                names it.
+        """
+        if self.inner is None:
+            return [state]
+        messages = self._all_gather_inside(self.inner, notes.write_state(state), label)
+        found = []
+        for message, name in zip(messages, self._place_names, strict=True):
+            try:
+                found.append(notes.read_state(message))
+            except pickle.UnpicklingError as error:
+                raise RuntimeError(
+                    f"{name} of worker {self.worker}, in {label}: {error}"
+                ) from error
+        return found
+
+    @property
+    def _place_names(self) -> list[str]:
+        return [f"Place {place}" for place in range(self.replica_size)]
+
+    def _all_gather_inside(
+        self, inner: dist.ProcessGroup, message: bytes, label: str
+    ) -> list[bytes]:
         started = self.clock.now()
         try:
-            messages = notes.all_gather(notes.write(value), self.inner, places)
+            return notes.all_gather(message, inner, self._place_names)
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error
-        return [notes.read(*pair) for pair in zip(messages, places, strict=True)]
 
     def gather_from_ranks(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value, as :meth:`gather_objects`, from every rank of all workers."""
@@ -499,22 +528,20 @@ class WorkerGroup:
         return job.gather(job.next_keys(f"{self._keys}/agreement"), message, check)
 
     def raise_together(self, error: Exception | None, label: str = "an agreement") -> None:
-        """Raise an error on all workers if any worker has one; all must call it.
+        """Raise an error on all ranks if any rank has one; all must call it.
 
-        A worker with an ``error`` raises that. The others raise one with the type and text of the
-        first worker's error, so that none waits for a worker that has failed.
+        A rank with an ``error`` raises that. The others raise one with the type and text of the
+        first error, which names its rank, so that none waits for a rank that has failed.
         """
         if isinstance(error, WorkerFailure):
             raise error
-        own = notes.write_error(error)
         try:
-            own = next((found for found in self.gather_inside(own, label) if found), None)
-            values = self.gather_objects(own, label)
+            values = self.gather_from_ranks(notes.write_error(error), label)
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
             raise error
-        for name, value in zip(self.names, values, strict=True):
+        for name, value in zip(self.rank_names, values, strict=True):
             if (other := notes.read_error(value, capitalized(name))) is not None:
                 raise other
 
