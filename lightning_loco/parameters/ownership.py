@@ -215,10 +215,10 @@ def _joined(slices: Iterable[range]) -> list[range]:
 def divide(
     slices: Sequence[range], num_parts: int, granularity: int | None
 ) -> Iterator[list[range]]:
-    """Divide slices into parts of about the same size.
+    """Divide slices into parts of about the same size, of which the first one is not empty.
 
     Args:
-        slices: To divide.
+        slices: To divide; not empty.
         num_parts: Number of parts.
         granularity: Slices are cut at multiples of it, counted from their start; None if they must
             not be cut or separated, so that all are in the first part.
@@ -232,7 +232,7 @@ def divide(
         if granularity is None:
             yield list(slices) if index == 0 else []
             continue
-        first, last = total * index // num_parts, total * (index + 1) // num_parts
+        first, last = -(-total * index // num_parts), -(-total * (index + 1) // num_parts)
         before, part = 0, []
         for piece in slices:
             begin, end = (
