@@ -537,9 +537,10 @@ class Engine:
         run_through(self.apply_all_in_parts())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that this worker needs to resume exactly, also within a round.
+        """Return everything that this rank needs to resume exactly, also within a round.
 
-        The entry ``"shared"`` is equal on all workers if the algorithm is replicated.
+        The entry ``"shared"`` is equal on all workers if the algorithm is replicated. In a worker
+        of several ranks, vectors of rounds have what this rank owns: see ``gather_state``.
         """
         self._record_statuses()
         shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
@@ -553,7 +554,7 @@ class Engine:
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict` of the same worker."""
+        """Load a state of :meth:`state_dict` of the same rank."""
         saved = with_present_names(saved)
         self.worker.load_state_dict(saved)
         self.buffers_at_start = saved["buffers_at_start"]

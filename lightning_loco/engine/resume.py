@@ -16,15 +16,17 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.earlier_run import EarlierRun, mean_of_states
 from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.whole_state import own_pending, own_state, whole_length
 
 
 @torch.no_grad()
 def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     """Load as much of another run's state as fits; all workers must call it.
 
-    The engine is a new one, whose model holds the consensus of that run. Returns what is dropped,
-    reset or applied at once, in words, equal on all workers. ValueError or OSError on all workers
-    if a file cannot be read; KeyError if an entry is missing.
+    The engine is a new one, whose model holds the consensus of that run. Its states are those of
+    whole workers, of which each rank takes what it owns. Returns what is dropped, reset or applied
+    at once, in words, equal on all workers. ValueError or OSError on all workers if a file cannot
+    be read; KeyError if an entry is missing.
     """
     if not saved.is_of(engine.settings.algorithm) or "fragments" not in saved.state:
         return _start_at_consensus(engine, saved)
@@ -37,17 +39,18 @@ def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     if engine.settings.is_overlapped and all(f.own["pending"] is None for f in fragments):
         state = {**state, "round_index": 0}  # for a warm start
     has_same_fragments = len(began_at) == len(fragments)
-    engine.load_state_dict(
-        {
-            **state,
-            "began_at": began_at if has_same_fragments else [began_at[0]] * len(fragments),
-            "shared": [fragment.shared for fragment in fragments],
-            "fragments": [fragment.own for fragment in fragments],
-        }
-    )
-    for fragment, loaded in zip(engine.fragments, fragments, strict=True):
+    replica = engine.worker.replica
+    whole = {
+        **state,
+        "began_at": began_at if has_same_fragments else [began_at[0]] * len(fragments),
+        "shared": [fragment.shared for fragment in fragments],
+        "fragments": [fragment.own for fragment in fragments],
+    }
+    engine.load_state_dict(own_state(whole, replica))
+    for index, (fragment, loaded) in enumerate(zip(engine.fragments, fragments, strict=True)):
         if loaded.ended is not None:
-            fragment.apply_saved(loaded.ended, engine.worker.steps)
+            fragment.apply_saved(own_pending(loaded.ended, index, replica), engine.worker.steps)
+            replica.share(index)
     return list(dict.fromkeys(notes))
 
 
@@ -102,7 +105,7 @@ class _LoadedFragment(NamedTuple):
 def _fragment(
     engine: Engine, index: int, state: dict[str, Any], saved: EarlierRun, notes: list[str]
 ) -> _LoadedFragment:
-    settings, memory = engine.settings, engine.fragments[index].memory
+    settings, replica = engine.settings, engine.worker.replica
     algorithm, params = settings.algorithm, state["params"]
     has_same_fragments = len(state["fragments"]) == len(engine.fragments)
     former = index if has_same_fragments else 0
@@ -115,14 +118,14 @@ def _fragment(
     if "compression" in changed:
         if own["residual"]:
             notes.append("what compression had left over is dropped")
-        own["residual"] = settings.init_residual(engine.worker.replica.layout.new_flat())
+        own["residual"] = settings.init_residual(replica.layout.new_flat_on_cpu())
     pending = own.pop("pending")
     if pending is not None:
         received, sent_params = shared["received"], own["sent_params"]
         pending = {**pending, "received": received, "sent_params": sent_params}
     if own["sent_params"] is None:
         own["sent_params"] = params
-    length = sum(map(len, memory.chunks))
+    length = whole_length(index, replica)
     if len(engine.fragments) > 1 and changed & {"schedule", "pattern"}:
         has_same_fragments = False
     if pending is not None and not (has_same_fragments and pending["received"].numel() == length):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
 from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
+from lightning_loco.parameters.owned_vectors import OwnedVectors
 from lightning_loco.parameters.ownership import Ownership, ResultSharing
 from lightning_loco.parameters.schema import broadcast_inside
 from lightning_loco.parameters.untracked import RunningStatistics, UntrackedParameters
@@ -46,6 +47,8 @@ class Replica:
         untracked: All values that are not exchanged, compared between the workers.
         running_statistics: Statistics of BatchNorm among the buffers.
         copy_on_write: Protects the exchanged parameters while gradients are computed from them.
+        owned_vectors: Gathers and cuts vectors like that of the layout; None for a worker of one
+            rank, which owns all elements.
 
     Note:
         Buffers (BatchNorm statistics, for example) are local during training and averaged into the
@@ -77,6 +80,7 @@ class Replica:
         self._ownership = ownership or Ownership([[range(numel)]], [], numel)
         self.fragments = self._ownership.fragment_slices()
         self._sharing: ResultSharing | None = None
+        self.owned_vectors: OwnedVectors | None = None
         self._buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),
@@ -112,6 +116,7 @@ class Replica:
         """Connect to the ranks of the same worker that hold the same values; all must call it."""
         if group.inner is not None:
             self._sharing = ResultSharing(self._ownership, self.layout, group)
+            self.owned_vectors = OwnedVectors(self._ownership, self.layout.num_held, group)
 
     def share(self, fragment: int | None = None) -> None:
         """Take the elements that other ranks of this worker own from them; all must call it.

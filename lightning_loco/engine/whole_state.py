@@ -1,0 +1,103 @@
+"""The state of a worker of several ranks: gathered from what each rank owns, and cut into it.
+
+An engine has the outer state, the residuals and the pending messages of the elements that its rank
+owns. A whole state has those of all elements, like that of a worker of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_loco.parameters.replica import Replica
+
+_Convert = Callable[[Tensor, int | None], Any]
+"""Converts one vector, given the fragment to which it belongs; None for all parameters."""
+
+
+def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | None:
+    """Return the whole state on the worker's first rank, in the host's memory; None on others.
+
+    All ranks of the worker must call it. A worker of one rank gets its state unchanged.
+
+    Args:
+        state: What ``Engine.state_dict`` has returned, with or without the entry ``"shared"``.
+        replica: That of the engine.
+
+    Raises:
+        ValueError: If a rank of the worker holds a shard of the parameters.
+        RuntimeError: If a rank is missing or has failed; the message names it.
+    """
+    if (vectors := replica.owned_vectors) is None:
+        return state
+    gathered = _converted(state, replica.layout.numel, vectors.gather)
+    return gathered if vectors.is_first else None
+
+
+def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
+    """Return what this rank owns of a whole state, for ``Engine.load_state_dict``.
+
+    ValueError if a rank of the worker holds a shard of the parameters.
+    """
+    if (vectors := replica.owned_vectors) is None:
+        return whole
+    return _converted(whole, replica.layout.num_held, vectors.cut)
+
+
+def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[str, Any]:
+    """Return what this rank owns of what a pending round has brought to a fragment.
+
+    ``whole`` is for ``FragmentSync.apply_saved``; ValueError as :func:`own_state`.
+    """
+    if (vectors := replica.owned_vectors) is None:
+        return whole
+    own = dict(whole)
+    for name, of in (("received", fragment), ("messages", fragment), ("sent_params", None)):
+        if own.get(name) is not None:
+            own[name] = vectors.cut(own[name], of)
+    return own
+
+
+def whole_length(fragment: int, replica: Replica) -> int:
+    """Return the length of what a round brings to a fragment of the whole worker."""
+    if (vectors := replica.owned_vectors) is None:
+        return sum(map(len, replica.fragments[fragment]))
+    return vectors.length(fragment)
+
+
+def _converted(state: dict[str, Any], numel: int, convert: _Convert) -> dict[str, Any]:
+    """Return a state with other vectors; fragments share those that they have shared before.
+
+    Vectors of all parameters have the shape ``(numel,)``.
+    """
+    found: dict[int, Any] = {}
+
+    def vector(value: Any, fragment: int | None = None) -> Any:
+        if not isinstance(value, Tensor) or (fragment is None and value.shape != (numel,)):
+            return value
+        if id(value) not in found:
+            found[id(value)] = convert(value, fragment)
+        return found[id(value)]
+
+    def vectors(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: vector(value) for name, value in entries.items()}
+
+    def shared(index: int, entry: dict[str, Any]) -> dict[str, Any]:
+        return {"state": vectors(entry["state"]), "received": vector(entry["received"], index)}
+
+    def own(index: int, entry: dict[str, Any]) -> dict[str, Any]:
+        pending = entry["pending"]
+        if pending is not None and "messages" in pending:
+            pending = {**pending, "messages": vector(pending["messages"], index)}
+        return {
+            "pending": pending,
+            "residual": vectors(entry["residual"]),
+            "sent_params": vector(entry["sent_params"]),
+        }
+
+    converted = {**state, "fragments": [own(*pair) for pair in enumerate(state["fragments"])]}
+    if "shared" in state:
+        converted["shared"] = [shared(*pair) for pair in enumerate(state["shared"])]
+    return converted
