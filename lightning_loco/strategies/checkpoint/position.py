@@ -1,9 +1,8 @@
-"""Where a worker is in its loops, data and random numbers, and how another run resumes there."""
+"""Where a rank is in its loops, data and random numbers, and how another run resumes there."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -19,13 +18,13 @@ epoch. ``"stopped"`` is the end of a run within an epoch."""
 
 
 class Position(NamedTuple):
-    """The position of a worker right before its first resumed batch.
+    """The position of a rank right before its first resumed batch.
 
     Attributes:
         phase: What the loops have done last.
         random: States of the random number generators; None to leave them unchanged.
         has_validation_data: Whether the validation loaders had been made.
-        is_distributed: Whether a sampler divides the training data among the workers.
+        is_distributed: Whether a sampler divides the training data among the ranks.
     """
 
     phase: Phase
@@ -99,23 +98,45 @@ def _phase(trainer: pl.Trainer) -> Phase:
     return "validation end" if batches.is_last_batch else "next batch"
 
 
+class DataShares(NamedTuple):
+    """In what proportion the workers of a run share the data, and the ranks of each alike.
+
+    Attributes:
+        by_worker: One number for each worker.
+        replica_size: Number of ranks of a worker.
+    """
+
+    by_worker: list[int]
+    replica_size: int = 1
+
+    @property
+    def of_ranks(self) -> list[int]:
+        """One number for each rank."""
+        return [share for share in self.by_worker for _ in range(self.replica_size)]
+
+    def __str__(self) -> str:
+        count, size = len(self.by_worker), self.replica_size
+        text = "1 worker" if count == 1 else f"{count} workers"
+        return text if size == 1 else f"{text} of {size} ranks"
+
+
 class ResumedPosition:
-    """Restores a position, also one that was saved with another number of workers.
+    """Restores a position, also one that was saved with another number of workers or ranks.
 
-    If a sampler divides the data among the workers, their common progress counts: the epoch is
-    divided again, and the batches that were trained on are read and skipped. If each worker has
-    data of its own, these continue where they were. A new worker has the position of worker 0.
+    If a sampler divides the data among the ranks, their common progress counts: the epoch is
+    divided again, and the batches that were trained on are read and skipped. If each rank has data
+    of its own, these continue where they were. A new worker has the position of worker 0, and a new
+    rank of a worker that of its first rank.
 
-    ``before`` and ``now`` are in what proportion the former and the present workers share the data,
-    one number each.
+    ``before`` and ``now`` are in what proportion the former and the present ranks share the data.
     """
 
     def __init__(
-        self, position: Position, before: Sequence[int], now: Sequence[int], worker: int
+        self, position: Position, before: DataShares, now: DataShares, worker: int
     ) -> None:
         self._position = position
-        self._before = list(before)
-        self._now = list(now)
+        self._before = before
+        self._now = now
         self._worker = worker
         self._loader_states: list[Any] = []
 
@@ -138,8 +159,9 @@ class ResumedPosition:
             and self._before != self._now
             and self._position.phase not in ("next epoch", "stopped")
         ):
-            # a single worker has no distributed sampler
-            if is_distributed(trainer) or (len(self._now) == 1 and self._position.is_distributed):
+            # a single rank has no distributed sampler
+            is_single = len(self._now.of_ranks) == 1
+            if is_distributed(trainer) or (is_single and self._position.is_distributed):
                 notes = self._divide_again(trainer)
             else:
                 self._load_states(trainer)
@@ -167,32 +189,43 @@ class ResumedPosition:
         return [f"the data of the epoch are divided again, from batch {count} of {length} on"]
 
     def _rescaled(self, batches: int) -> int:
-        """Return the batches of this worker when all together have read as much as before."""
-        former = self._worker if self._worker < len(self._before) else 0
-        own, all_of_before = self._before[former], sum(self._before)
-        return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
+        """Return the batches of this rank when all together have read as much as before."""
+        before, now = self._before, self._now
+        former = self._worker if self._worker < len(before.by_worker) else 0
+        read = batches * sum(before.of_ranks) * now.by_worker[self._worker]
+        return read // (before.by_worker[former] * sum(now.of_ranks))
 
     def other_workers(self, own: str) -> list[str]:
         """Describe what becomes of ``own``, a part of each worker, if workers are gone or new."""
-        before, now = len(self._before), len(self._now)
+        before, now = len(self._before.by_worker), len(self._now.by_worker)
         if now < before:
-            return [f"{own} of {_span(now, before)} are dropped"]
+            return [f"{own} of {_span('worker', now, before)} are dropped"]
         if now > before:
             return [
-                f"new are {_span(before, now)}, with {own} of worker 0 and random numbers from "
+                f"new are {_span('worker', before, now)}, with {own} of worker 0 and random "
+                "numbers from their own seed"
+            ]
+        return []
+
+    def other_ranks(self) -> list[str]:
+        """Describe what becomes of the random numbers if workers have more or fewer ranks."""
+        before, now = self._before.replica_size, self._now.replica_size
+        if now < before:
+            return [f"the random numbers of {_span('place', now, before)} of a worker are dropped"]
+        if now > before:
+            return [
+                f"new are {_span('place', before, now)} of a worker, with random numbers from "
                 "their own seed"
             ]
         return []
 
     def numbers(self) -> tuple[str, str]:
         """Describe how many workers there were, and how many there are."""
-        counts = len(self._before), len(self._now)
-        before, now = ("1 worker" if count == 1 else f"{count} workers" for count in counts)
-        return before, now
+        return str(self._before), str(self._now)
 
 
-def _span(first: int, end: int) -> str:
-    return f"worker {first}" if end == first + 1 else f"workers {first} to {end - 1}"
+def _span(noun: str, first: int, end: int) -> str:
+    return f"{noun} {first}" if end == first + 1 else f"{noun}s {first} to {end - 1}"
 
 
 # --------------------------------------------------------------- random number generators

@@ -21,7 +21,8 @@ from lightning_loco.earlier_run import (
 )
 from lightning_loco.schedules.base import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
-from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, Position
+from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
+from lightning_loco.strategies.checkpoint.rank_states import take_rank_state
 from lightning_loco.strategies.checkpoint.side_files import (
     KEY,
     NEW_RUN,
@@ -160,12 +161,12 @@ def path_on_own_disk(path: str | Path) -> str:
 def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -> ChosenSave | None:
     """Agree on the newest save that all workers have, and commit it if that was interrupted.
 
-    All workers must call it, with the main file that each would resume from, or None. Returns None
-    if no worker has found one. ValueError on every worker, with a list of what they have, if they
+    All ranks must call it, with the main file that each would resume from, or None. Returns None if
+    no rank has found one. ValueError on every rank, with a list of what the workers have, if they
     have none in common.
     """
     own = None if path is None else os.path.realpath(path_on_own_disk(path))
-    named = [one for one in group.gather_objects(own, _LABEL) if one is not None]
+    named = [one for one in group.gather_from_ranks(own, _LABEL) if one is not None]
     if not named:
         return None
     where: dict[str, SideFiles] = {}
@@ -182,19 +183,21 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
         for stamp in stamps:
             if stamp not in found:
                 where[stamp], found[stamp] = files, files.workers_of(stamp) if stamp else []
-    everyone: list[Found] = group.gather_objects(found, _LABEL)
+    size, of_ranks = group.replica_size, group.gather_from_ranks(found, _LABEL)
+    everyone = [_seen_by_all(of_ranks[i : i + size]) for i in range(0, len(of_ranks), size)]
     common = [stamp for stamp in found if all(stamp in theirs for theirs in everyone)]
     grades = {stamp: _grade(stamp, everyone) for stamp in common}
     stamp = max(common, key=lambda one: (grades[one], steps_of(one), one), default=_NO_STAMP)
     if not grades.get(stamp):
         lines = [
             _nothing_in_common(everyone, named[0]),
-            *sum(group.gather_objects(damaged, _LABEL), []),
+            *dict.fromkeys(sum(group.gather_from_ranks(damaged, _LABEL), [])),
         ]
         with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
             raise ValueError(" ".join(lines))
     with group.errors_shared(_LABEL):
-        where[stamp].commit_main(stamp)
+        if group.place == 0:
+            where[stamp].commit_main(stamp)
     return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])
 
 
@@ -205,6 +208,16 @@ def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
     folder = os.path.dirname(own)
     others = [os.path.join(folder, os.path.basename(name)) for name in named]
     return list(dict.fromkeys([own, *others]))
+
+
+def _seen_by_all(ranks: Sequence[Found]) -> Found:
+    """Return what all ranks of a worker have found; the same for all of them on one disk."""
+    first, *others = ranks
+    return {
+        stamp: [n for n in numbers if all(n in found[stamp] for found in others)]
+        for stamp, numbers in first.items()
+        if all(stamp in found for found in others)
+    }
 
 
 def _grade(stamp: str, everyone: Sequence[Found]) -> int:
@@ -247,10 +260,11 @@ def _listed(found: Found) -> str:
 
 
 class SavedRun:
-    """The run that wrote a checkpoint, and the state that this worker resumes from, ``own``.
+    """The run that wrote a checkpoint, and the state that this rank resumes from, ``own``.
 
     A worker that did not exist in that run reads the state of worker 0, and so does one whose own
-    side file is missing: ``is_new``. ``name`` is the file that it reads.
+    side file is missing. A rank that its worker did not have takes the state of the first one.
+    Both are new: ``is_new``. ``name`` is the file that this rank reads.
 
     ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``. For
     each side file, ``readers`` has the worker that can read it; None if all can read all.
@@ -263,6 +277,7 @@ class SavedRun:
         files: SideFiles,
         path: str | Path,
         worker: int,
+        place: int = 0,
         weights_only: bool | None = None,
         readers: dict[int, int] | None = None,
     ) -> None:
@@ -274,10 +289,15 @@ class SavedRun:
         self._readers = readers
         self.num_workers = self._manifest.num_workers
         self.algorithm = self._manifest.algorithm
-        self.is_new = worker >= self.num_workers or worker in self._missing
-        number = 0 if self.is_new else worker
+        is_new_worker = worker >= self.num_workers or worker in self._missing
+        number = 0 if is_new_worker else worker
         self.name = files.path_of(self._manifest.stamp, number)
         self.own = self._read(number)
+        with errors_naming(self.name):
+            self.replica_size = take_rank_state(self.own, place)
+        self.is_new = is_new_worker or place >= self.replica_size
+        if self.is_new:
+            self.own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
         if readers is None:
             files.find(self._manifest.stamp, self.num_workers - 1)
 
@@ -299,10 +319,11 @@ class SavedRun:
         found = Position.from_state_dict(self.own["position"])
         return found._replace(random=None) if self.is_new else found
 
-    def shares(self) -> list[int]:
-        """Return in what proportion its workers shared the data, one number each."""
+    def shares(self) -> DataShares:
+        """Return in what proportion its workers shared the data."""
         every = self._manifest.settings.get("sync_every")
-        return reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
+        by_worker = reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
+        return DataShares(by_worker, self.replica_size)
 
     def equals(self, engine: AnyEngine) -> bool:
         """Return whether the present run has the same settings and number of workers."""
@@ -315,11 +336,9 @@ class SavedRun:
 
     def earlier_run(self) -> EarlierRun:
         """Return what an engine with other settings or another number of workers resumes from."""
-        state, manifest = self.own["engine"], self._manifest
-        if self.is_new:
-            state = {**state, "statistics": {**state["statistics"], "bytes_sent": 0, "wait_s": 0.0}}
+        manifest = self._manifest
         return EarlierRun(
-            state,
+            self.own["engine"],
             self.algorithm,
             manifest.settings,
             self.num_workers,

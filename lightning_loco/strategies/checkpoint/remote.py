@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.parameter_server import RemoteOptimizer
-from lightning_loco.strategies.checkpoint.position import Position, ResumedPosition
+from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
 from lightning_loco.strategies.checkpoint.reader import other_one_named, read_main
 from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_naming, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
@@ -148,8 +148,9 @@ class RemoteCheckpoints:
                 raise ValueError(text) from missing
             if is_new:
                 position = position._replace(random=None)
-            shares = [1] * len(positions), [1] * self._strategy.world_size
-            resumed = ResumedPosition(position, *shares, rank)
+            before = DataShares([1] * len(positions))
+            now = DataShares([1] * self._strategy.world_size)
+            resumed = ResumedPosition(position, before, now, rank)
             resumed.prepare_loops(loaded["loops"])
         return resumed
 

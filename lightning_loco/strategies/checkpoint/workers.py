@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_loco.engine.whole_state import gather_state, own_state
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.position import Position, ResumedPosition
+from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
+from lightning_loco.strategies.checkpoint.rank_states import OTHER_RANKS, RankState
 from lightning_loco.strategies.checkpoint.reader import (
     SavedRun,
     choose_save,
@@ -43,6 +45,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+_SAVING = "a checkpoint"
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 
 
@@ -71,11 +74,20 @@ class WorkerCheckpoints:
     def start_fit(self) -> None:
         """Reset what an earlier fit has set; with private folders, prepare to choose a save.
 
-        ValueError if the ``CheckpointIO`` does not work with private folders.
+        ValueError if private folders do not work with the ``CheckpointIO``, or with workers that
+        have ranks on several nodes.
         """
         self._saved_on_stop = None
         self._readers = None
         if self._is_private:
+            size, on_node = self._strategy.replica_size, self._strategy.num_processes
+            if self._strategy.num_nodes > 1 and on_node % size:
+                raise ValueError(
+                    "checkpoint_folder='private' needs workers whose ranks are all on one node, "
+                    f"and with replica_size={size} and {on_node} ranks on a node a worker is on "
+                    "several. Use a replica_size that divides the ranks of a node, or "
+                    "checkpoint_folder='shared'."
+                )
             if not isinstance(self._strategy.checkpoint_io, TorchCheckpointIO):
                 raise ValueError(
                     "checkpoint_folder='private' needs a CheckpointIO that has written a file when "
@@ -117,10 +129,10 @@ class WorkerCheckpoints:
             engine.worker.show_local()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Write the side files of every worker, then the main file; all workers must call it.
+        """Write the side files of every worker, then the main file; all ranks must call it.
 
-        The main file is that of worker 0. Without the optimizers' states (``weights_only``) or
-        outside ``fit``, there are no side files. OSError on every worker if one cannot write its
+        The main file is that of rank 0. Without the optimizers' states (``weights_only``) or
+        outside ``fit``, there are no side files. OSError on every rank if one cannot write its
         files; the checkpoint that existed before is still complete.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
@@ -131,7 +143,7 @@ class WorkerCheckpoints:
             return
         group = engine.worker.group
         names = [str(path), new_stamp(engine.worker.steps)]
-        path, stamp = group.gather_objects(names, "a checkpoint")[0]
+        path, stamp = group.gather_from_ranks(names, _SAVING)[0]
         if self._is_private:
             path = path_on_own_disk(path)
         save = Save(SideFiles(io, path), stamp, None, None, write_main)
@@ -147,20 +159,34 @@ class WorkerCheckpoints:
 
     def _worker_state(
         self, engine: AnyEngine, checkpoint: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the state of this worker alone, and that which is the same on all workers."""
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Return the state of this worker alone, and that which is the same on all workers.
+
+        Of a worker of several ranks only the first one gets them, of the whole worker: all ranks
+        must call it. None if there is none, or another rank writes it.
+        """
         module = self._strategy.lightning_module
         assert module is not None
-        state, shared = engine.state_dict(), None
-        if engine.settings.algorithm.replicated:
-            shared = {"shared": state.pop("shared")}
-        position = Position.of(module.trainer)
-        own = {
-            "engine": state,
-            "position": position.state_dict(),
+        group = engine.worker.group
+        with group.errors_shared(_SAVING) if group.replica_size > 1 else nullcontext():
+            state, position = engine.state_dict(), Position.of(module.trainer)
+        has_shared = engine.settings.algorithm.replicated
+        if has_shared and group.worker > 0 and not self._is_private:
+            del state["shared"]
+            has_shared = False
+        of_rank = RankState(position.state_dict(), checkpoint["loops"], state["statistics"])
+        others = of_rank.gather_others(group, _SAVING)
+        if (whole := gather_state(state, engine.worker.replica)) is None:
+            return None, None
+        shared = {"shared": whole.pop("shared")} if has_shared else None
+        own: dict[str, Any] = {
+            "engine": whole,
+            "position": of_rank.position,
             "stream": self._samples_read(position),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
+        if others:
+            own[OTHER_RANKS] = others
         return to_device((own, shared), _CPU)
 
     def _samples_read(self, position: Position) -> int | None:
@@ -234,10 +260,11 @@ class WorkerCheckpoints:
         files: SideFiles,
         path: str | Path,
         weights_only: bool | None,
-        shares: list[int],
+        shares: DataShares,
     ) -> None:
         strategy, readers = self._strategy, self._readers
-        run = SavedRun(loaded[KEY], files, path, strategy.worker, weights_only, readers)
+        rank = strategy.worker, strategy.place
+        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, readers)
         with errors_naming(path):
             before = run.shares()
         with errors_naming(run.name):
@@ -246,13 +273,13 @@ class WorkerCheckpoints:
             position.prepare_loops(loaded["loops"])
         self._resumed = run, position
 
-    def _shares(self) -> list[int]:
-        """Return in what proportion the workers share the data, one number each."""
+    def _shares(self) -> DataShares:
+        """Return in what proportion the workers share the data."""
         schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
         if schedule is None:
-            return [1] * num_workers
+            return DataShares([1] * num_workers, self._strategy.replica_size)
         schedule.check(num_workers)
-        return schedule.shares(num_workers)
+        return DataShares(schedule.shares(num_workers), self._strategy.replica_size)
 
     @property
     def is_resuming(self) -> bool:
@@ -274,7 +301,8 @@ class WorkerCheckpoints:
         assert engine is not None
         if run.equals(engine):
             with engine.worker.group.errors_shared("the start of training"):
-                self._load_engine(run, engine.load_state_dict, run.own["engine"])
+                own = own_state(run.own["engine"], engine.worker.replica)
+                self._load_engine(run, engine.load_state_dict, own)
         else:
             notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run())
         connection = self._strategy.member_connection
@@ -285,7 +313,8 @@ class WorkerCheckpoints:
                 notes.append("the members start at the beginning of the data")
             else:
                 connection.data_shard.start_at(stream)
-        notes += position.other_workers("the optimizers, schedules and positions") + run.missing()
+        notes += position.other_workers("the optimizers, schedules and positions")
+        notes += position.other_ranks() + run.missing()
         if notes:
             before, now = position.numbers()
             rank_zero_warn(

@@ -18,12 +18,13 @@ _LABEL = "writing a checkpoint"
 
 
 class Save(NamedTuple):
-    """What a worker has to write.
+    """What a rank has to write: of a worker of several ranks the first one writes its files.
 
     Attributes:
         files: The files of the checkpoint.
         stamp: Name of the save.
-        own: State of this worker alone; None if there are no side files.
+        own: State of this worker alone; None if there are no side files, or another rank of the
+            worker writes them.
         shared: State that all workers share; None if there is none.
         write_main: Writes the main file to a path.
     """
@@ -37,12 +38,12 @@ class Save(NamedTuple):
     def to_shared_folder(self, group: WorkerGroup) -> bool:
         """Write the save to a folder that all workers see; worker 0 writes what they share.
 
-        All workers must call it. The main file is replaced after one more agreement: a worker 0
+        All ranks must call it. The main file is replaced after one more agreement: a worker 0
         that was suspended while the others ended and a new run has saved changes nothing. Returns
-        whether this worker has written the main file. OSError on every worker if one cannot write
-        its files; the checkpoint that existed before is still complete.
+        whether this rank has written the main file. OSError on every rank if one cannot write its
+        files; the checkpoint that existed before is still complete.
         """
-        is_first, files = group.worker == 0, self.files
+        is_first, files = group.worker == group.place == 0, self.files
         before: list[str] = []
         try:
             with group.errors_shared(_LABEL):
@@ -66,26 +67,28 @@ class Save(NamedTuple):
     def to_private_folders(self, group: WorkerGroup) -> bool:
         """Write the save to the disk of each worker, see :meth:`to_shared_folder`.
 
-        Workers may share a disk: on each, the first of the workers whose files are there writes
-        what is shared. The main file is replaced only after everything is written on all disks: if
-        the workers are killed at any time, there is a save that all of them have.
+        The ranks of a worker see the same disk. Workers may share one: on each, the first of the
+        workers whose files are there writes what is shared. The main file is replaced only after
+        everything is written on all disks: if the workers are killed at any time, there is a save
+        that all of them have.
         """
-        files, stamp = self.files, self.stamp
+        files, stamp, writes = self.files, self.stamp, group.place == 0
         before: list[str] = []
         try:
             with group.errors_shared(_LABEL):
                 before = files.stamps()
-                # A worker without a state of its own writes an empty file, to be found on its disk.
-                files.save(stamp, group.worker, self.own or {})
+                if writes:
+                    # Without a state of its own it is an empty file, to be found on its disk.
+                    files.save(stamp, group.worker, self.own or {})
             workers = files.workers_of(stamp)
-            is_first = _is_first_of(workers, group.worker)
+            is_first = writes and _is_first_of(workers, group.worker)
             with group.errors_shared(_LABEL):
                 if is_first:
                     self.write_shared(staged=True)
         except WorkerFailure:
             raise  # the others may have found it complete
         except Exception:
-            if _is_first_of(files.workers_of(stamp), group.worker):
+            if writes and _is_first_of(files.workers_of(stamp), group.worker):
                 files.discard(stamp)
             raise
         with group.errors_shared(_LABEL):
