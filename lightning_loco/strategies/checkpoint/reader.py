@@ -191,6 +191,7 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     if not grades.get(stamp):
         lines = [
             _nothing_in_common(everyone, named[0]),
+            *(["The ranks of a worker must see the same disk."] if size > 1 else []),
             *dict.fromkeys(sum(group.gather_from_ranks(damaged, _LABEL), [])),
         ]
         with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
