@@ -167,7 +167,8 @@ class Worker:
     def count_step(self, sync_every: int | None = None) -> None:
         """Count one local step, and check whether to stop after it.
 
-        ``sync_every`` is the number of steps between rounds, if rounds start by steps.
+        ``sync_every`` is the number of steps between rounds, if rounds start by steps. If not, a
+        worker of several ranks checks that when they agree on what is due.
         """
         reach("local step")
         self.steps += 1
@@ -175,7 +176,8 @@ class Worker:
         watchdog = self.group.watchdog
         if watchdog is not None and sync_every is not None:
             watchdog.position = (self.round_index, self.steps_since_round, sync_every)
-        if self.stop.requested is not None or (watchdog is not None and watchdog.stop_seen):
+        decides_alone = sync_every is not None or self.group.inner is None
+        if decides_alone and (self.stop.requested is not None or self.stop.is_seen):
             self.stop.check(self.round_index, self.steps_since_round, sync_every)
 
     def status(self, sync_point: float) -> WorkerStatus:

@@ -29,17 +29,31 @@ class StopAgreement:
         if self._group.watchdog is not None:
             self._group.watchdog.stop_reason = reason
 
-    def check(self, rounds: int, steps: int, sync_every: int | None) -> None:
+    @property
+    def is_seen(self) -> bool:
+        """Whether the watchdog knows that some worker was asked to stop."""
+        watchdog = self._group.watchdog
+        return watchdog is not None and watchdog.stop_seen
+
+    def check(
+        self,
+        rounds: int,
+        steps: int,
+        sync_every: int | None,
+        *,
+        is_seen_by_place_0: bool = False,
+    ) -> None:
         """Set :attr:`agreed` if some worker was asked to stop and this one is at the position.
 
         It has made ``steps`` local steps since its last round, and ``sync_every`` are a round; None
-        if it may stop at any step, because no other worker waits for it. RuntimeError, which names
-        the worker, if one does not answer the request.
+        if it may stop at any step, because no other worker waits for it. Then the first rank of a
+        worker decides for the others. RuntimeError, which names the worker, if one does not answer
+        the request.
         """
         watchdog = self._group.watchdog
         if watchdog is None:
             self.agreed = self.requested
-        elif watchdog.stop_seen:
+        elif watchdog.stop_seen or is_seen_by_place_0:
             stop_at, reason = watchdog.wait_for_stop_point(self._group.timeout_s)
             if sync_every is None or rounds + Fraction(steps + 1, sync_every) > stop_at:
                 self.agreed = reason

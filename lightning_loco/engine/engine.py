@@ -165,7 +165,8 @@ class Engine:
     @property
     def is_due(self) -> bool:
         """Whether a round is to begin or to end after the step that was counted last."""
-        return not self.paused and any(begins or ends for begins, ends in self._due())
+        dues = self._due()
+        return not self.paused and any(begins or ends for begins, ends in dues)
 
     @property
     def stop_agreed(self) -> str | None:
@@ -189,8 +190,13 @@ class Engine:
         ]
         if self._sync_every is None and worker.group.inner is not None:
             # Clocks and arrivals differ between the ranks of a worker: the first one decides.
-            numbers = iter(worker.group.agree([value for due in dues for value in due])[0])
-            dues = [(bool(next(numbers)), bool(next(numbers))) for _ in dues]
+            own = [value for due in dues for value in due]
+            *first, stops = worker.group.agree([*own, worker.stop.is_seen])[0]
+            numbers = iter(map(bool, first))
+            dues = [(next(numbers), next(numbers)) for _ in dues]
+            if stops:
+                rounds, steps = worker.round_index, worker.steps_since_round
+                worker.stop.check(rounds, steps, None, is_seen_by_place_0=True)
         return dues
 
     # --------------------------------------------------------------------- rounds

@@ -35,7 +35,7 @@ class SendTimes:
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._store = group.own_store("departures")
+        self._store = group.own_store(f"departures/{group.place}")
         self._worker = group.worker
 
     def record(self, number: int, send_time: float) -> None:
@@ -152,8 +152,13 @@ class LinkEmulator:
         return [worker for worker in senders if worker != own]
 
     def _span(self, num_bytes: int, whole_bytes: int, round_index: int) -> TransferTime:
-        """Return the time that ``num_bytes`` sent bytes of a message of ``whole_bytes`` take."""
+        """Return the time that ``num_bytes`` sent bytes of a message of ``whole_bytes`` take.
+
+        The ranks of a worker share its link and send at the same time.
+        """
         own, n = self._group.worker, self._group.num_workers
+        num_bytes *= self._group.replica_size
+        whole_bytes *= self._group.replica_size
         if self._topology is None:
             exchange = self._exchange
             hops = (

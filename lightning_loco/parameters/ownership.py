@@ -274,27 +274,53 @@ class ResultSharing:
         for shared in self._shared:
             for number, parts in enumerate(shared.owned_by):
                 if fragment is None or number == fragment:
-                    by_owner = [self._chunks_in(slices) for slices in parts]
-                    for chunks in itertools.zip_longest(*by_owner):
-                        self._all_gather(chunks, shared.places)
+                    self._share(parts, shared.places)
+
+    def _share(self, parts: list[list[range]], places: tuple[int, ...]) -> None:
+        by_owner = [self._chunks_in(slices) for slices in parts]
+        pending: PendingChunks | None = None
+        for chunks in itertools.zip_longest(*by_owner):
+            following = self._all_gather(chunks, places)
+            if pending is not None:
+                pending.unpack()
+            pending = following
+        if pending is not None:
+            pending.unpack()
 
     def _chunks_in(self, slices: list[range]) -> list[Chunk]:
         chunks = self._layout.held_chunks()
         return [chunk for chunk in chunks if any(chunk.start in part for part in slices)]
 
-    def _all_gather(self, chunks: Sequence[Chunk | None], places: tuple[int, ...]) -> None:
+    def _all_gather(self, chunks: Sequence[Chunk | None], places: tuple[int, ...]) -> PendingChunks:
         """Send a chunk of each owner, of which some may have none."""
-        own, group = places.index(self._group.place), self._group.inside[places]
+        own, members = places.index(self._group.place), self._group.inside[places]
         present = [chunk for chunk in chunks if chunk is not None]
         dtypes = {view.dtype for chunk in present for view in chunk.views}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._layout.dtype
-        longest = max(map(len, present))
-        received = torch.empty(len(chunks), longest, dtype=dtype, device=present[0].device)
+        longest, device = max(map(len, present)), present[0].device
+        sent = torch.empty(longest, dtype=dtype, device=device)
         if (mine := chunks[own]) is not None:
-            mine.pack(received[own, : len(mine)])
-        rows = list(received.unbind())
-        work = dist.all_gather(rows, rows[own].clone(), group, async_op=True)
-        PendingWork(self._group, _LABEL, [work]).wait()
-        for place, chunk in enumerate(chunks):
-            if chunk is not None and place != own:
-                chunk.unpack(received[place, : len(chunk)])
+            mine.pack(sent[: len(mine)])
+        received = [torch.empty_like(sent) for _ in chunks]
+        work = dist.all_gather(received, sent, members, async_op=True)
+        pending = PendingWork(self._group, _LABEL, [work])
+        others = [(c, r) for c, r in zip(chunks, received, strict=True) if c not in (None, mine)]
+        return PendingChunks(pending, [(c, r[: len(c)]) for c, r in others if c is not None])
+
+
+class PendingChunks(NamedTuple):
+    """Chunks that are being received from their owners.
+
+    Attributes:
+        work: Of the collective.
+        received: Each chunk with what it will hold.
+    """
+
+    work: PendingWork
+    received: list[tuple[Chunk, Tensor]]
+
+    def unpack(self) -> None:
+        """Wait, and write into the parameters what has arrived."""
+        self.work.wait()
+        for chunk, values in self.received:
+            chunk.unpack(values)

@@ -18,6 +18,7 @@ from lightning_loco.algorithms import Mix, ModelAverage
 from lightning_loco.compression import Int8
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.links import Link, as_links
 from lightning_loco.parameters.flat import local_tensor
 from lightning_loco.schedules import EveryInterval, EverySteps, Staggered
 from tests.algorithms.toys import randn
@@ -407,6 +408,46 @@ def need_all(rank: int, world: int) -> str:
 
 def test_an_algorithm_of_the_whole_vector_refuses_shards(pool: Pool) -> None:
     assert len(set(pool.run(need_all, world=4))) == 1
+
+
+def stop_by_time(rank: int, world: int) -> int:
+    """Stop for a reason that one rank has; all ranks of a worker stop after the same step."""
+    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    model = Vector(group)
+    engine = Engine.from_settings(model, RoundSettings(ModelAverage(), EveryInterval(0.0)), group)
+    while engine.stop_agreed is None:
+        if rank == 3 and engine.worker.steps == 5:
+            engine.worker.stop.request("a test")
+        approach(model, group.worker, SHARDS[group.place], engine.worker.steps)
+        engine.step()
+    engine.close()
+    return engine.worker.steps
+
+
+def test_the_ranks_of_a_worker_stop_together_if_rounds_follow_the_clock(pool: Pool) -> None:
+    first, second, third, fourth = pool.run(stop_by_time, world=4)
+    assert first == second
+    assert third == fourth
+    assert third >= 5
+
+
+def delay_round(rank: int, world: int, replica_size: int) -> tuple[float, int]:
+    group = WorkerGroup.create(timeout_s=30, replica_size=replica_size)
+    link = as_links(Link(mbit_per_s=0.05))
+    settings = RoundSettings(LocalSGD(), EverySteps(1), link=link)
+    engine = Engine.from_settings(Vector(), settings, group)
+    engine.step()
+    statistics = engine.statistics
+    engine.close()
+    assert statistics.emulated_s is not None
+    return statistics.emulated_s, statistics.emulated_bytes
+
+
+def test_the_ranks_of_a_worker_share_an_emulated_link(pool: Pool) -> None:
+    seconds, num_bytes = pool.run(delay_round, REPLICA_SIZE, world=4)[0]
+    whole_s, whole_bytes = pool.run(delay_round, 1, world=2)[0]
+    assert num_bytes < 0.75 * whole_bytes
+    assert seconds / (REPLICA_SIZE * num_bytes) == pytest.approx(whole_s / whole_bytes, rel=0.2)
 
 
 def fail(rank: int, world: int, failing: int) -> str:
