@@ -76,6 +76,9 @@ class RoundMonitor(pl.Callback):
 class CommunicationMonitor(RoundMonitor):
     """Log the bytes and seconds of worker 0's communication so far.
 
+    Of a worker of several ranks they are those of its first rank, without the gradients that DDP
+    averages within the worker.
+
     Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
     last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote

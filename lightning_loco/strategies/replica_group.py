@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_loco.distributed import notes
+from lightning_loco.distributed.store import with_timeout
 from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
@@ -55,11 +57,16 @@ class ReplicaGroup:
 
         One that other collectives use would mix these up with a sync point of other ranks.
         """
-        size, made = self._group.replica_size, []
+        size, timeout_s = self._group.replica_size, self._group.timeout_s
+        made = []
         for first in range(0, self._group.num_workers * size, size):
-            ranks = list(range(first, first + size))
-            timeout = timedelta(seconds=self._group.timeout_s)
-            made.append(dist.new_group(ranks, timeout=timeout, backend="gloo"))
+            connect = functools.partial(
+                dist.new_group,
+                list(range(first, first + size)),
+                timeout=timedelta(seconds=timeout_s),
+                backend="gloo",
+            )
+            made.append(with_timeout(connect, timeout_s + 1))
         return made[self._group.worker]
 
     def wrap(self, strategy: DDPStrategy, model: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -37,10 +38,19 @@ from lightning_loco import (
 from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
 from lightning_loco.strategies.replica_group import warn_of_straddling
 from tests.faults.failing import KINDS
+from tests.faults.worker import FailIn
 from tests.forked_jobs import Job
 from tests.limits import HARNESS_S
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, loss_of, make_model, worker_batch
+from tests.small_model import (
+    TinyModule,
+    ValidatedModule,
+    flat,
+    loss_of,
+    make_model,
+    norm_model,
+    worker_batch,
+)
 
 SIZE = 2  # ranks of a worker
 STEPS = 12
@@ -299,6 +309,38 @@ def test_averaging_by_the_clock_keeps_the_ranks_of_a_worker_equal(pool: Pool) ->
         assert result["rounds"] == results[0]["rounds"]
 
 
+class Normalized(ValidatedModule):
+    """With BatchNorm, whose statistics are each rank's own within a step, as with DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = norm_model()
+
+
+def fit_normalized(rank: int, world: int) -> dict[str, Tensor]:
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
+    module = Normalized()
+    trainer.fit(module, loader(rank, SIZE), loader(rank, SIZE, 2))
+    return module.state_dict()
+
+
+def test_all_ranks_end_with_the_same_buffers(pool: Pool) -> None:
+    first, *others = pool.run(fit_normalized, world=4)
+    assert (first["model.1.running_mean"] != 0).all()
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+
+
+def averaging() -> list[pl.Callback]:
+    return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
+
+
+def test_averaged_weights(pool: Pool) -> None:
+    compare(pool, settings={"max_epochs": 3}, make_callbacks=averaging)
+
+
 class CollectsInStep(TinyModule):
     """Waits for all ranks within a step, while the second worker makes two more rounds."""
 
@@ -507,42 +549,58 @@ def test_synchronized_batch_norm_is_refused(pool: Pool) -> None:
 # ---------------------------------------------------------------------------- faults
 
 TIMEOUT_S = 5.0
-PROMPT_S = TIMEOUT_S + 6
 
 
-class FailAt(pl.Callback):
-    """One rank fails within a batch, before the gradients of its worker are averaged."""
+class FailBeforeBackward(pl.Callback):
+    """Fails in a batch, before the gradients of its worker are averaged."""
 
-    def __init__(self, victim: int, kind: str, folder: Path) -> None:
-        self.victim = victim
-        self.kind = kind
-        self.folder = folder
+    def __init__(self, fail: Callable[[], object]) -> None:
+        self.fail = fail
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.victim, 4):
-            (self.folder / "failed_at").write_text(str(time.time()))
-            KINDS[self.kind]()
+        if trainer.global_step == 4:
+            self.fail()
 
 
-def fit_with_fault(rank: int, world: int, victim: int, kind: str, folder: Path) -> None:
-    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE, timeout_s=TIMEOUT_S)
+def fit_with_fault(rank: int, world: int, kind: str, phase: str, victim: int, folder: Path) -> None:
+    def fail() -> None:
+        (folder / "failed_at").write_text(str(time.time()))
+        KINDS[kind]()
+
+    failing = FailBeforeBackward(fail) if phase == "batch" else FailIn(phase, fail)
     trainer = make_trainer(
-        strategy,
+        DiLoCoStrategy(sync_every=3, replica_size=SIZE, timeout_s=TIMEOUT_S),
         max_epochs=1,
         use_distributed_sampler=False,
-        callbacks=[FailAt(victim, kind, folder)],
+        num_sanity_val_steps=0,
+        callbacks=[failing] if rank == victim else [],
     )
-    trainer.fit(TinyModule(), loader(rank, SIZE, 200))
+    trainer.fit(ValidatedModule(), loader(rank, SIZE, 20), loader(rank, SIZE, 2))
+
+
+FAULTS = [("killed", "batch", 2), ("raises", "batch", 3), ("frozen", "batch", 1)]
+MORE_FAULTS = [
+    ("killed", "batch", 0),
+    ("raises", "batch", 0),
+    ("killed", "set-up", 3),
+    ("raises", "start", 1),
+    ("killed", "validation", 1),
+    ("raises", "epoch end", 2),
+]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("kind", "victim"),
-    [("killed", 2), ("raises", 3), ("frozen", 1), ("killed", 0), ("raises", 0)],
+    ("kind", "phase", "victim"),
+    [*FAULTS, *(pytest.param(*fault, marks=pytest.mark.soak) for fault in MORE_FAULTS)],
 )
-def test_the_others_name_the_rank_that_fails(kind: str, victim: int, tmp_path: Path) -> None:
+def test_the_others_name_the_rank_that_fails(
+    kind: str, phase: str, victim: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_in_soak = request.node.get_closest_marker("soak") is not None
+    longest_s = TIMEOUT_S + 6 if is_in_soak else HARNESS_S
     others = [rank for rank in range(4) if rank != victim]
-    fault = victim, kind, tmp_path
+    fault = kind, phase, victim, tmp_path
     with Job(fit_with_fault, *fault, world=4, group_timeout_s=TIMEOUT_S) as job:
         outcomes = job.outcomes(others, HARNESS_S)
     failed_at = float((tmp_path / "failed_at").read_text())
@@ -552,11 +610,11 @@ def test_the_others_name_the_rank_that_fails(kind: str, victim: int, tmp_path: P
         assert outcome.error is not None
         last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
         assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
-        assert outcome.ended_at - failed_at < PROMPT_S, f"rank {rank}: {outcome.error}"
+        assert outcome.ended_at - failed_at < longest_s, f"rank {rank}: {outcome.error}"
 
 
 def fit_uneven_ranks(rank: int, world: int, lengths: list[int], sync_every: int) -> None:
-    strategy = DiLoCoStrategy(sync_every=sync_every, replica_size=SIZE, timeout_s=4)
+    strategy = DiLoCoStrategy(sync_every=sync_every, replica_size=SIZE, timeout_s=2)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(ValidatedModule(), loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2))
 
