@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -544,6 +546,45 @@ def fit_with_sync_batchnorm(rank: int, world: int) -> str:
 
 def test_synchronized_batch_norm_is_refused(pool: Pool) -> None:
     assert "sync_batchnorm=True" in pool.run(fit_with_sync_batchnorm, world=2)[0]
+
+
+# ------------------------------------------------------------------------------ stop
+
+
+class StopLater(pl.Callback):
+    """Asks one rank to stop."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.002)
+        if (trainer.global_rank, trainer.global_step) == (3, 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_until_stopped(rank: int, world: int, by_clock: bool) -> tuple[int, bool]:
+    common: dict[str, Any] = {"replica_size": SIZE, "timeout_s": 20}
+    strategy: Any = (
+        AsyncModelAverageStrategy(interval_s=0.01, **common)
+        if by_clock
+        else LocalSGDStrategy(sync_every=5, **common)
+    )
+    strategy.checkpoints.save_interrupted = lambda *_: None
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[StopLater()]
+    )
+    try:
+        trainer.fit(TinyModule(), loader(rank, SIZE, 5000))
+    except SIGTERMException:
+        return trainer.global_step, True
+    return trainer.global_step, False
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("by_clock", [False, True], ids=["by steps", "by the clock"])
+def test_the_ranks_of_a_worker_stop_at_the_same_step(pool: Pool, by_clock: bool) -> None:
+    results = pool.run(fit_until_stopped, by_clock, world=4)
+    assert all(is_stopped and step < 5000 for step, is_stopped in results)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
 
 
 # ---------------------------------------------------------------------------- faults
