@@ -163,7 +163,9 @@ def find_ownership(
     for found in local_fragments:
         own = [part for tensor, part in found if len(holders[tensor]) == 1]
         for each, slices in shared.items():
-            held_together = _joined(part for tensor, part in found if holders[tensor] == each)
+            held_together = _joined_tensors(
+                [(tensor, part) for tensor, part in found if holders[tensor] == each]
+            )
             parts = list(divide(held_together, len(each), granularity))
             slices.owned_by.append(parts)
             own += parts[each.index(group.place)]
@@ -209,6 +211,21 @@ def _joined(slices: Iterable[range]) -> list[range]:
         if joined and joined[-1].stop == part.start:
             part = range(joined.pop().start, part.stop)
         joined.append(part)
+    return joined
+
+
+def _joined_tensors(slices: Sequence[tuple[int, range]]) -> list[range]:
+    """Join slices of neighbouring tensors, given by number: where is the same on all ranks.
+
+    A tensor in between may have no elements on one rank only.
+    """
+    joined: list[range] = []
+    last = -1
+    for tensor, part in slices:
+        if joined and joined[-1].stop == part.start and tensor <= last + 1:
+            part = range(joined.pop().start, part.stop)
+        joined.append(part)
+        last = tensor
     return joined
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -249,14 +250,19 @@ def approach_all(model: Blocks, worker: int, step: int) -> None:
 
 
 def train_blocks(
-    rank: int, world: int, kinds: dict[str, Placement], settings: RoundSettings
+    rank: int,
+    world: int,
+    kinds: dict[str, Placement],
+    settings: RoundSettings,
+    replica_size: int = REPLICA_SIZE,
+    rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     torch.manual_seed(rank)
-    group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
+    group = WorkerGroup.create(timeout_s=30, replica_size=replica_size)
     model = Blocks(kinds, group)
     engine = Engine.from_settings(model, settings, group)
     engine.measure_outer_gradient = True
-    for step in range(ROUNDS * SYNC_EVERY):
+    for step in range(rounds * SYNC_EVERY):
         approach_all(model, group.worker, step)
         engine.step()
     engine.drain()
@@ -295,30 +301,58 @@ ROUNDS_OF = {
 }
 
 
+def check_layout(
+    pool: Pool, layout: tuple[int, int], kinds: str, rounds: str, num_rounds: int = ROUNDS
+) -> None:
+    """Compare workers of several ranks with simulated workers of one."""
+    num_workers, replica_size = layout
+    models, settings = [Blocks() for _ in range(num_workers)], ROUNDS_OF[rounds]
+    simulation, steps = Simulation.from_settings(models, settings), [0] * num_workers
+
+    def local_step(worker: int) -> None:
+        approach_all(models[worker], worker, steps[worker])
+        steps[worker] += 1
+
+    while steps[0] < num_rounds * SYNC_EVERY:
+        simulation.run(local_step, 1)
+    assert steps == [num_rounds * SYNC_EVERY] * num_workers
+    simulation.drain()
+    arguments = KINDS[kinds], settings, replica_size, num_rounds
+    results = pool.run(train_blocks, *arguments, world=num_workers * replica_size)
+    for rank, found in enumerate(results):
+        expected = simulation.params()[rank // replica_size]
+        torch.testing.assert_close(found["params"], expected, rtol=0, atol=1e-11)
+        assert torch.equal(found["params"], results[rank // replica_size * replica_size]["params"])
+    owned = [result["owned"] for result in results]
+    for first in range(0, len(owned), replica_size):
+        assert sum(owned[first : first + replica_size]) == sum(map(math.prod, PARTS.values()))
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot tell which of 2 workers is wrong:UserWarning")
 @pytest.mark.parametrize("rounds", list(ROUNDS_OF))
 @pytest.mark.parametrize("kinds", list(KINDS))
 def test_every_kind_of_parameter_gives_what_one_rank_gives(
     pool: Pool, kinds: str, rounds: str
 ) -> None:
-    models, settings = [Blocks() for _ in range(NUM_WORKERS)], ROUNDS_OF[rounds]
-    simulation, steps = Simulation.from_settings(models, settings), [0] * NUM_WORKERS
+    check_layout(pool, (2, 2), kinds, rounds)
 
-    def local_step(worker: int) -> None:
-        approach_all(models[worker], worker, steps[worker])
-        steps[worker] += 1
 
-    while steps[0] < ROUNDS * SYNC_EVERY:
-        simulation.run(local_step, 1)
-    assert steps == [ROUNDS * SYNC_EVERY] * NUM_WORKERS
-    simulation.drain()
-    results = pool.run(train_blocks, KINDS[kinds], settings, world=4)
-    for rank, found in enumerate(results):
-        expected = simulation.params()[rank // REPLICA_SIZE]
-        torch.testing.assert_close(found["params"], expected, rtol=0, atol=1e-11)
-    for first, second in (results[:2], results[2:]):
-        assert torch.equal(first["params"], second["params"])
-        assert first["owned"] + second["owned"] == sum(map(math.prod, PARTS.values()))
+@pytest.fixture(scope="module")
+def six_ranks() -> Iterator[Pool]:
+    pool = Pool(6)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*cannot tell which of 2 workers is wrong:UserWarning")
+@pytest.mark.parametrize("layout", [(2, 3), (3, 2), (4, 1), (1, 4)])
+def test_numbers_do_not_depend_on_the_ranks_of_a_worker(
+    six_ranks: Pool, layout: tuple[int, int]
+) -> None:
+    for kinds in KINDS if layout[1] > 1 else ["whole"]:
+        for rounds in ROUNDS_OF:
+            check_layout(six_ranks, layout, kinds, rounds, num_rounds=50)
 
 
 COMPRESSED = {
