@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -447,10 +448,13 @@ def test_all_ranks_divide_the_data(
 
 def log(rank: int, world: int, folder: str) -> dict[str, Any]:
     strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE)
+    every = {"save_top_k": -1, "save_last": True}
+    checkpoint = ModelCheckpoint(Path(folder) / "saved", monitor="val_loss", **every)
     trainer = make_trainer(
         strategy,
         max_epochs=2,
         use_distributed_sampler=False,
+        enable_checkpointing=True,
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,
         callbacks=[
@@ -458,6 +462,7 @@ def log(rank: int, world: int, folder: str) -> dict[str, Any]:
             LearningRateMonitor(),
             WorkerLogs(),
             StragglerSimulator({1: 0.001}),
+            checkpoint,
         ],
     )
     module = ValidatedModule()
@@ -465,16 +470,20 @@ def log(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {
         "identity": (strategy.worker, strategy.place, strategy.num_workers),
         "metrics": dict(trainer.logged_metrics),
+        "params": flat(module),
+        "saved": torch.load(checkpoint.last_model_path, weights_only=True)["state_dict"],
     }
 
 
-def test_callbacks_that_log(pool: Pool, tmp_path: Path) -> None:
+def test_callbacks_that_log_and_save(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(log, str(tmp_path), world=4)
     assert [one["identity"] for one in results] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     assert "lr-SGD" in (tmp_path / "metrics.csv").read_text().partition("\n")[0]
     for result in results:
         assert result["metrics"]["loco/round"] == 7
         assert result["metrics"]["loco/bytes_sent"] > 0
+        saved = torch.cat([value.reshape(-1) for value in result["saved"].values()])
+        assert torch.equal(saved, result["params"])
     names = sorted(path.name for path in tmp_path.glob("worker_*.csv"))
     assert names == ["worker_00000.csv", "worker_00001.csv"]
 
@@ -652,6 +661,34 @@ def test_the_others_name_the_rank_that_fails(
         last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
         assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
         assert outcome.ended_at - failed_at < longest_s, f"rank {rank}: {outcome.error}"
+
+
+class WaitsElsewhere(TinyModule):
+    """Its ranks wait for all others, each of a worker at another point."""
+
+    def on_train_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.barrier(f"of place {strategy.place}")
+
+
+def fit_waiting_elsewhere(rank: int, world: int) -> str:
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE, timeout_s=20)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    with pytest.raises(RuntimeError) as error:
+        trainer.fit(WaitsElsewhere(), loader(rank, SIZE, 4))
+    return str(error.value)
+
+
+def test_ranks_of_one_worker_at_different_sync_points(pool: Pool) -> None:
+    texts = pool.run(fit_waiting_elsewhere, world=4)
+    first = "The ranks of worker 0 wait for each other at different sync points: "
+    where = (
+        "worker 0, place 0 (rank 0) at barrier of place 0 after 4 local steps; "
+        "worker 0, place 1 (rank 1) at barrier of place 1 after 4 local steps."
+    )
+    assert any(first + where in text for text in texts)
+    for text in texts:
+        assert re.search(r"orker \d(, place \d \(rank \d\))? (failed|wait)", text), text
 
 
 def fit_uneven_ranks(rank: int, world: int, lengths: list[int], sync_every: int) -> None:
