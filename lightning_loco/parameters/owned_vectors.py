@@ -57,18 +57,19 @@ class OwnedVectors:
         owned_by, group = self._owned_by(fragment), self._group
         assert group.inner is not None
         ranks = [dist.get_global_rank(group.inner, place) for place in range(group.replica_size)]
-        with ExplainErrors(group, _LABEL):
-            if group.place > 0:
+        if group.place > 0:
+            with ExplainErrors(group, _LABEL):
                 for own, _ in _pieces(owned_by[group.place]):
                     dist.send(part[own].cpu(), ranks[0], group.inner)
-                return None
-            whole = torch.empty(_length(owned_by), dtype=part.dtype)
-            for own, elements in _pieces(owned_by[0]):
-                whole[elements].copy_(part[own])
+            return None
+        whole = torch.empty(_length(owned_by), dtype=part.dtype)
+        for own, elements in _pieces(owned_by[0]):
+            whole[elements].copy_(part[own])
+        with ExplainErrors(group, _LABEL):
             for rank, slices in zip(ranks[1:], owned_by[1:], strict=True):
                 for _, elements in _pieces(slices):
                     dist.recv(whole[elements], rank, group.inner)
-            return whole
+        return whole
 
     def cut(self, whole: Tensor, fragment: int | None = None) -> Tensor:
         """Return the part of a whole vector that this rank owns, on the same device.

@@ -50,7 +50,9 @@ def test_parts_are_about_equal_and_cover_each_element_once() -> None:
             assert (start - within.start) % granularity == 0
         longest = max(sum(map(len, part)) for part in parts)
         assert longest <= math.ceil(len(elements) / num_parts) + granularity - 1
+        assert parts[0]
     assert list(divide(slices, 2, None)) == [slices, []]
+    assert list(divide([range(4, 5)], 2, 1)) == [[range(4, 5)], []]
 
 
 def test_a_worker_of_one_rank_owns_all() -> None:

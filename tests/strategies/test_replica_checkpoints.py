@@ -74,6 +74,7 @@ METHODS = {
     "fragments": Method(Case(DiLoCo(0.4, 0.3), fragments=2, delay=3, mix=0.5)),
     "gasloc, int8": Method(Case(GASLoC(momentum=0.3), "ring"), INT8),
     "gasloc_overlap, int8": Method(CASES["gasloc_overlap"], INT8),
+    "by the clock": Method(CASES["async_model_average"]),
 }
 
 
@@ -176,6 +177,23 @@ def test_model_checkpoint_keeps_and_deletes_whole_saves(pool: Pool, tmp_path: Pa
     again = pool.run(save_and_resume.fit, replace(run, max_steps=14), str(tmp_path / names[1]))
     assert first_steps(again) == [STEPS] * WORLD
     assert len(whole) == len(again)
+
+
+def test_averaging_by_the_clock_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """It cannot be repeated, but the ranks of a worker stay equal."""
+    again = run_of("by the clock", tmp_path)
+    run = run_of("by the clock", tmp_path, SaveEvery(9))
+    results = pool.run(train_save_resume, run, ["often.ckpt"], again, world=WORLD)
+    resumed = [resumed for _, resumed in results]
+    assert first_steps(resumed) == [9] * WORLD
+    for first in range(0, WORLD, SIZE):
+        assert torch.equal(resumed[first].state, resumed[first + 1].state)
+
+
+def test_weights_alone_have_no_side_files(pool: Pool, tmp_path: Path) -> None:
+    run = run_of("diloco", tmp_path, SaveEvery(6, "one.ckpt", weights_only=True))
+    pool.run(save_and_resume.fit, run, world=WORLD)
+    assert files_in(tmp_path) == ["one.ckpt"]
 
 
 # --------------------------------------------------- the files do not depend on the ranks
@@ -523,6 +541,36 @@ def test_a_worker_on_several_nodes_needs_a_shared_folder(pool: Pool) -> None:
 
 
 # --------------------------------------------------------------------------- failures
+
+
+class Position:
+    """Neither a tensor nor a plain value."""
+
+
+class OwnState(StatefulDataLoader[Any]):
+    """A loader whose state no other process can read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": Position()}
+
+
+def save_own_state(rank: int, world: int, path: str) -> None:
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), sync_every=2, replica_size=SIZE, timeout_s=30),
+        max_steps=2,
+        callbacks=[SaveEvery(2, path)],
+    )
+    data = TensorDataset(torch.arange(8.0))
+    trainer.fit(Reading(), (StatefulDataLoader if rank < SIZE else OwnState)(data, batch_size=1))
+
+
+def test_loaders_whose_state_is_not_plain_are_named(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="Position") as error:
+        pool.run(save_own_state, str(tmp_path / "one.ckpt"), world=WORLD)
+    assert sorted(error.value.failures) == [*range(WORLD)]
+    for failure in error.value.failures.values():
+        assert re.search(r"Place \d of worker 1, in a checkpoint: ", failure.message)
+    assert files_in(tmp_path) == []
 
 
 class FailingIO(WholeFileIO):

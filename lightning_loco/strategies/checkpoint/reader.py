@@ -296,9 +296,9 @@ class SavedRun:
         self.own = self._read(number)
         with errors_naming(self.name):
             self.replica_size = take_rank_state(self.own, place)
-        self.is_new = is_new_worker or place >= self.replica_size
-        if self.is_new:
-            self.own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
+            self.is_new = is_new_worker or place >= self.replica_size
+            if self.is_new:
+                self.own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
         if readers is None:
             files.find(self._manifest.stamp, self.num_workers - 1)
 

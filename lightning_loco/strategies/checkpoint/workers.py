@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine.whole_state import gather_state, own_state
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
@@ -167,15 +168,15 @@ class WorkerCheckpoints:
         """
         module = self._strategy.lightning_module
         assert module is not None
-        group = engine.worker.group
-        with group.errors_shared(_SAVING) if group.replica_size > 1 else nullcontext():
+        group, has_shared = engine.worker.group, engine.settings.algorithm.replicated
+        with _errors_shared_inside(group):
             state, position = engine.state_dict(), Position.of(module.trainer)
-        has_shared = engine.settings.algorithm.replicated
-        if has_shared and group.worker > 0 and not self._is_private:
-            del state["shared"]
-            has_shared = False
         of_rank = RankState(position.state_dict(), checkpoint["loops"], state["statistics"])
-        others = of_rank.gather_others(group, _SAVING)
+        with _errors_shared_inside(group):
+            others = of_rank.gather_others(group, _SAVING)
+        if has_shared and group.worker > 0 and not self._is_private:
+            del state["shared"]  # worker 0 writes it
+            has_shared = False
         if (whole := gather_state(state, engine.worker.replica)) is None:
             return None, None
         shared = {"shared": whole.pop("shared")} if has_shared else None
@@ -329,6 +330,14 @@ class WorkerCheckpoints:
             except KeyError as missing:
                 text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
                 raise ValueError(text) from missing
+
+
+def _errors_shared_inside(group: WorkerGroup) -> AbstractContextManager[None]:
+    """A context for what all ranks of a worker do together, or none: a worker of one rank is alone.
+
+    All ranks of all workers raise the error that one raises inside.
+    """
+    return group.errors_shared(_SAVING) if group.replica_size > 1 else nullcontext()
 
 
 def to_device(data: Any, device: torch.device) -> Any:
