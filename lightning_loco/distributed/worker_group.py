@@ -478,7 +478,14 @@ class WorkerGroup:
 
     def gather_from_ranks(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value, as :meth:`gather_objects`, from every rank of all workers."""
+        if self.inner is None:
+            return self.gather_objects(value, label)
         workers = self.gather_objects(self.gather_inside(value, label), label)
+        for name, places in zip(self.names, workers, strict=True):
+            if not isinstance(places, list) or len(places) != self.replica_size:
+                raise RuntimeError(
+                    f"{capitalized(name)} has sent {str(places)[:200]!r} in {label}."
+                )
         return [value for places in workers for value in places]
 
     def gather_states(self, state: Any, label: str) -> list[Any]:
