@@ -24,6 +24,7 @@ from lightning_loco import DiLoCo, GASLoC, LocoStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from lightning_loco.engine.whole_state import gather_state
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.writer import Save
 from tests.cases import CASES, Case
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.small_model import TinyModule, flat, quiet_trainer
@@ -601,8 +602,12 @@ class FailAt(pl.Callback):
             return
         if self.kind == "torn":
             trainer.strategy.engine.fragments[0].is_torn = True  # type: ignore[attr-defined]
-        else:
-            self.send, dist.send = dist.send, die
+        elif self.kind == "in gather":
+            dist.send = die
+        elif self.kind == "in write":
+            Save.to_shared_folder = die  # type: ignore[assignment, method-assign]
+        elif self.kind == "in file":
+            WholeFileIO.save_checkpoint = die  # type: ignore[method-assign]
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -624,14 +629,32 @@ FAILURES: dict[str, tuple[str | None, FailAt | None, str, list[int]]] = {
     ),
     "a rank dies while its state is gathered": (
         None,
-        FailAt(1, 10, "killed"),
+        FailAt(1, 10, "in gather"),
         "worker 0, place 1 (rank 1)",
         [1],
+    ),
+    "a rank dies while others write": (
+        None,
+        FailAt(3, 10, "in write"),
+        "worker 1, place 1 (rank 3)",
+        [3],
+    ),
+    "a rank dies while it writes": (
+        None,
+        FailAt(2, 10, "in file"),
+        "worker 1, place 0 (rank 2)",
+        [2],
     ),
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+SLOW = ("a rank dies while others write", "a rank dies while it writes")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in FAILURES],
+)
 def test_a_rank_that_fails_is_named_and_the_last_save_is_complete(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
