@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_loco.parameters.replica import Replica
 
-_Convert = Callable[[Tensor, int | None], Any]
+_Convert = Callable[[Any, int | None], Any]
 """Converts one vector, given the fragment to which it belongs; None for all parameters."""
 
 
@@ -32,7 +32,7 @@ def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | No
     """
     if (vectors := replica.owned_vectors) is None:
         return state
-    gathered = _converted(state, replica.layout.numel, vectors.gather)
+    gathered = with_vectors(state, _of_length(replica.layout.numel), vectors.gather)
     return gathered if vectors.is_first else None
 
 
@@ -43,7 +43,7 @@ def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
     """
     if (vectors := replica.owned_vectors) is None:
         return whole
-    return _converted(whole, replica.layout.num_held, vectors.cut)
+    return with_vectors(whole, _of_length(replica.layout.num_held), vectors.cut)
 
 
 def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[str, Any]:
@@ -67,15 +67,29 @@ def whole_length(fragment: int, replica: Replica) -> int:
     return vectors.length(fragment)
 
 
-def _converted(state: dict[str, Any], numel: int, convert: _Convert) -> dict[str, Any]:
+def _of_length(numel: int) -> Callable[[Any, int | None], bool]:
+    """Return whether a value is a vector; one of all parameters has the shape ``(numel,)``."""
+
+    def is_vector(value: Any, fragment: int | None) -> bool:
+        return isinstance(value, Tensor) and (fragment is not None or value.shape == (numel,))
+
+    return is_vector
+
+
+def with_vectors(
+    state: dict[str, Any], is_vector: Callable[[Any, int | None], bool], convert: _Convert
+) -> dict[str, Any]:
     """Return a state with other vectors; fragments share those that they have shared before.
 
-    Vectors of all parameters have the shape ``(numel,)``.
+    Args:
+        state: Of an engine, with or without the entry ``"shared"``.
+        is_vector: Whether a value is a vector, given the fragment to which it belongs if it is one.
+        convert: Returns what replaces it.
     """
     found: dict[int, Any] = {}
 
     def vector(value: Any, fragment: int | None = None) -> Any:
-        if not isinstance(value, Tensor) or (fragment is None and value.shape != (numel,)):
+        if not is_vector(value, fragment):
             return value
         if id(value) not in found:
             found[id(value)] = convert(value, fragment)

@@ -186,6 +186,18 @@ class FlatLayout:
         for chunk in self.held_chunks():
             chunk.unpack(flat[chunk.start : chunk.stop])
 
+    def named_views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views of a vector ``(num_held,)`` with the shapes of the tensors, by name."""
+        views, start = {}, 0
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            part = flat[start : start + tensor.numel()]
+            start += tensor.numel()
+            if _is_dense(tensor):
+                views[name] = part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
+            else:
+                views[name] = part.view(tensor.shape)
+        return views
+
     def subsample(self, stride: int, offset: int) -> Tensor:
         """Copy the elements ``offset, offset + stride, ...`` of the flat vector."""
         parts = []

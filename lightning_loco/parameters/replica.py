@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
 from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
+from lightning_loco.parameters.held_vectors import HeldVectors
 from lightning_loco.parameters.owned_vectors import OwnedVectors
 from lightning_loco.parameters.ownership import Ownership, ResultSharing
 from lightning_loco.parameters.schema import broadcast_inside
@@ -39,7 +40,8 @@ class Replica:
 
     Attributes:
         model: The module.
-        layout: The exchanged parameters; its vector is what this rank owns of them.
+        parameters: The exchanged parameters, by name.
+        layout: Where they are in a flat vector; its vector is what this rank owns of them.
         fragments: By fragment, slices of that vector.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
@@ -71,7 +73,7 @@ class Replica:
         if exchanged is None:
             exchanged = [p for _, p in named if p.requires_grad]
         ids = {id(p) for p in exchanged}
-        parameters = {n: p for n, p in named if id(p) in ids}
+        self.parameters = parameters = {n: p for n, p in named if id(p) in ids}
         owned = None if ownership is None else ownership.owned
         self.layout = FlatLayout(
             ((n, local_tensor(p)) for n, p in parameters.items()), cuts, device, owned
@@ -80,7 +82,7 @@ class Replica:
         self._ownership = ownership or Ownership([[range(numel)]], [], numel)
         self.fragments = self._ownership.fragment_slices()
         self._sharing: ResultSharing | None = None
-        self.owned_vectors: OwnedVectors | None = None
+        self.owned_vectors: OwnedVectors | HeldVectors | None = None
         self._buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),
@@ -117,6 +119,13 @@ class Replica:
         if group.inner is not None:
             self._sharing = ResultSharing(self._ownership, self.layout, group)
             self.owned_vectors = OwnedVectors(self._ownership, self.layout.num_held, group)
+
+    def use_held_vectors(self, group: WorkerGroup) -> None:
+        """Let checkpoints have what each rank holds, in place of the vectors of the whole worker.
+
+        Call it after :meth:`connect`.
+        """
+        self.owned_vectors = HeldVectors(self._ownership, group)
 
     def share(self, fragment: int | None = None) -> None:
         """Take the elements that other ranks of this worker own from them; all must call it.

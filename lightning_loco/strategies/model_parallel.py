@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
 from lightning_loco.distributed import WorkerGroup
+from lightning_loco.engine import Engine
 from lightning_loco.parameters.gradients import GradientClipping
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints
 from lightning_loco.strategies.external_updates import averaged_models
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
@@ -42,8 +47,6 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
             ``"auto"``: those of a node, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
-        save_distributed_checkpoint: Whether a checkpoint is a folder, to which each rank of worker
-            0 writes its shards, instead of one file.
 
     Raises:
         TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
@@ -62,12 +65,10 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         method: LocoStrategy | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
     ) -> None:
         method = DiLoCoStrategy() if method is None else method
         _check(method, data_parallel_size, tensor_parallel_size)
         self._sizes = data_parallel_size, tensor_parallel_size
-        self._saves_folders = save_distributed_checkpoint
         self._init_with(
             method.settings,
             evaluate=method.evaluate,
@@ -77,6 +78,7 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
             cluster_environment=method.cluster_environment,
             process_group_backend=method.process_group_backend,
         )
+        self.checkpoints = ShardedCheckpoints(self)
 
     def _init_base(
         self,
@@ -86,7 +88,7 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         ddp_arguments: Mapping[str, Any],
     ) -> None:
         data, tensor = self._sizes
-        ModelParallelStrategy.__init__(self, data, tensor, self._saves_folders, backend, timeout)
+        ModelParallelStrategy.__init__(self, data, tensor, False, backend, timeout)
         self.cluster_environment = parts["cluster_environment"]
 
     # ------------------------------------------------------------------- ranks
@@ -123,6 +125,26 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
                 f"are no multiple of {size}. Start a multiple of it, or give other sizes."
             )
 
+    # ------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The consensus for a checkpoint, of the whole model on rank 0; it is empty on others."""
+        read = partial(ModelParallelStrategy.lightning_module_state_dict, self)
+        return self.checkpoints.model_state(read if self.worker == 0 else dict[str, Any])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer of worker 0 on rank 0; it is empty on others."""
+        return super().optimizer_state(optimizer) if self.worker == 0 else {}
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint into the model and, to resume training, this worker's own state."""
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.checkpoints.is_resuming:
+            self._external_updates.start_fit()
+        return loaded
+
     # ------------------------------------------------------------------- setup
 
     def setup_environment(self) -> None:
@@ -150,6 +172,12 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
                 "DiLoCoStrategy(replica_size=...), whose ranks each hold the whole model."
             )
         super().setup(trainer)
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """Make an engine; checkpoints have what each rank holds."""
+        engine = super().make_engine(group)
+        engine.worker.replica.use_held_vectors(group)
+        return engine
 
     def _connect_gradients(self, group: WorkerGroup) -> None:
         """Count each element once in the norm of the gradients.

@@ -68,7 +68,7 @@ class ShardedModule(TinyModule):
         if mesh["tensor_parallel"].size() > 1:
             plan = {"0": ColwiseParallel(output_layouts=_replicated())}
             parallelize_module(self.model, mesh["tensor_parallel"], plan)
-        if mesh["data_parallel"].size() > 1:
+        else:  # a checkpoint of Lightning needs a DTensor, even on one rank
             fully_shard(self.model[0], mesh=mesh["data_parallel"])
             fully_shard(self.model, mesh=mesh["data_parallel"])
 

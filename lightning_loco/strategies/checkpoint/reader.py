@@ -127,6 +127,8 @@ def _is_intact(io: CheckpointIO, path: Path, worker: int | None) -> bool:
 
 # --------------------------------------------- the choice of a save on disks of their own
 
+Complete = Callable[[dict[str, Any], SideFiles, str, int], dict[str, Any]]
+
 Found = dict[str, list[int]]
 """The stamps of saves on a worker's disk, with the workers whose side files are there."""
 
@@ -265,10 +267,11 @@ class SavedRun:
 
     A worker that did not exist in that run reads the state of worker 0, and so does one whose own
     side file is missing. A rank that its worker did not have takes the state of the first one.
-    Both are new: ``is_new``. ``name`` is the file that this rank reads.
+    Both are new: ``is_new``. ``name`` is the file that this rank reads, of the worker ``worker``.
 
     ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``. For
     each side file, ``readers`` has the worker that can read it; None if all can read all.
+    ``complete`` adds to the state of an engine, read from the file of a worker, what is elsewhere.
     ValueError if a file is missing, is damaged, belongs to another save, or is incomplete.
     """
 
@@ -281,6 +284,7 @@ class SavedRun:
         place: int = 0,
         weights_only: bool | None = None,
         readers: dict[int, int] | None = None,
+        complete: Complete | None = None,
     ) -> None:
         manifest = Manifest.from_state_dict(entry, path)
         settings = settings_with_present_names(manifest.settings)
@@ -288,10 +292,12 @@ class SavedRun:
         self._files = files
         self._weights_only = weights_only
         self._readers = readers
+        self._complete = complete
+        self.stamp = self._manifest.stamp
         self.num_workers = self._manifest.num_workers
         self.algorithm = self._manifest.algorithm
         is_new_worker = worker >= self.num_workers or worker in self._missing
-        number = 0 if is_new_worker else worker
+        self.worker = number = 0 if is_new_worker else worker
         self.name = files.path_of(self._manifest.stamp, number)
         self.own = self._read(number)
         with errors_naming(self.name):
@@ -313,6 +319,8 @@ class SavedRun:
                         raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
             own["engine"].update(shared)
             own["engine"] = with_present_names(own["engine"])
+        if self._complete is not None:
+            own["engine"] = self._complete(own["engine"], self._files, stamp, worker)
         return own
 
     def position(self) -> Position:

@@ -243,6 +243,11 @@ class SideFiles:
         path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
         return f"{path}.loco/{stamp}/{_name_of(worker)}"
 
+    def shards(self, stamp: str, worker: int | None) -> str:
+        """Return the folder of the vectors of a worker that divides them, or of all (None)."""
+        name = "shared" if worker is None else f"worker_{worker:05d}"
+        return str(Path(self.path_of(stamp, worker)).with_name(f"shards_{name}"))
+
     # -------------------------------------------------------------- the main file
 
     @property

@@ -147,19 +147,20 @@ class WorkerCheckpoints:
         path, stamp = group.gather_from_ranks(names, _SAVING)[0]
         if self._is_private:
             path = path_on_own_disk(path)
-        save = Save(SideFiles(io, path), stamp, None, None, write_main)
+        files = SideFiles(io, path)
+        save = Save(files, stamp, None, None, write_main)
         if "optimizer_states" in checkpoint:
             stopped = engine.worker.stop_agreed
             self._saved_on_stop = checkpoint["global_step"] if stopped else None
             manifest = Manifest.of(engine, stamp).state_dict()
             checkpoint[KEY] = {**manifest, "round_index": engine.worker.round_index}
-            own, shared = self._worker_state(engine, checkpoint)
+            own, shared = self._worker_state(engine, checkpoint, files, stamp)
             save = save._replace(own=own, shared=shared)
         write = save.to_private_folders if self._is_private else save.to_shared_folder
         self._writes_main = write(group)
 
     def _worker_state(
-        self, engine: AnyEngine, checkpoint: dict[str, Any]
+        self, engine: AnyEngine, checkpoint: dict[str, Any], files: SideFiles, stamp: str
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the state of this worker alone, and that which is the same on all workers.
 
@@ -177,7 +178,7 @@ class WorkerCheckpoints:
         if has_shared and group.worker > 0 and not self._is_private:
             del state["shared"]  # worker 0 writes it
             has_shared = False
-        if (whole := gather_state(state, engine.worker.replica)) is None:
+        if (whole := self._gathered(engine, state, files, stamp)) is None:
             return None, None
         shared = {"shared": whole.pop("shared")} if has_shared else None
         own: dict[str, Any] = {
@@ -189,6 +190,12 @@ class WorkerCheckpoints:
         if others:
             own[OTHER_RANKS] = others
         return to_device((own, shared), _CPU)
+
+    def _gathered(
+        self, engine: AnyEngine, state: dict[str, Any], files: SideFiles, stamp: str
+    ) -> dict[str, Any] | None:
+        """Return the state of the whole worker on its first rank, None on others."""
+        return gather_state(state, engine.worker.replica)
 
     def _samples_read(self, position: Position) -> int | None:
         """Return how many samples all ranks have read, for members that join and leave."""
@@ -265,7 +272,7 @@ class WorkerCheckpoints:
     ) -> None:
         strategy, readers = self._strategy, self._readers
         rank = strategy.worker, strategy.place
-        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, readers)
+        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, readers, self._complete)
         with errors_naming(path):
             before = run.shares()
         with errors_naming(run.name):
@@ -273,6 +280,17 @@ class WorkerCheckpoints:
             position = ResumedPosition(run.position(), before, shares, strategy.worker)
             position.prepare_loops(loaded["loops"])
         self._resumed = run, position
+
+    def _complete(
+        self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
+    ) -> dict[str, Any]:
+        """Return the state of an engine in a side file with its vectors; ValueError without."""
+        if not isinstance(state["params"], Tensor):
+            raise ValueError(
+                f"{files.path} was written by LocoModelParallelStrategy, whose ranks write their "
+                f"shards. Resume with that strategy. {NEW_RUN}"
+            )
+        return state
 
     def _shares(self) -> DataShares:
         """Return in what proportion the workers share the data."""

@@ -1,0 +1,83 @@
+"""Checkpoints of workers whose ranks hold shards: the vectors of each worker are in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_loco.strategies.checkpoint.position import DataShares
+from lightning_loco.strategies.checkpoint.shards import ShardFolder
+from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SideFiles
+from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
+
+if TYPE_CHECKING:
+    from lightning_loco.strategies.base import AnyEngine
+
+
+class ShardedCheckpoints(WorkerCheckpoints):
+    """Checkpoints of workers whose ranks hold shards of the model.
+
+    The main file is an ordinary checkpoint of the consensus. A side file has the state of a worker
+    without vectors and the states of optimizers, which are in a folder beside it
+    (:class:`~lightning_loco.strategies.checkpoint.shards.ShardFolder`).
+    """
+
+    def _gathered(
+        self, engine: AnyEngine, state: dict[str, Any], files: SideFiles, stamp: str
+    ) -> dict[str, Any] | None:
+        held = super()._gathered(engine, state, files, stamp)
+        assert held is not None
+        worker = engine.worker.group.worker
+        model, folder = self._strategy.model, self._folder(engine, files, stamp, worker)
+        assert model is not None
+        is_replicated = engine.settings.algorithm.replicated
+        optimizers = self._strategy.optimizers
+        try:
+            with engine.worker.group.errors_shared("writing a checkpoint"):
+                plain = folder.write(held, model, optimizers, is_replicated=is_replicated)
+        except Exception:
+            if self._strategy.is_global_zero:
+                files.discard(stamp)
+            raise
+        return plain if engine.worker.group.place == 0 else None
+
+    def _worker_state(
+        self, engine: AnyEngine, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        own, shared = super()._worker_state(engine, checkpoint, files, stamp)
+        if own is not None:
+            own["lightning"]["optimizer_states"] = []
+        return own, shared
+
+    def _load_own_state(
+        self,
+        loaded: dict[str, Any],
+        files: SideFiles,
+        path: str | Path,
+        weights_only: bool | None,
+        shares: DataShares,
+    ) -> None:
+        super()._load_own_state(loaded, files, path, weights_only, shares)
+        assert self._engine is not None
+        assert self._resumed is not None
+        (run, _), model = self._resumed, self._strategy.model
+        assert model is not None
+        folder = self._folder(self._engine, files, run.stamp, run.worker)
+        folder.read_optimizers(model, self._strategy.optimizers)
+
+    def _complete(
+        self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
+    ) -> dict[str, Any]:
+        if isinstance(state["params"], Tensor):
+            raise ValueError(
+                f"{files.path} was written by workers whose ranks hold the whole model. Resume "
+                f"with the strategy that has written it. {NEW_RUN}"
+            )
+        assert self._engine is not None
+        return self._folder(self._engine, files, stamp, worker).read(state)
+
+    def _folder(self, engine: AnyEngine, files: SideFiles, stamp: str, worker: int) -> ShardFolder:
+        folders = files.shards(stamp, worker), files.shards(stamp, None)
+        return ShardFolder(*folders, engine.worker.replica, engine.worker.group)

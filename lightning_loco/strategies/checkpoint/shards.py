@@ -1,0 +1,179 @@
+"""The state of a worker whose ranks hold shards, in a folder of ``torch.distributed.checkpoint``.
+
+Vectors are written by the names of the parameters, as ``DTensor``: so a worker with another number
+of ranks, or another division of the model, reads from them what it holds. The rest of the state
+stays as it is, with the number of a vector in place of each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.engine.whole_state import with_vectors
+from lightning_loco.parameters.held_vectors import HeldVectors
+from lightning_loco.parameters.replica import Replica
+from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
+
+_VECTOR = "vector"
+
+
+class ShardFolder:
+    """Writes and reads the vectors of an engine's state, and the states of the optimizers.
+
+    All ranks of the worker must call each method at the same time; all of them get an error if one
+    cannot write or read.
+
+    Args:
+        own: Folder of what a worker has alone.
+        shared: Folder of what all workers share.
+        replica: That of the engine.
+        group: This worker, which writes and reads.
+    """
+
+    def __init__(self, own: str, shared: str, replica: Replica, group: WorkerGroup) -> None:
+        self._folders = own, shared
+        self._layout = replica.layout
+        self._parameters = replica.parameters
+        self._group = group
+        assert isinstance(replica.owned_vectors, HeldVectors)
+        self._vectors = replica.owned_vectors
+
+    def write(
+        self,
+        state: dict[str, Any],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        is_replicated: bool,
+    ) -> dict[str, Any]:
+        """Write a state with the vectors that this rank holds; return it without them.
+
+        Args:
+            state: Of the engine; its entry ``"shared"`` may be missing.
+            model: The module, to which the optimizers belong.
+            optimizers: Their states are written, too.
+            is_replicated: Whether all workers share that entry.
+
+        Raises:
+            RuntimeError: If parameters that no optimizer has differ between the workers.
+        """
+        if names := state["others"][0]:
+            raise RuntimeError(
+                f"Parameters that are not trained differ between the workers ({', '.join(names)}). "
+                "With a model that is divided among the ranks of a worker, such a state cannot be "
+                "saved. Keep them equal on all workers."
+            )
+        of_own, of_shared = dict[str, Any](), dict[str, Any]()
+
+        def put(vector: Tensor, fragment: int | None, into: dict[str, Any]) -> dict[str, Any]:
+            number = len(into)
+            held = vector if fragment is None else self._vectors.spread(vector, fragment)
+            into[f"{_VECTOR}_{number}"] = self._named(held)
+            return {_VECTOR: number, "dtype": vector.dtype, "is_shared": into is of_shared}
+
+        is_own = {name: name != "shared" or not is_replicated for name in state}
+        own = {name: value for name, value in state.items() if is_own[name]}
+        plain = with_vectors(own, self._is_vector, partial(put, into=of_own))
+        plain["params"] = put(state["params"], None, of_own)
+        for number, optimizer in enumerate(optimizers):
+            of_own[f"optimizer_{number}"] = get_optimizer_state_dict(model, optimizer)
+        self._save(of_own, self._folders[0])
+        if not all(is_own.values()):
+            shared = {"fragments": [], "shared": state["shared"]}
+            found = with_vectors(shared, self._is_vector, partial(put, into=of_shared))
+            self._save(of_shared, self._folders[1])
+            plain["shared"] = found["shared"]
+        return plain
+
+    def read(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return what :meth:`write` was given, with the vectors that this rank holds now."""
+        vectors: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+
+        def prepare(marker: dict[str, Any], fragment: int | None) -> None:
+            held = torch.zeros(self._layout.num_held, dtype=marker["dtype"])
+            vectors[marker["is_shared"]][marker[_VECTOR]] = held
+
+        def get(marker: dict[str, Any], fragment: int | None) -> Tensor:
+            held = vectors[marker["is_shared"]][marker[_VECTOR]]
+            return held if fragment is None else self._vectors.part_of(held, fragment)
+
+        with_vectors(plain, _is_marker, prepare)
+        prepare(plain["params"], None)
+        for found, folder in zip(vectors, self._folders, strict=True):
+            if found:
+                named = {f"{_VECTOR}_{n}": self._named(held) for n, held in found.items()}
+                self._load(named, folder)
+        return {**with_vectors(plain, _is_marker, get), "params": get(plain["params"], None)}
+
+    def read_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Load the states of the optimizers."""
+        for number, optimizer in enumerate(optimizers):
+            state = get_optimizer_state_dict(model, optimizer)
+            self._load({f"optimizer_{number}": state}, self._folders[0])
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
+
+    def _save(self, content: dict[str, Any], folder: str) -> None:
+        try:
+            with self._of_this_worker() as inner:
+                dcp.save(content, checkpoint_id=folder, process_group=inner, no_dist=inner is None)
+        except CheckpointException as error:
+            raise OSError(f"{folder} cannot be written: {_first_of(error)}.") from error
+
+    def _load(self, content: dict[str, Any], folder: str) -> None:
+        try:
+            with self._of_this_worker() as inner:
+                dcp.load(content, checkpoint_id=folder, process_group=inner, no_dist=inner is None)
+        except CheckpointException as error:
+            text = f"{folder} cannot be read: {_first_of(error)}. {NEW_RUN}"
+            raise ValueError(text) from error
+
+    @contextmanager
+    def _of_this_worker(self) -> Iterator[dist.ProcessGroup | None]:
+        """A context for a collective of the ranks of this worker; of one, it warns of no group."""
+        with warnings.catch_warnings():
+            if self._group.inner is None:
+                warnings.filterwarnings("ignore", ".*assuming the intent is to (load|save)")
+            yield self._group.inner
+
+    def _is_vector(self, value: Any, fragment: int | None) -> bool:
+        """Whether a value is a vector of all parameters that this rank holds, or of a fragment."""
+        shape = (self._layout.num_held,)
+        return isinstance(value, Tensor) and (fragment is not None or value.shape == shape)
+
+    def _named(self, held: Tensor) -> dict[str, Tensor]:
+        """Views of a vector by the names of the parameters; those of a shard are a ``DTensor``."""
+        named: dict[str, Tensor] = {}
+        for name, view in self._layout.named_views(held).items():
+            parameter, found = self._parameters[name], view
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                shape, stride = parameter.shape, parameter.stride()
+                found = DTensor.from_local(view, mesh, placements, shape=shape, stride=stride)
+            named[name] = found
+        return named
+
+
+def _first_of(error: CheckpointException) -> BaseException:
+    """The first error of a rank, which all have got."""
+    return next(failure[0] for failure in error.failures.values())
+
+
+def _is_marker(value: Any, fragment: int | None) -> bool:
+    return isinstance(value, dict) and _VECTOR in value

@@ -1,0 +1,177 @@
+"""Checkpoints of workers whose ranks shard the model: exact resume, and with other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import LocoModelParallelStrategy
+from lightning_loco.compression import ErrorFeedback, Int8
+from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies.test_model_parallel import METHODS, Batches, ShardedModule, whole
+
+STEPS = 12
+pytestmark = [
+    pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:The checkpoint was written by"),
+]
+
+
+class SaveAfter(pl.Callback):
+    """Saves a checkpoint after some batches."""
+
+    def __init__(self, path: str, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+class StateAtStart(pl.Callback):
+    """Keeps the parameters of the worker as training starts."""
+
+    params: Tensor | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if self.params is None:
+            self.params = whole(module)
+
+
+def fit(
+    rank: int,
+    world: int,
+    method: str,
+    sizes: tuple[int, int],
+    path: str,
+    save_after: int | None,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    kind, own = METHODS[method]
+    data, tensor = sizes
+    recipe = kind(**{"sync_every": 3, "timeout_s": 30, **own, **arguments})
+    strategy = LocoModelParallelStrategy(recipe, data, tensor)
+    worker, place = divmod(rank, data * tensor)
+    parts = [0, 1] if data == 1 else [place // tensor]
+    start = StateAtStart()
+    callbacks = [start, *([SaveAfter(path, save_after)] if save_after is not None else [])]
+    resumes = save_after is None
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=callbacks
+    )
+    torch.manual_seed(rank)
+    module = ShardedModule(optimizer="Adam")
+    loader = StatefulDataLoader(Batches(worker, parts, STEPS), batch_size=None)
+    trainer.fit(module, loader, ckpt_path=path if resumes else None)
+    return {"params": whole(module), "start": start.params, "steps": trainer.global_step}
+
+
+FEEDBACK = {"compression": ErrorFeedback(Int8(8))}
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes", "save_after", "arguments"),
+    [
+        ("local_sgd", (2, 1), 5, {}),
+        ("diloco", (2, 1), 7, FEEDBACK),
+        ("diloco", (1, 2), 7, {}),
+        ("async_diloco", (2, 1), 7, {}),
+        ("async_diloco of fragments", (1, 2), 7, {}),
+        ("streaming_diloco", (2, 1), 6, {}),
+        ("gasloc", (2, 1), 7, {}),
+        ("noloco", (1, 2), 7, {}),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one(
+    pool: Pool,
+    tmp_path: Path,
+    method: str,
+    sizes: tuple[int, int],
+    save_after: int,
+    arguments: dict[str, Any],
+) -> None:
+    path = str(tmp_path / "run.ckpt")
+    unbroken = pool.run(fit, method, sizes, path, save_after, arguments, world=4)
+    resumed = pool.run(fit, method, sizes, path, None, arguments, world=4)
+    for before, after in zip(unbroken, resumed, strict=True):
+        assert torch.equal(before["params"], after["params"])
+        assert before["steps"] == after["steps"] == STEPS
+
+
+def start_plainly(rank: int, world: int, path: str) -> Tensor:
+    """Load a checkpoint by Lightning's own strategy."""
+    strategy = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)
+    start = StateAtStart()
+    trainer = make_trainer(strategy, max_steps=9, use_distributed_sampler=False, callbacks=[start])
+    module = ShardedModule(optimizer="Adam")
+    loader = StatefulDataLoader(Batches(0, [rank % 2], STEPS), batch_size=None)
+    trainer.fit(module, loader, ckpt_path=path)
+    assert start.params is not None
+    return start.params
+
+
+@pytest.mark.parametrize("method", ["diloco", "gasloc", "async_diloco of fragments"])
+def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str) -> None:
+    path = str(tmp_path / "run.ckpt")
+    saved = pool.run(fit, method, (2, 1), path, 7, {}, world=4)
+    same = pool.run(fit, method, (2, 1), path, None, {}, world=4)
+    for sizes, world in (((1, 2), 4), ((1, 1), 2)):
+        found = pool.run(fit, method, sizes, path, None, {}, world=world)
+        ranks_per_worker = sizes[0] * sizes[1]
+        for rank, result in enumerate(found):
+            of_same = same[rank // ranks_per_worker * 2]
+            assert torch.equal(result["start"], of_same["start"])
+            torch.testing.assert_close(result["params"], of_same["params"], rtol=0, atol=1e-11)
+    one, *_ = pool.run(fit, method, (4, 1), path, None, {}, world=4)
+    assert one["steps"] == saved[0]["steps"]
+    consensus = torch.load(path, weights_only=True)["state_dict"]
+    plain = pool.run(start_plainly, path, world=2)[0]
+    assert torch.equal(plain, torch.cat([value.reshape(-1) for value in consensus.values()]))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.ckpt"
+    Path(f"{path}.loco").write_text("not a folder")
+    with pytest.raises(PoolError) as error:
+        pool.run(fit, "diloco", (2, 1), str(path), 5, {}, world=4)
+    assert len(error.value.failures) == 4
+    for failure in error.value.failures.values():
+        assert "cannot be written" in failure.message
+    assert not path.exists()
+
+
+def fit_whole(rank: int, world: int, path: str, save_after: int | None) -> int:
+    """The same method with ranks that hold the whole model."""
+    strategy = METHODS["diloco"][0](sync_every=3, replica_size=2, timeout_s=30)
+    callbacks = [SaveAfter(path, save_after)] if save_after is not None else []
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=callbacks
+    )
+    loader = StatefulDataLoader(Batches(rank // 2, [rank % 2], STEPS), batch_size=None)
+    ckpt_path = path if save_after is None else None
+    trainer.fit(ShardedModule(optimizer="Adam"), loader, ckpt_path=ckpt_path)
+    return int(trainer.global_step)
+
+
+def test_states_of_shards_and_of_whole_models_are_not_mixed(pool: Pool, tmp_path: Path) -> None:
+    sharded, of_whole = str(tmp_path / "shards.ckpt"), str(tmp_path / "whole.ckpt")
+    pool.run(fit, "diloco", (2, 1), sharded, 5, {}, world=4)
+    with pytest.raises(PoolError, match="was written by LocoModelParallelStrategy"):
+        pool.run(fit_whole, sharded, None, world=4)
+    pool.run(fit_whole, of_whole, 5, world=4)
+    with pytest.raises(PoolError, match="written by workers whose ranks hold the whole model"):
+        pool.run(fit, "diloco", (2, 1), of_whole, None, {}, world=4)
+    Path(f"{sharded}.loco").rename(tmp_path / "elsewhere")
+    with pytest.raises(PoolError, match="does not exist"):
+        pool.run(fit, "diloco", (2, 1), sharded, None, {}, world=4)
