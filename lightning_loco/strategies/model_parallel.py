@@ -47,6 +47,8 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
             ``"auto"``: those of a node, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
+        save_distributed_checkpoint: Whether the main file of a checkpoint is a folder, to which
+            each rank of worker 0 writes its shards, instead of one file that rank 0 writes.
 
     Raises:
         TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
@@ -65,10 +67,12 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         method: LocoStrategy | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
     ) -> None:
         method = DiLoCoStrategy() if method is None else method
         _check(method, data_parallel_size, tensor_parallel_size)
         self._sizes = data_parallel_size, tensor_parallel_size
+        self._saves_folders = save_distributed_checkpoint
         self._init_with(
             method.settings,
             evaluate=method.evaluate,
@@ -78,7 +82,7 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
             cluster_environment=method.cluster_environment,
             process_group_backend=method.process_group_backend,
         )
-        self.checkpoints = ShardedCheckpoints(self)
+        self.checkpoints = ShardedCheckpoints(self, saves_folders=save_distributed_checkpoint)
 
     def _init_base(
         self,
@@ -88,7 +92,7 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         ddp_arguments: Mapping[str, Any],
     ) -> None:
         data, tensor = self._sizes
-        ModelParallelStrategy.__init__(self, data, tensor, False, backend, timeout)
+        ModelParallelStrategy.__init__(self, data, tensor, self._saves_folders, backend, timeout)
         self.cluster_environment = parts["cluster_environment"]
 
     # ------------------------------------------------------------------- ranks

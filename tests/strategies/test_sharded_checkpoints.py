@@ -31,10 +31,13 @@ class SaveAfter(pl.Callback):
 
     def __init__(self, path: str, batches: int) -> None:
         self.path, self.batches = path, batches
+        self.params: Tensor | None = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         if trainer.global_step == self.batches:
             trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path)  # replaces the one before
+            self.params = whole(module)
 
 
 class StateAtStart(pl.Callback):
@@ -59,12 +62,13 @@ def fit(
     kind, own = METHODS[method]
     data, tensor = sizes
     recipe = kind(**{"sync_every": 3, "timeout_s": 30, **own, **arguments})
-    strategy = LocoModelParallelStrategy(recipe, data, tensor)
+    strategy = LocoModelParallelStrategy(
+        recipe, data, tensor, save_distributed_checkpoint=path.endswith("folder.ckpt")
+    )
     worker, place = divmod(rank, data * tensor)
     parts = [0, 1] if data == 1 else [place // tensor]
-    start = StateAtStart()
-    callbacks = [start, *([SaveAfter(path, save_after)] if save_after is not None else [])]
-    resumes = save_after is None
+    start, save = StateAtStart(), SaveAfter(path, save_after or -1)
+    callbacks, resumes = [start, save], save_after is None
     trainer = make_trainer(
         strategy, max_epochs=1, use_distributed_sampler=False, callbacks=callbacks
     )
@@ -72,7 +76,12 @@ def fit(
     module = ShardedModule(optimizer="Adam")
     loader = StatefulDataLoader(Batches(worker, parts, STEPS), batch_size=None)
     trainer.fit(module, loader, ckpt_path=path if resumes else None)
-    return {"params": whole(module), "start": start.params, "steps": trainer.global_step}
+    return {
+        "params": whole(module),
+        "start": start.params,
+        "saved": save.params,
+        "steps": trainer.global_step,
+    }
 
 
 FEEDBACK = {"compression": ErrorFeedback(Int8(8))}
@@ -99,7 +108,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
     save_after: int,
     arguments: dict[str, Any],
 ) -> None:
-    path = str(tmp_path / "run.ckpt")
+    path = str(tmp_path / ("folder.ckpt" if sizes == (2, 1) else "file.ckpt"))
     unbroken = pool.run(fit, method, sizes, path, save_after, arguments, world=4)
     resumed = pool.run(fit, method, sizes, path, None, arguments, world=4)
     for before, after in zip(unbroken, resumed, strict=True):
@@ -109,7 +118,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
 
 def start_plainly(rank: int, world: int, path: str) -> Tensor:
     """Load a checkpoint by Lightning's own strategy."""
-    strategy = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)
+    strategy = ModelParallelStrategy(world, 1)
     start = StateAtStart()
     trainer = make_trainer(strategy, max_steps=9, use_distributed_sampler=False, callbacks=[start])
     module = ShardedModule(optimizer="Adam")
@@ -119,9 +128,16 @@ def start_plainly(rank: int, world: int, path: str) -> Tensor:
     return start.params
 
 
-@pytest.mark.parametrize("method", ["diloco", "gasloc", "async_diloco of fragments"])
-def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str) -> None:
-    path = str(tmp_path / "run.ckpt")
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("diloco", "file.ckpt"),
+        ("gasloc", "folder.ckpt"),
+        ("async_diloco of fragments", "folder.ckpt"),
+    ],
+)
+def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str, name: str) -> None:
+    path = str(tmp_path / name)
     saved = pool.run(fit, method, (2, 1), path, 7, {}, world=4)
     same = pool.run(fit, method, (2, 1), path, None, {}, world=4)
     for sizes, world in (((1, 2), 4), ((1, 1), 2)):
@@ -133,9 +149,13 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str)
             torch.testing.assert_close(result["params"], of_same["params"], rtol=0, atol=1e-11)
     one, *_ = pool.run(fit, method, (4, 1), path, None, {}, world=4)
     assert one["steps"] == saved[0]["steps"]
-    consensus = torch.load(path, weights_only=True)["state_dict"]
     plain = pool.run(start_plainly, path, world=2)[0]
-    assert torch.equal(plain, torch.cat([value.reshape(-1) for value in consensus.values()]))
+    if name == "file.ckpt":
+        consensus = torch.load(path, weights_only=True)["state_dict"]
+        assert torch.equal(plain, torch.cat([value.reshape(-1) for value in consensus.values()]))
+    else:
+        mean = (saved[0]["saved"] + saved[2]["saved"]) / 2
+        torch.testing.assert_close(plain, mean, rtol=0, atol=1e-12)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(

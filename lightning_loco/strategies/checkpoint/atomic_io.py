@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,6 +58,30 @@ def move_file(source: Path, target: Path) -> None:
     source.replace(target)
     _sync_folder(target.parent)
     _sync_folder(source.parent)
+
+
+def move_folder(source: Path, target: Path) -> None:
+    """Replace a file or folder by another one, where one of them is a folder.
+
+    The old one is moved beside ``source`` before that, since a folder cannot be replaced at once.
+    FileNotFoundError if ``source`` does not exist; the old one then stays.
+    """
+    if not source.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+    former = source.with_name(f"former_{source.name}")
+    if target.exists():
+        target.replace(former)
+    source.replace(target)
+    _sync_folder(target.parent)
+    remove_file_or_folder(former)
+
+
+def remove_file_or_folder(path: Path) -> None:
+    """Delete a file, or a folder with its content, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_archive(path: str | Path) -> bool:

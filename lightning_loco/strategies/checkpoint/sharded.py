@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.distributed.devices import CPU
 from lightning_loco.strategies.checkpoint.position import DataShares
-from lightning_loco.strategies.checkpoint.shards import ShardFolder
-from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SideFiles
+from lightning_loco.strategies.checkpoint.shards import ShardFolder, write_folder
+from lightning_loco.strategies.checkpoint.side_files import META, NEW_RUN, SideFiles
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import AnyEngine
+    from lightning_loco.strategies.base import AnyEngine, EngineStrategy
 
 
 class ShardedCheckpoints(WorkerCheckpoints):
     """Checkpoints of workers whose ranks hold shards of the model.
 
-    The main file is an ordinary checkpoint of the consensus. A side file has the state of a worker
-    without vectors and the states of optimizers, which are in a folder beside it
-    (:class:`~lightning_loco.strategies.checkpoint.shards.ShardFolder`).
+    The main file is an ordinary checkpoint of the consensus: one file, or a folder to which each
+    rank of worker 0 writes its shards, as Lightning's ``ModelParallelStrategy`` does. A side file
+    has the state of a worker without vectors and the states of optimizers, which are in a folder
+    beside it (:class:`~lightning_loco.strategies.checkpoint.shards.ShardFolder`).
     """
+
+    def __init__(self, strategy: EngineStrategy, *, saves_folders: bool) -> None:
+        super().__init__(strategy)
+        self._saves_folders = saves_folders
+
+    def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the consensus, of which each rank of worker 0 may have its shards."""
+        with self.consensus_shown():
+            return {
+                name: value.detach().to(CPU, copy=True) if isinstance(value, Tensor) else value
+                for name, value in read().items()
+            }
+
+    def _main_writer(
+        self, checkpoint: dict[str, Any], storage_options: Any
+    ) -> Callable[[str | Path], None]:
+        if not self._saves_folders:
+            return super()._main_writer(checkpoint, storage_options)
+        io = self._strategy.checkpoint_io
+        return lambda path: io.save_checkpoint(checkpoint, f"{path}/{META}", storage_options)
+
+    def _write_parts(self, checkpoint: dict[str, Any], path: str) -> None:
+        if not self._saves_folders:
+            return
+        state = checkpoint.pop("state_dict")
+        optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
+        content = {"state_dict": state, **{f"optimizer_{n}": found for n, found in optimizers}}
+        if self._strategy.is_global_zero and os.path.isfile(path):
+            os.unlink(path)
+        write_folder(content if self._strategy.worker == 0 else {}, path, dist.group.WORLD)
 
     def _gathered(
         self, engine: AnyEngine, state: dict[str, Any], files: SideFiles, stamp: str

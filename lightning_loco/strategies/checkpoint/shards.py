@@ -94,11 +94,11 @@ class ShardFolder:
         plain["params"] = put(state["params"], None, of_own)
         for number, optimizer in enumerate(optimizers):
             of_own[f"optimizer_{number}"] = get_optimizer_state_dict(model, optimizer)
-        self._save(of_own, self._folders[0])
+        write_folder(of_own, self._folders[0], self._group.inner)
         if not all(is_own.values()):
             shared = {"fragments": [], "shared": state["shared"]}
             found = with_vectors(shared, self._is_vector, partial(put, into=of_shared))
-            self._save(of_shared, self._folders[1])
+            write_folder(of_shared, self._folders[1], self._group.inner)
             plain["shared"] = found["shared"]
         return plain
 
@@ -119,38 +119,15 @@ class ShardFolder:
         for found, folder in zip(vectors, self._folders, strict=True):
             if found:
                 named = {f"{_VECTOR}_{n}": self._named(held) for n, held in found.items()}
-                self._load(named, folder)
+                read_folder(named, folder, self._group.inner)
         return {**with_vectors(plain, _is_marker, get), "params": get(plain["params"], None)}
 
     def read_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Load the states of the optimizers."""
         for number, optimizer in enumerate(optimizers):
             state = get_optimizer_state_dict(model, optimizer)
-            self._load({f"optimizer_{number}": state}, self._folders[0])
+            read_folder({f"optimizer_{number}": state}, self._folders[0], self._group.inner)
             set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
-
-    def _save(self, content: dict[str, Any], folder: str) -> None:
-        try:
-            with self._of_this_worker() as inner:
-                dcp.save(content, checkpoint_id=folder, process_group=inner, no_dist=inner is None)
-        except CheckpointException as error:
-            raise OSError(f"{folder} cannot be written: {_first_of(error)}.") from error
-
-    def _load(self, content: dict[str, Any], folder: str) -> None:
-        try:
-            with self._of_this_worker() as inner:
-                dcp.load(content, checkpoint_id=folder, process_group=inner, no_dist=inner is None)
-        except CheckpointException as error:
-            text = f"{folder} cannot be read: {_first_of(error)}. {NEW_RUN}"
-            raise ValueError(text) from error
-
-    @contextmanager
-    def _of_this_worker(self) -> Iterator[dist.ProcessGroup | None]:
-        """A context for a collective of the ranks of this worker; of one, it warns of no group."""
-        with warnings.catch_warnings():
-            if self._group.inner is None:
-                warnings.filterwarnings("ignore", ".*assuming the intent is to (load|save)")
-            yield self._group.inner
 
     def _is_vector(self, value: Any, fragment: int | None) -> bool:
         """Whether a value is a vector of all parameters that this rank holds, or of a fragment."""
@@ -168,6 +145,39 @@ class ShardFolder:
                 found = DTensor.from_local(view, mesh, placements, shape=shape, stride=stride)
             named[name] = found
         return named
+
+
+def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> None:
+    """Write what each rank of a group has; OSError on all of them if one cannot.
+
+    Without a group, this rank writes alone.
+    """
+    try:
+        with _silent_without(group):
+            dcp.save(content, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise OSError(f"{folder} cannot be written: {_first_of(error)}.") from error
+
+
+def read_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> None:
+    """Read into the tensors of each rank of a group; ValueError on all of them if one cannot.
+
+    Without a group, this rank reads alone.
+    """
+    try:
+        with _silent_without(group):
+            dcp.load(content, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise ValueError(f"{folder} cannot be read: {_first_of(error)}. {NEW_RUN}") from error
+
+
+@contextmanager
+def _silent_without(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A context without the warning that there is no group."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.filterwarnings("ignore", ".*assuming the intent is to (load|save)")
+        yield
 
 
 def _first_of(error: CheckpointException) -> BaseException:

@@ -37,6 +37,8 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     damage_of,
     local_path,
     move_file,
+    move_folder,
+    remove_file_or_folder,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ NEW_RUN = (
 
 MAX_WORKERS = 99_999
 """Worker numbers have five digits in the names of side files."""
+
+META = "meta.pt"
+"""What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
 
 _FORMAT = 4
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
@@ -84,7 +89,8 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     Only the part without tensors is read, if it is written as ``torch.save`` does; ``io`` reads a
     file of another kind.
     """
-    with suppress(OSError, zipfile.BadZipFile), fsspec.open(path, "rb") as file:
+    file_of_all = f"{path}/{META}" if os.path.isdir(path) else path
+    with suppress(OSError, zipfile.BadZipFile), fsspec.open(file_of_all, "rb") as file:
         archive = zipfile.ZipFile(file)
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return {found.decode() for name in names for found in _STAMP.findall(archive.read(name))}
@@ -263,7 +269,9 @@ class SideFiles:
         """Rename the staged main file of a save; return whether there was one."""
         reach("before the main file is in its place")
         try:
-            move_file(Path(self.staged_main(stamp)), Path(self.path))
+            staged = Path(self.staged_main(stamp))
+            move = move_folder if staged.is_dir() or Path(self.path).is_dir() else move_file
+            move(staged, Path(self.path))
         except FileNotFoundError:
             return False
         return True
@@ -302,7 +310,7 @@ class SideFiles:
         before = [found for found in before if found != stamp]
         for found in before:
             if (staged := local_path(self.staged_main(found))) is not None:
-                staged.unlink(missing_ok=True)
+                remove_file_or_folder(staged)
         kept = stamps_in(self.path, self._io)
         is_late = is_named and stamp not in kept  # a user's CheckpointIO may write later
         if is_late and isinstance(self._io, TorchCheckpointIO):

@@ -137,8 +137,9 @@ class WorkerCheckpoints:
         files; the checkpoint that existed before is still complete.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
-        write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
+        write_main = self._main_writer(checkpoint, storage_options)
         if engine is None:
+            self._write_parts(checkpoint, str(path))
             if self._strategy.is_global_zero:
                 write_main(path)
             return
@@ -156,8 +157,19 @@ class WorkerCheckpoints:
             checkpoint[KEY] = {**manifest, "round_index": engine.worker.round_index}
             own, shared = self._worker_state(engine, checkpoint, files, stamp)
             save = save._replace(own=own, shared=shared)
+        self._write_parts(checkpoint, files.staged_main(stamp) if files.can_stage else str(path))
         write = save.to_private_folders if self._is_private else save.to_shared_folder
         self._writes_main = write(group)
+
+    def _main_writer(
+        self, checkpoint: dict[str, Any], storage_options: Any
+    ) -> Callable[[str | Path], None]:
+        """Return what writes the main file, or the rest of it, to a path; called on one rank."""
+        io = self._strategy.checkpoint_io
+        return partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
+
+    def _write_parts(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Write the parts of the main file that several ranks write; all ranks call it."""
 
     def _worker_state(
         self, engine: AnyEngine, checkpoint: dict[str, Any], files: SideFiles, stamp: str
