@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import LocoModelParallelStrategy
@@ -195,3 +196,51 @@ def test_states_of_shards_and_of_whole_models_are_not_mixed(pool: Pool, tmp_path
     Path(f"{sharded}.loco").rename(tmp_path / "elsewhere")
     with pytest.raises(PoolError, match="does not exist"):
         pool.run(fit, "diloco", (2, 1), sharded, None, {}, world=4)
+
+
+NUM_SAMPLES = 48
+
+
+class Reading(ShardedModule):
+    """Records which samples were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        self.read += inputs[:, 0].int().tolist()
+        return super().training_step((inputs / NUM_SAMPLES, targets / NUM_SAMPLES), batch_idx)
+
+
+def read_samples(
+    rank: int, world: int, sizes: tuple[int, int], path: str, save_after: int | None
+) -> list[int]:
+    strategy = LocoModelParallelStrategy(METHODS["diloco"][0](sync_every=2, timeout_s=30), *sizes)
+    numbers = torch.arange(NUM_SAMPLES, dtype=torch.float64)
+    dataset = TensorDataset(numbers[:, None].expand(-1, 3), numbers)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        max_steps=save_after or -1,
+        callbacks=[SaveAfter(path, save_after or -1)],
+    )
+    module = Reading()
+    ckpt_path = path if save_after is None else None
+    loader = StatefulDataLoader(dataset, batch_size=2)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return module.read
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 1), (2, 2)])
+def test_no_sample_is_read_twice_if_the_number_of_readers_changes(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "folder.ckpt")
+    first = pool.run(read_samples, (2, 1), path, 3, world=4)
+    then = pool.run(read_samples, sizes, path, None, world=4)
+    read = [samples for rank, samples in enumerate(then) if rank % sizes[1] == 0]
+    for rank, samples in enumerate(then):
+        assert samples == then[rank - rank % sizes[1]]
+    assert sorted(sum(first + read, [])) == list(range(NUM_SAMPLES))

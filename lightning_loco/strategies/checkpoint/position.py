@@ -99,20 +99,23 @@ def _phase(trainer: pl.Trainer) -> Phase:
 
 
 class DataShares(NamedTuple):
-    """In what proportion the workers of a run share the data, and the ranks of each alike.
+    """In what proportion the workers of a run share the data, and the readers of each alike.
 
     Attributes:
         by_worker: One number for each worker.
         replica_size: Number of ranks of a worker.
+        num_readers: Number of its ranks that read different data. Default: all.
     """
 
     by_worker: list[int]
     replica_size: int = 1
+    num_readers: int | None = None
 
     @property
-    def of_ranks(self) -> list[int]:
-        """One number for each rank."""
-        return [share for share in self.by_worker for _ in range(self.replica_size)]
+    def of_readers(self) -> list[int]:
+        """One number for each rank, or ranks that read the same data."""
+        count = self.num_readers or self.replica_size
+        return [share for share in self.by_worker for _ in range(count)]
 
     def __str__(self) -> str:
         count, size = len(self.by_worker), self.replica_size
@@ -160,7 +163,7 @@ class ResumedPosition:
             and self._position.phase not in ("next epoch", "stopped")
         ):
             # a single rank has no distributed sampler
-            is_single = len(self._now.of_ranks) == 1
+            is_single = len(self._now.of_readers) == 1
             if is_distributed(trainer) or (is_single and self._position.is_distributed):
                 notes = self._divide_again(trainer)
             else:
@@ -192,8 +195,8 @@ class ResumedPosition:
         """Return the batches of this rank when all together have read as much as before."""
         before, now = self._before, self._now
         former = self._worker if self._worker < len(before.by_worker) else 0
-        read = batches * sum(before.of_ranks) * now.by_worker[self._worker]
-        return read // (before.by_worker[former] * sum(now.of_ranks))
+        read = batches * sum(before.of_readers) * now.by_worker[self._worker]
+        return read // (before.by_worker[former] * sum(now.of_readers))
 
     def other_workers(self, own: str) -> list[str]:
         """Describe what becomes of ``own``, a part of each worker, if workers are gone or new."""

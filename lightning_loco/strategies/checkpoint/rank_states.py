@@ -10,6 +10,10 @@ OTHER_RANKS = "other_ranks"
 """Entry of a side file with the states of all ranks of the worker but the first, in order."""
 
 
+READERS = "readers"
+"""Entry of such a file with the number of ranks of the worker that read different data."""
+
+
 class RankState(NamedTuple):
     """The state of one rank that the other ranks of its worker do not have.
 

@@ -22,7 +22,7 @@ from lightning_loco.earlier_run import (
 from lightning_loco.schedules.base import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
-from lightning_loco.strategies.checkpoint.rank_states import take_rank_state
+from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
 from lightning_loco.strategies.checkpoint.side_files import (
     KEY,
     NEW_RUN,
@@ -332,7 +332,7 @@ class SavedRun:
         """Return in what proportion its workers shared the data."""
         every = self._manifest.settings.get("sync_every")
         by_worker = reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
-        return DataShares(by_worker, self.replica_size)
+        return DataShares(by_worker, self.replica_size, self.own.get(READERS, self.replica_size))
 
     def equals(self, engine: AnyEngine) -> bool:
         """Return whether the present run has the same settings and number of workers."""

@@ -19,7 +19,7 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine.whole_state import gather_state, own_state
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
-from lightning_loco.strategies.checkpoint.rank_states import OTHER_RANKS, RankState
+from lightning_loco.strategies.checkpoint.rank_states import OTHER_RANKS, READERS, RankState
 from lightning_loco.strategies.checkpoint.reader import (
     SavedRun,
     choose_save,
@@ -200,7 +200,7 @@ class WorkerCheckpoints:
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
         if others:
-            own[OTHER_RANKS] = others
+            own |= {OTHER_RANKS: others, READERS: self._num_readers}
         return to_device((own, shared), _CPU)
 
     def _gathered(
@@ -307,10 +307,16 @@ class WorkerCheckpoints:
     def _shares(self) -> DataShares:
         """Return in what proportion the workers share the data."""
         schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
-        if schedule is None:
-            return DataShares([1] * num_workers, self._strategy.replica_size)
-        schedule.check(num_workers)
-        return DataShares(schedule.shares(num_workers), self._strategy.replica_size)
+        if schedule is not None:
+            schedule.check(num_workers)
+        shares = [1] * num_workers if schedule is None else schedule.shares(num_workers)
+        return DataShares(shares, self._strategy.replica_size, self._num_readers)
+
+    @property
+    def _num_readers(self) -> int:
+        """Number of ranks of a worker that read different data."""
+        readers: int = self._strategy.distributed_sampler_kwargs["num_replicas"]
+        return readers // self._strategy.num_workers
 
     @property
     def is_resuming(self) -> bool:
