@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -144,6 +145,10 @@ def _collect_thread_errors() -> list[str]:
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Results of DTensor operations are cached with their mesh, which names its process groups.
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def _failure(rank: int, error: BaseException) -> Failure:

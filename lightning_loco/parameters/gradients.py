@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -25,7 +26,8 @@ class GradientClipping:
     .. math:: \lVert g \rVert^2 = \sum_{ranks} \sum_i \lVert g_i \rVert^2 / c_i
 
     so that each element counts once, whether it is in a ``DTensor`` of any mesh or in a plain
-    tensor. ``torch.nn.utils.clip_grad_norm_`` refuses gradients of several meshes.
+    tensor. ``torch.nn.utils.clip_grad_norm_`` refuses gradients of several meshes. Gradients that
+    are partial sums, as with sequence parallelism, are added up before.
 
     Args:
         named: Names and parameters, in the same order on all ranks of the worker, which must all
@@ -40,6 +42,8 @@ class GradientClipping:
         self._copies = {id(parameter): len(places) for parameter, places in pairs}
         self._divisors: dict[tuple[int, ...], Tensor] = {}
         self._group = group
+        has_float64 = any(parameter.dtype == torch.float64 for parameter in parameters)
+        self._dtype = torch.float64 if has_float64 else torch.float32
 
     @torch.no_grad()
     def by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -51,8 +55,8 @@ class GradientClipping:
         present = [p for p in parameters if p.grad is not None]
         if not present:
             return torch.zeros(())
-        gradients = [local_tensor(p.grad) for p in present if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients))
+        gradients = list(map(_local_gradient, present))
+        norms = torch.stack([norm.to(self._dtype) for norm in torch._foreach_norm(gradients)])
         key = tuple(map(id, present))
         if (divisors := self._divisors.get(key)) is None:
             copies = [self._copies[number] for number in key]
@@ -71,4 +75,15 @@ class GradientClipping:
         """Clamp every element of the gradients to ``[-max_value, max_value]``."""
         for parameter in parameters:
             if parameter.grad is not None:
-                local_tensor(parameter.grad).clamp_(-max_value, max_value)
+                _local_gradient(parameter).clamp_(-max_value, max_value)
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """Return the memory of a gradient on this rank, after it is sharded as its parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return gradient
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return local_tensor(gradient)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
@@ -43,6 +42,8 @@ class Replica:
         parameters: The exchanged parameters, by name.
         layout: Where they are in a flat vector; its vector is what this rank owns of them.
         fragments: By fragment, slices of that vector.
+        num_parameters: Number of elements of the exchanged parameters, of which this rank may hold
+            a part.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
         owners: The modules that hold the exchanged parameters.
@@ -78,13 +79,15 @@ class Replica:
         self.layout = FlatLayout(
             ((n, local_tensor(p)) for n, p in parameters.items()), cuts, device, owned
         )
+        self.num_parameters = sum(p.numel() for p in parameters.values())
         numel = self.layout.numel
         self._ownership = ownership or Ownership([[range(numel)]], [], numel)
         self.fragments = self._ownership.fragment_slices()
         self._sharing: ResultSharing | None = None
         self.owned_vectors: OwnedVectors | HeldVectors | None = None
+        buffers = [(n, b) for n, b in model.named_buffers() if n in persistent]
         self._buffers = FlatLayout(
-            ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
+            ((n, local_tensor(b)) for n, b in buffers if b.is_floating_point()),
             Cuts(cuts.chunk_elements),
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
@@ -92,7 +95,7 @@ class Replica:
         self.untracked = UntrackedParameters(model, parameters.values(), cuts.chunk_elements)
         self.running_statistics = RunningStatistics(model)
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.copy_on_write = CopyOnWrite(self.layout, self._reshard if self._sharded else None)
+        self.copy_on_write = CopyOnWrite(self.layout, self.reshard if self._sharded else None)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
         self.owners = ParameterOwners(model, self.layout.names, list(parameters.values()))
@@ -106,13 +109,24 @@ class Replica:
 
     # --------------------------------------------- a worker of several ranks
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Drop copies of whole parameters: FSDP2 keeps those of a forward pass without a backward.
 
-        It would use them again in the next one, even if the shards have changed.
+        It would use them again in the next one, even if the shards have changed. Not to be called
+        between a forward and a backward pass.
         """
         for module in self._sharded:
             module.reshard()
+
+    def check_owners(self) -> None:
+        """Raise RuntimeError if a parameter was replaced, see :class:`ParameterOwners`.
+
+        Between a forward and a backward pass the modules of FSDP2 hold copies of the parameters.
+        """
+        if self._sharded and self.copy_on_write.is_holding:
+            return
+        self.reshard()
+        self.owners.check()
 
     def connect(self, group: WorkerGroup) -> None:
         """Connect to the ranks of the same worker that hold the same values; all must call it."""
@@ -145,9 +159,10 @@ class Replica:
         differing = group.gather_inside(self.untracked.differing.names, "sharing buffers")
         names = set().union(*differing)
         named = dict(self.model.named_parameters())
-        tensors = [*self.buffers.tensors, *(named[name] for name in sorted(names))]
-        whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-        broadcast_inside(whole, group, "sharing buffers")
+        buffers = dict(self.model.named_buffers())
+        tensors = [buffers[name] for name in self.buffers.names if name in buffers]
+        tensors += [named[name] for name in sorted(names)]
+        broadcast_inside(tensors, group, "sharing buffers")
 
     # ---------------------------------------------------------------- buffers
 
@@ -169,7 +184,7 @@ class Replica:
         for name, old in zip(self._buffers.names, self._buffers.tensors, strict=True):
             new = now.get(name, old)
             buffer = new if new.is_floating_point() else old
-            found.append((name, buffer))
+            found.append((name, local_tensor(buffer)))
             if buffer is now.get(name):
                 path, _, leaf = name.rpartition(".")
                 owner = self.model.get_submodule(path)
@@ -202,14 +217,14 @@ class Replica:
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers; the module then holds them."""
         self._local = None
-        self._reshard()
+        self.reshard()
         self.layout.write_held(params)
         self.buffers.write(buffers)
 
     def keep_local(self) -> None:
         """Copy the local values, before the consensus is written into the module."""
         self.copy_on_write.release()
-        self._reshard()
+        self.reshard()
         self.owners.find()
         self._find_buffers()
         layouts = self.layout, self.buffers, FlatLayout(())
@@ -232,7 +247,7 @@ class Replica:
     def show_local(self) -> None:
         """Write the local values into the module, if it holds the consensus."""
         if self._local is not None:
-            self._reshard()
+            self.reshard()
             local, self._local = self._local, None
             self.untracked.differing.write(local.untracked)
             self.layout.write_held(local.params)
@@ -295,6 +310,11 @@ class CopyOnWrite:
         self._parameters: list[Tensor] = []
         self._start: list[Tensor] = []
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether the parameters are protected now."""
+        return self._layout.before_write == self._copy_parameters
+
     def hold(self) -> None:
         """Protect the parameters from now on; a second call does nothing."""
         self._layout.before_write = self._copy_parameters
@@ -305,6 +325,8 @@ class CopyOnWrite:
         self._layout.before_write = self._otherwise
         if not self._parameters:
             return
+        if self._otherwise is not None:
+            self._otherwise()
         changed = self._layout.tensors
         for parameter, now, start in zip(self._parameters, changed, self._start, strict=True):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
