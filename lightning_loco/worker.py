@@ -21,12 +21,18 @@ from lightning_loco.fault_points import reach
 from lightning_loco.links import Links
 from lightning_loco.parameters.consensus import AveragedCopies, average, consensus_distance
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
-from lightning_loco.parameters.ownership import Ownership, find_ownership
+from lightning_loco.parameters.ownership import (
+    Ownership,
+    check_shards,
+    check_sliceable,
+    find_ownership,
+)
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.parameters.schema import (
     broadcast_model,
     check_model,
     check_outer_device,
+    check_same_blocks,
     check_same_schema,
     check_same_settings,
     check_same_tensors,
@@ -125,23 +131,27 @@ class Worker:
             if group.worker != 0:
                 warnings.simplefilter("ignore")
             check_model(model)
+            check_shards(model.named_parameters(), group)
             settings: S = make_settings().prepare(group.num_workers, seed)
             check_outer_device(group, settings.outer_device)
             named = exchanged_parameters(model, optimized)
+            check_sliceable(named, settings.granularity)
             slices = settings.fragment_slices({n: p.numel() for n, p in named.items()})
         ownership = find_ownership(named, slices, settings.granularity, group)
         with group.errors_shared("the set-up"):
             replica = make_replica(model, settings, named, ownership)
-        replica.connect(group)
         emulated = {"link": plain(settings.link), "outer_device": settings.outer_device}
         check_same_settings({**settings.describe(), **emulated}, group)
-        check_same_schema(replica.layout, group)
-        check_same_tensors(model, group.gather_objects)
+        with group.errors_shared("the set-up"):
+            check_same_schema(replica.layout, group)
+            check_same_tensors(model, group.gather_objects)
+            check_same_blocks(model, group.gather_objects)
+        replica.connect(group)
         return cls(group, replica, broadcast_model(model, group)), settings
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        self.replica.owners.check()
+        self.replica.check_owners()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(

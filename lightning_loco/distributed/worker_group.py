@@ -106,6 +106,7 @@ class WorkerGroup:
     clock: Clock = REAL_CLOCK
     failed: bool = False
     _keys: str = dataclasses.field(default="", repr=False)
+    _connected_inside: set[tuple[int, ...]] = dataclasses.field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         """Set the default names and ranks."""
@@ -319,8 +320,10 @@ class WorkerGroup:
         wanted = self.gather_inside([list(each) for each in places], label)
         starts = range(0, self.num_workers * self.replica_size, self.replica_size)
         started, everyone = self.clock.now(), tuple(range(self.replica_size))
+        self._connected_inside.add(everyone)
         for each in sorted({tuple(each) for of_place in wanted for each in of_place}):
-            if each not in self.inside:
+            if each not in self._connected_inside:
+                self._connected_inside.add(each)
                 ranks = [[start + place for place in each] for start in starts]
                 try:
                     made = self._new_groups(ranks, dist.get_backend(self.inside[everyone]))

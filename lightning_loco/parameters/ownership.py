@@ -43,12 +43,10 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Block:
-        """Find the part of a parameter that this rank holds; ValueError for partial sums."""
+        """Find the part of a parameter that this rank holds."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(shape, (0,) * len(shape), shape)
-        if any(isinstance(placement, Partial) for placement in tensor.placements):
-            raise ValueError(f"A parameter must not be a partial sum, got {tensor.placements}.")
         chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         (held,) = chunks  # as torch.distributed.checkpoint saves them
         return cls(shape, tuple(held.offsets), tuple(held.sizes))
@@ -126,6 +124,47 @@ class Ownership(NamedTuple):
         return tuple(sorted(ends - {0}))
 
 
+def check_shards(named: Iterable[tuple[str, Tensor]], group: WorkerGroup) -> None:
+    """Raise ValueError if a parameter is a partial sum, or sharded over ranks of other workers."""
+    first = group.worker * group.replica_size
+    own = range(first, first + group.replica_size)
+    for name, tensor in named:
+        if not isinstance(tensor, DTensor):
+            continue
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            raise ValueError(
+                f"Parameter {name!r} must not be a partial sum, got {tensor.placements}. Use "
+                "Shard or Replicate."
+            )
+        ranks = tensor.device_mesh.mesh.flatten().tolist()
+        if others := [rank for rank in ranks if rank not in own]:
+            raise ValueError(
+                f"Parameter {name!r} is distributed over a mesh with {rank_list(others)}, and "
+                f"worker {group.worker} is {rank_list(own)}. Use self.device_mesh in "
+                "configure_model, which holds the ranks of one worker."
+            )
+
+
+def check_sliceable(named: Mapping[str, Tensor], granularity: int | None) -> None:
+    """Raise ValueError if a parameter is sharded and ``granularity`` is None."""
+    placements = [t.placements for t in named.values() if isinstance(t, DTensor)]
+    if granularity is None and not all(p.is_replicate() for of_one in placements for p in of_one):
+        raise ValueError(
+            "An algorithm with granularity=None needs the whole vector of parameters, and each "
+            "rank of a worker holds a shard of it. Use an algorithm that works on slices."
+        )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Format ranks for a message.
+
+    Example:
+        >>> rank_list([3]), rank_list([4, 5])
+        ('rank 3', 'ranks 4, 5')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def find_ownership(
     named: Mapping[str, Tensor],
     fragments: Sequence[Sequence[range]],
@@ -144,15 +183,9 @@ def find_ownership(
         group: The worker.
 
     Raises:
-        ValueError: If a parameter is a partial sum, or a shard and ``granularity`` is None.
         RuntimeError: If a rank is missing or has failed.
     """
     blocks = [Block.of(tensor) for tensor in named.values()]
-    if granularity is None and any(block.local_shape != block.shape for block in blocks):
-        raise ValueError(
-            "An algorithm with granularity=None needs the whole vector of parameters, and each "
-            "rank of a worker holds a shard of it. Use an algorithm that works on slices."
-        )
     local_fragments = [list(_local_slices(blocks, fragment)) for fragment in fragments]
     if group.replica_size == 1:
         whole = [_joined(part for _, part in found) for found in local_fragments]

@@ -18,10 +18,13 @@ from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.fingerprint import crc32
 from lightning_loco.parameters.flat import FlatLayout, local_tensor
+from lightning_loco.parameters.ownership import Block, find_holders
 
 Gather = Callable[[Any, str], list[Any]]
 
 _START = "the start from worker 0's parameters"
+_COMPARISON = "the comparison of the models"
+_PARTS = "shape", "dtype", "strides"
 
 
 def check_model(model: nn.Module) -> None:
@@ -60,16 +63,29 @@ def check_same_tensors(model: nn.Module, gather: Gather) -> None:
     _compare(schema, "parameters and buffers", gather)
 
 
-def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> None:
-    label = "the comparison of the models"
-    if len(set(gather(zlib.crc32(repr(schema).encode()), label))) == 1:
+def check_same_blocks(model: nn.Module, gather: Gather) -> None:
+    """Raise ValueError on all workers if they shard the parameters in different ways."""
+    sharded = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if any(gather(bool(sharded), _COMPARISON)):
+        schema = [(name, *Block.of(p)) for name, p in sharded]
+        _compare(schema, "sharded parameters", gather, ("shape", "shards at", "shards of shape"))
+
+
+def _compare(
+    schema: Sequence[Sequence[object]],
+    what: str,
+    gather: Gather,
+    parts: Sequence[str] = _PARTS,
+) -> None:
+    if len(set(gather(zlib.crc32(repr(schema).encode()), _COMPARISON))) == 1:
         return
-    schemas = gather([[str(part) for part in entry] for entry in schema], label)
+    schemas = gather([[str(part) for part in entry] for entry in schema], _COMPARISON)
     for worker, other in enumerate(schemas):
         if other != schemas[0]:
+            difference = first_difference(other, schemas[0], what, parts)
             raise ValueError(
-                f"Worker {worker} holds a different model than worker 0: "
-                f"{first_difference(other, schemas[0], what)}. Build the same model on every rank."
+                f"Worker {worker} holds a different model than worker 0: {difference}. Build the "
+                "same model on every rank."
             )
 
 
@@ -98,12 +114,13 @@ def first_difference(
     there: Sequence[Sequence[object]],
     here: Sequence[Sequence[object]],
     what_all: str = "trainable parameters",
+    parts: Sequence[str] = _PARTS,
 ) -> str:
     """Describe the first difference between the schemas of another worker and of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
             return f"it has parameter {name!r} where worker 0 has {name_0!r}"
-        for what, value, value_0 in zip(("shape", "dtype", "strides"), spec, spec_0, strict=True):
+        for what, value, value_0 in zip(parts, spec, spec_0, strict=True):
             if value != value_0:
                 return f"{name!r} has {what} {value} there and {value_0} on worker 0"
     longer = there if len(there) > len(here) else here
@@ -130,7 +147,7 @@ def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
     """Copy the parameters and buffers of worker 0 to all workers; return their CRC-32 checksum."""
     checksum = 0
     tensors = [*model.parameters(), *model.buffers()]
-    broadcast_inside([t for t in tensors if not isinstance(t, DTensor)], group, _START)
+    broadcast_inside(tensors, group, _START)
     group.announce_wait(_START)
     for tensor in map(local_tensor, tensors):
         if tensor.numel():
@@ -142,12 +159,22 @@ def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
 
 @torch.no_grad()
 def broadcast_inside(tensors: Iterable[Tensor], group: WorkerGroup, label: str) -> None:
-    """Copy tensors of the first rank of a worker to its other ranks; all of them must call it."""
-    members = group.inside.get(tuple(range(group.replica_size)))
-    if members is not None:
-        for tensor in tensors:
-            if tensor.numel():
-                _broadcast(tensor, dist.get_global_rank(members, 0), members, group, label)
+    """Copy tensors, or shards of them, to the ranks of a worker that hold the same elements.
+
+    They get those of the first of these ranks. All ranks of the worker must call it, with the same
+    tensors; if any is a ``DTensor``, all ranks of all workers.
+    """
+    if group.inner is None:
+        return
+    tensors = list(tensors)
+    holders = [tuple(range(group.replica_size)) for _ in tensors]
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        holders = find_holders([Block.of(tensor) for tensor in tensors], group)
+        group.connect_inside([places for places in set(holders) if len(places) > 1], label)
+    for tensor, places in zip(map(local_tensor, tensors), holders, strict=True):
+        if len(places) > 1 and tensor.numel():
+            members = group.inside[places]
+            _broadcast(tensor, dist.get_global_rank(members, 0), members, group, label)
 
 
 def _broadcast(

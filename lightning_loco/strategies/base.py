@@ -735,8 +735,7 @@ class EngineStrategy(WorkerStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            layout = worker.replica.layout
-            num_bytes = layout.num_held * layout.dtype.itemsize
+            num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
             of_ddp = bytes_of_ddp(self.world_size, num_bytes, worker.steps)
             name, *_ = worker.group.rank_names
             rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))

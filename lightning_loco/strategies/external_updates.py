@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.parameters.fingerprint import fingerprints
+from lightning_loco.parameters.flat import local_tensor
 from lightning_loco.parameters.schema import broadcast_model
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.worker import Worker
@@ -56,10 +57,12 @@ class ExternalUpdates:
         return self._strategy.lightning_module
 
     def _fingerprints(self) -> list[int]:
+        self._worker.replica.reshard()
         trained = self._worker.replica.layout.tensors
         if not self._is_before_start:
             return fingerprints(trained)
-        return fingerprints([*trained, *self._model.parameters(), *self._model.buffers()])
+        others = [*self._model.parameters(), *self._model.buffers()]
+        return fingerprints([*trained, *map(local_tensor, others)])
 
     # ---------------------------------------------------------- before the first batch
 
@@ -159,9 +162,18 @@ class ExternalUpdates:
         if lightning_compat.skips_backward(self._model.trainer):
             self._written = {}
             return
-        if self._written:
+        if self._are_any_written():
             self._restart()
         self._epoch_start = self._worker.steps, self._worker.round_index, self._fingerprints()
+
+    def _are_any_written(self) -> bool:
+        """Whether a rank of this worker has seen writes; then each has a copy of what it holds."""
+        names = set().union(*self._worker.group.gather_inside(list(self._written), _RESTART))
+        layout = self._worker.replica.layout
+        for name, parameter in zip(layout.names, layout.tensors, strict=True):
+            if name in names and name not in self._written:
+                self._written[name] = parameter.detach().clone()
+        return bool(names)
 
     def on_training_end(self) -> None:
         """Stop watching; workers that had no batch at all get the weights of worker 0."""
@@ -176,8 +188,9 @@ class ExternalUpdates:
         """Restart from the written parameters, and from the consensus of all others."""
         written, self._written = self._written, {}
         self._strategy.sync_point(_RESTART)
-        self._check_same(written)
         worker = self._worker
+        with worker.group.errors_shared(_RESTART):
+            self._check_same(written)
         layout = worker.replica.layout
         if len(written) < len(layout.names):
             self._strategy.show_consensus(_RESTART)

@@ -328,6 +328,25 @@ def wrap_in_ddp(strategy: DDPStrategy, model: torch.nn.Module) -> torch.nn.Modul
     return strategy._setup_model(model)
 
 
+def parts_of(strategy: ParallelStrategy) -> dict[str, Any]:
+    """Return the accelerator, the devices and the plugins that a strategy was given."""
+    return {
+        "accelerator": strategy._accelerator,
+        "parallel_devices": strategy._parallel_devices,
+        "cluster_environment": strategy.cluster_environment,
+        "checkpoint_io": strategy._checkpoint_io,
+        "precision_plugin": strategy._precision_plugin,
+    }
+
+
+def ddp_arguments_of(strategy: DDPStrategy) -> list[str]:
+    """Return the arguments for DDP and the launcher that are not the default, in words."""
+    given = {name: value for name, value in strategy._ddp_kwargs.items() if value}
+    if strategy._start_method != "popen":
+        given["start_method"] = strategy._start_method
+    return [f"{name}={value!r}" for name, value in given.items()]
+
+
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Set the mesh that ``LightningModule.configure_model`` sees."""
     module._device_mesh = mesh

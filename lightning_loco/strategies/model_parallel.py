@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
 from lightning_loco.parameters.gradients import GradientClipping
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints
-from lightning_loco.strategies.external_updates import averaged_models
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 
@@ -79,8 +82,8 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
             finalize=method.finalize,
             timeout_s=method.timeout_s,
             summary=method.summary,
-            cluster_environment=method.cluster_environment,
             process_group_backend=method.process_group_backend,
+            **lightning_compat.parts_of(method),
         )
         self.checkpoints = ShardedCheckpoints(self, saves_folders=save_distributed_checkpoint)
 
@@ -93,7 +96,7 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
     ) -> None:
         data, tensor = self._sizes
         ModelParallelStrategy.__init__(self, data, tensor, self._saves_folders, backend, timeout)
-        self.cluster_environment = parts["cluster_environment"]
+        ParallelStrategy.__init__(self, **parts)
 
     # ------------------------------------------------------------------- ranks
 
@@ -169,12 +172,9 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine; refuse what does not work with shards."""
-        if self.is_fitting and (found := averaged_models(trainer)):
-            raise ValueError(
-                f"A callback keeps an averaged copy of the model ({type(found[0]).__name__}), "
-                "which is not supported with shards. Leave the callback out, or use "
-                "DiLoCoStrategy(replica_size=...), whose ranks each hold the whole model."
-            )
+        if self.is_fitting:
+            _check_callbacks(trainer)
+            self._check_averaged()
         super().setup(trainer)
 
     def make_engine(self, group: WorkerGroup) -> Engine:
@@ -182,6 +182,20 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         engine = super().make_engine(group)
         engine.worker.replica.use_held_vectors(group)
         return engine
+
+    def _check_averaged(self) -> None:
+        """Raise ValueError for parameters whose gradients ``configure_model`` does not average."""
+        assert self.lightning_module is not None
+        siblings = set(self.device_mesh["data_parallel"].mesh.tolist())
+        for name, parameter in self.lightning_module.named_parameters():
+            shard: Tensor = parameter
+            ranks = shard.device_mesh.mesh.flatten().tolist() if isinstance(shard, DTensor) else ()
+            if parameter.requires_grad and len(siblings) > 1 and not siblings <= set(ranks):
+                raise ValueError(
+                    f"Parameter {name!r} is not sharded over the data_parallel ranks, so nothing "
+                    "averages its gradients over them. Apply fully_shard to the whole model in "
+                    "configure_model, with mesh=self.device_mesh['data_parallel']."
+                )
 
     def _connect_gradients(self, group: WorkerGroup) -> None:
         """Count each element once in the norm of the gradients.
@@ -192,6 +206,19 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         clipping = GradientClipping(self.lightning_module.named_parameters(), group)
         plugin = self.precision_plugin
         self._added.callback(lightning_compat.clip_gradients_by(plugin, clipping))
+
+
+def _check_callbacks(trainer: pl.Trainer) -> None:
+    """Raise ValueError for callbacks that need the whole model on every rank."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        has_average = any(isinstance(value, AveragedModel) for value in vars(callback).values())
+        if has_average or isinstance(callback, StochasticWeightAveraging | ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} needs the whole model on every rank, and each holds a "
+                "shard of it. Leave the callback out, or use a strategy with replica_size=..., "
+                "such as DiLoCoStrategy, whose ranks each hold the whole model."
+            )
 
 
 def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> None:
@@ -211,6 +238,11 @@ def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> N
             raise TypeError(f"{name} is a number of ranks and must be an integer, got {size!r}.")
         if size < 1:
             raise ValueError(f"{name} is a number of ranks and must be at least 1, got {size}.")
+    if unused := lightning_compat.ddp_arguments_of(method):
+        raise ValueError(
+            f"The method has {', '.join(unused)}, which only DDP uses. Leave it out: there is no "
+            "DDP in a worker that shards the model, and Lightning starts its processes by popen."
+        )
     if method.has_replica_size:
         raise ValueError(
             "The method has a replica_size, but the ranks of a worker are data_parallel_size times "

@@ -38,7 +38,7 @@ def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     topology = getattr(settings, "topology", None)
     parts = [
         f"{settings.algorithm} on {workers}",
-        f"{worker.replica.layout.num_held:,} trainable parameters",
+        f"{worker.replica.num_parameters:,} trainable parameters",
         *([] if schedule is None else [str(schedule)]),
         *([] if topology is None else [f"topology {topology}"]),
     ]
