@@ -72,7 +72,7 @@ class ShardedModule(TinyModule):
             return
         if mesh["tensor_parallel"].size() > 1:
             self.parallelize(mesh["tensor_parallel"])
-        if mesh["data_parallel"].size() > 1:
+        if mesh["data_parallel"].size() > 1 or mesh.size() == 1:  # Lightning wants a DTensor
             self.shard(mesh["data_parallel"])
 
     def parallelize(self, mesh: DeviceMesh) -> None:

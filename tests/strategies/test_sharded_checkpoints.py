@@ -13,14 +13,17 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_loco import LocoModelParallelStrategy
+from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies.test_model_parallel import METHODS, Batches, ShardedModule, whole
+from tests.strategies.sharded_runs import Batches, Run, ShardedModule, whole
+from tests.strategies.test_model_parallel import METHODS
 
 STEPS = 12
 pytestmark = [
     pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:The checkpoint was written by"),
@@ -60,9 +63,9 @@ def fit(
     save_after: int | None,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    kind, own = METHODS[method]
+    run: Run = METHODS[method]
     data, tensor = sizes
-    recipe = kind(**{"sync_every": 3, "timeout_s": 30, **own, **arguments})
+    recipe = run.method(**{"sync_every": 3, "timeout_s": 30, **run.arguments, **arguments})
     strategy = LocoModelParallelStrategy(
         recipe, data, tensor, save_distributed_checkpoint=path.endswith("folder.ckpt")
     )
@@ -174,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
 
 def fit_whole(rank: int, world: int, path: str, save_after: int | None) -> int:
     """The same method with ranks that hold the whole model."""
-    strategy = METHODS["diloco"][0](sync_every=3, replica_size=2, timeout_s=30)
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=2, timeout_s=30)
     callbacks = [SaveAfter(path, save_after)] if save_after is not None else []
     trainer = make_trainer(
         strategy, max_epochs=1, use_distributed_sampler=False, callbacks=callbacks
@@ -217,7 +220,7 @@ class Reading(ShardedModule):
 def read_samples(
     rank: int, world: int, sizes: tuple[int, int], path: str, save_after: int | None
 ) -> list[int]:
-    strategy = LocoModelParallelStrategy(METHODS["diloco"][0](sync_every=2, timeout_s=30), *sizes)
+    strategy = LocoModelParallelStrategy(DiLoCoStrategy(sync_every=2, timeout_s=30), *sizes)
     numbers = torch.arange(NUM_SAMPLES, dtype=torch.float64)
     dataset = TensorDataset(numbers[:, None].expand(-1, 3), numbers)
     trainer = make_trainer(
