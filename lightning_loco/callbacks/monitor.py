@@ -187,7 +187,8 @@ class PeerMonitor(RoundMonitor):
     or loss), ``loco/fetches_too_far`` (see ``max_peer_distance``) and ``loco/malformed`` (dropped
     messages). Of the last blends: ``loco/blend_factor`` (median) and ``loco/peer_staleness_p10``,
     ``_p50``, ``_p90`` (percentiles of how many local steps the peers' clocks were behind). Of the
-    peers: ``loco/peer_score_min`` in [10, 1000], which is low if a peer fails often.
+    peers: ``loco/peer_score_min`` in [10, 1000], which is low if a peer fails often. Of a worker of
+    several ranks only the first one, which fetches, logs them.
 
     Args:
         prog_bar: Also show the metrics in the progress bar.
@@ -204,7 +205,7 @@ class PeerMonitor(RoundMonitor):
     def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
         """Return the metrics of this worker."""
         engine = strategy.engine
-        if not isinstance(engine, PairwiseEngine):
+        if not isinstance(engine, PairwiseEngine) or strategy.place > 0:
             return {}
         counts = engine.node.statistics
         metrics = {

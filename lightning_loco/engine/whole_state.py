@@ -82,7 +82,8 @@ def with_vectors(
     """Return a state with other vectors; fragments share those that they have shared before.
 
     Args:
-        state: Of an engine, with or without the entry ``"shared"``.
+        state: Of an engine, with or without the entry ``"shared"``; without ``"fragments"`` if
+            the engine has no rounds.
         is_vector: Whether a value is a vector, given the fragment to which it belongs if it is one.
         convert: Returns what replaces it.
     """
@@ -111,7 +112,9 @@ def with_vectors(
             "sent_params": vector(entry["sent_params"]),
         }
 
-    converted = {**state, "fragments": [own(*pair) for pair in enumerate(state["fragments"])]}
+    converted = dict(state)
+    if "fragments" in state:
+        converted["fragments"] = [own(*pair) for pair in enumerate(state["fragments"])]
     if "shared" in state:
         converted["shared"] = [shared(*pair) for pair in enumerate(state["shared"])]
     return converted

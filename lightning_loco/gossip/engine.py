@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,32 @@ from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
-from lightning_loco.gossip.node import open_node
+from lightning_loco.gossip.node import PeerNode, open_node
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
+from lightning_loco.gossip.ranks import RankReport
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.gossip.snapshots import make_publisher
+from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
 from lightning_loco.links import LinkLike, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
+from lightning_loco.parameters.schema import broadcast_inside
 from lightning_loco.worker import Worker
 
 _MAX_KEPT = 1000
+_SHARING = "sharing a blend between the ranks of a worker"
+
+
+class PeerExchange(NamedTuple):
+    """What exchanges parameters with peers; only the first rank of a worker has it.
+
+    Attributes:
+        node: Serves and fetches parameters.
+        publisher: Copies those of the model for peers.
+        averager: Blends those of a peer into the model.
+    """
+
+    node: PeerNode
+    publisher: Publisher | DevicePublisher
+    averager: ModelAverager
 
 
 class PairwiseEngine:
@@ -48,6 +65,11 @@ class PairwiseEngine:
     training. Only the training thread uses the model, between local steps. Copying it for peers
     takes at most 5 % of the time, so a large model is not published in every local step.
     Floating-point buffers are exchanged together with the trainable parameters.
+
+    In a worker of several ranks, whose gradients the caller averages, the first rank serves,
+    fetches and blends for all of them. All ranks call the same methods. They gather a few numbers
+    once per local step, in :attr:`is_due`: their losses, and whether parameters have arrived at the
+    first rank. If so, the other ranks receive the blended parameters and buffers from it.
 
     Args:
         model: The module to train.
@@ -65,13 +87,13 @@ class PairwiseEngine:
             :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
         seed: Seed of the choice of peers, used together with the number of the worker.
         link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
-        group: The workers. Default: all ranks of the default process group, in new groups.
+        group: The workers. Default: all ranks of the default process group, in new groups, each of
+            which is a worker.
 
     Attributes:
         worker: This worker: its replica of the model, sync points and consensus.
         settings: The settings.
         statistics: Statistics of the communication so far.
-        node: Serves and fetches parameters; has the statistics of the fetches.
         factors: The last 1000 blend factors.
         stalenesses: By how many local steps the clocks of the last 1000 peers were behind this
             worker's clock.
@@ -146,8 +168,13 @@ class PairwiseEngine:
             self._buffer_sizes = self._buffers.sizes
             layout = served_layout(replica.layout, self._buffers, CHUNK_ELEMENTS)
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
-            self._averager = ModelAverager(layout, self.algorithm)
-            self.node = open_node(self.settings, group, layout, own_seed)
+            self._served = layout
+            self._exchange: PeerExchange | None = None
+            if group.place == 0:
+                averager = ModelAverager(layout, self.algorithm)
+                node = open_node(self.settings, group, layout, own_seed)
+                publisher = make_publisher(node.snapshots, layout)
+                self._exchange = PeerExchange(node, publisher, averager)
         except BaseException as error:
             group.close(error)
             raise
@@ -158,8 +185,29 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        self._publisher = make_publisher(self.node.snapshots, layout)
         self._fetching = False
+        self._received: Received | None = None
+        self._peer: Tag | None = None
+        self._mean_loss: float | None = None
+        self._agreed_after = 0
+
+    @property
+    def node(self) -> PeerNode:
+        """Serves and fetches parameters; has the statistics of the fetches.
+
+        RuntimeError on another rank of a worker than the first.
+        """
+        if self._exchange is None:
+            raise RuntimeError(
+                f"Place {self.worker.group.place} of a worker has no node: its first rank serves "
+                "and fetches for all of them. Use the node of place 0."
+            )
+        return self._exchange.node
+
+    @property
+    def _agrees_on_loss(self) -> bool:
+        """Whether the loss is the mean over several ranks, which it need not be if it is unused."""
+        return self.worker.group.inner is not None and self.algorithm.uses_loss
 
     # ------------------------------------------------------------- local steps
 
@@ -176,26 +224,29 @@ class PairwiseEngine:
         """
         self._clock += 1
         self._record_loss(loss)
-        if self._publisher.is_due:
+        if self._exchange is None:
+            return
+        node, publisher, averager = self._exchange
+        if publisher.is_due:
             self.worker.check_trainable()
-            self._publish()
-        self.worker.was_finite = self._publisher.was_finite
-        if self._fetching or not self._averager.is_upload_done:
+            self._publish(publisher)
+        self.worker.was_finite = publisher.was_finite
+        if self._fetching or self._received is not None or not averager.is_upload_done:
             return
         if self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
             self._update_buffers()
-            self._averager.record_fetch_start()
-            self.node.start_fetch()
+            averager.record_fetch_start()
+            node.start_fetch()
 
-    def _publish(self) -> None:
-        if self._publisher.has_loss or not self.algorithm.uses_loss:
+    def _publish(self, publisher: Publisher | DevicePublisher) -> None:
+        if publisher.has_loss or not self.algorithm.uses_loss:
             self._update_buffers()
-            self._publisher.publish(self._clock)
+            publisher.publish(self._clock)
 
     def _update_buffers(self) -> None:
         """Use the module's present buffers, which may be other tensors than before."""
-        buffers, served = self.worker.replica.buffers, self._averager.layout.tensors
+        buffers, served = self.worker.replica.buffers, self._served.tensors
         if buffers is self._buffers:
             return
         if buffers.sizes != self._buffer_sizes:
@@ -215,12 +266,15 @@ class PairwiseEngine:
 
         A running fetch is waited for and its result is dropped.
         """
-        if self._fetching:
-            self._fetching = False
-            self.node.wait()
-        self.node.snapshots.withdraw()
-        if self._clock > 0:
-            self._publish()
+        self._received = self._peer = None
+        if self._exchange is not None:
+            node, publisher, _ = self._exchange
+            if self._fetching:
+                self._fetching = False
+                node.wait()
+            node.snapshots.withdraw()
+            if self._clock > 0:
+                self._publish(publisher)
         self.worker.group.gather_objects(None, "the reset of gossip")
 
     @torch.no_grad()
@@ -234,24 +288,55 @@ class PairwiseEngine:
             The blend factor; 0 if there is nothing to blend in.
         """
         self._record_loss(loss)
+        if self._peer is None:
+            self._take()
+            self._agree()
+        return self._blend()
+
+    def _take(self) -> None:
+        """Wait for the running fetch, if this rank has one, and keep its result."""
         if not self._fetching:
-            return 0.0
+            return
         self._fetching = False
         before_s = self.statistics.wait_s
         with WaitTimer(self.statistics):
-            received = self.node.wait()
-        if received is None:
-            return 0.0
-        if received.emulated_s:
+            self._received = received = self.node.wait()
+        if received is not None and received.emulated_s:
             waited_s = self.statistics.wait_s - before_s
             self.statistics.count_emulated(received.emulated_s, waited_s, received.received_bytes)
-        return self._blend(received)
+
+    def _agree(self) -> None:
+        """Decide with the other ranks of this worker whether there is a peer to blend in.
+
+        A worker of one rank decides alone. Among several, the clock, the peer, and whether the
+        parameters were finite are those of the first rank, and the loss is the mean of all.
+        """
+        worker, received = self.worker, self._received
+        self._peer = None if received is None else received.tag
+        if worker.group.inner is None:
+            return
+        self._agreed_after = worker.steps
+        last_loss = worker.last_loss if self._agrees_on_loss else math.nan
+        stops = worker.stop.is_seen
+        own = RankReport.of(last_loss, self._clock, self._peer, worker.was_finite, stops)
+        first, loss = own.gather(worker.group, f"local step {worker.steps}")
+        self._clock, self._peer = first.clock, first.peer
+        worker.was_finite = bool(first.finite)
+        if loss is not None:
+            self._mean_loss = loss
+            if self._exchange is not None:
+                self._exchange.publisher.record_loss(loss)
+        if first.stops:
+            counts = worker.round_index, worker.steps_since_round
+            worker.stop.check(*counts, None, is_seen_by_place_0=True)
 
     def step(self) -> bool:
-        """Count one local step, and blend in the result of a fetch that has ended. Never waits.
+        """Count one local step, and blend in the result of a fetch that has ended.
+
+        It never waits for a peer; in a worker of several ranks, these wait for each other.
 
         Returns:
-            Whether a fetch had ended.
+            Whether a fetch had ended; in a worker of several ranks, whether it had a result.
         """
         self.count_step()
         if not self.is_due:
@@ -265,8 +350,19 @@ class PairwiseEngine:
 
     @property
     def is_due(self) -> bool:
-        """Whether a fetch has ended. Never waits."""
-        return self._fetching and self.node.has_ended
+        """Whether a fetch has ended. Never waits for a peer.
+
+        In a worker of several ranks, which must all ask after the same local steps: whether one has
+        ended with a result. They gather a few numbers when they ask first after a local step.
+        """
+        has_ended = self._fetching and self.node.has_ended
+        if self.worker.group.inner is None:
+            return has_ended
+        if self.worker.steps != self._agreed_after:
+            if has_ended:
+                self._take()
+            self._agree()
+        return self._peer is not None
 
     @torch.no_grad()
     def make_round(self) -> None:
@@ -276,16 +372,28 @@ class PairwiseEngine:
         self.update_wait(loss if is_number else None)
 
     def _record_loss(self, loss: float | Tensor | None) -> None:
-        if loss is not None:
-            self._publisher.record_loss(loss)
-            self.worker.last_loss = loss
+        if loss is None:
+            return
+        self.worker.last_loss = loss
+        if self._exchange is not None and not self._agrees_on_loss:
+            self._exchange.publisher.record_loss(loss)
 
-    def _blend(self, received: Received) -> float:
-        loss = self._publisher.loss
-        own, peer = Tag(self._clock, math.nan if loss is None else loss), received.tag
-        factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
+    def _blend(self) -> float:
+        """Blend in the result of a fetch, if there is one; on other ranks, receive the blend."""
+        peer, received = self._peer, self._received
+        self._peer = self._received = None
+        if peer is None:
+            return 0.0
+        group, was_finite = self.worker.group, self.worker.was_finite
+        loss = self._mean_loss
+        if group.inner is None and self._exchange is not None:
+            loss = self._exchange.publisher.loss
+        own = Tag(self._clock, math.nan if loss is None else loss)
+        factor = self.algorithm.blend_factor(own, peer) if was_finite else 1.0
         self._update_buffers()
-        self._averager.blend(received.params, factor, was_finite=self.worker.was_finite)
+        if self._exchange is not None and received is not None:
+            self._exchange.averager.blend(received.params, factor, was_finite=was_finite)
+        broadcast_inside(self._served.tensors, group, _SHARING)
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._record_blend(factor, own.clock - peer.clock)
         return factor
@@ -297,7 +405,8 @@ class PairwiseEngine:
         self.worker.steps_since_round = 0
         self.statistics.rounds += 1
         self.statistics.staleness = max(0, round(staleness))
-        self.statistics.count_compressed(*self.node.count_sent())
+        if self._exchange is not None:
+            self.statistics.count_compressed(*self._exchange.node.count_sent())
 
     # ---------------------------------------------------------------- sync points
 
@@ -380,5 +489,6 @@ class PairwiseEngine:
 
     def close(self) -> None:
         """Stop serving, end all threads and destroy the groups. Calling it again does nothing."""
-        self.node.close()
+        if self._exchange is not None:
+            self._exchange.node.close()
         self.worker.group.close()

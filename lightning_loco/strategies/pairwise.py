@@ -42,6 +42,12 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
     by one, be killed, and join again. In the second case each Trainer validates and saves its own
     model. Use the same seed for all, so that they start from the same parameters.
 
+    With ``replica_size=k`` a worker is k consecutive ranks, which average their gradients in every
+    step as DDP does; with ``nodes`` the ranks of each Trainer are one such worker. The first rank
+    serves, fetches and blends, and sends the result to the others. Whether there is something to
+    blend, and the loss, are agreed by one gather of a few numbers per local step, within the worker
+    only.
+
     Args:
         fetch_probability: Probability in [0, 1] that a local step starts a fetch.
         interpolation: ``"constant"``, ``"clock"``, ``"loss"``, or a callable
@@ -96,11 +102,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        if common.get("replica_size", 1) != 1:
-            raise ValueError(
-                "PairwiseGossipStrategy has workers of one rank, got replica_size="
-                f"{common['replica_size']!r}. Leave replica_size out, or use another method."
-            )
         algorithm = PairwiseAverage(
             fetch_probability, interpolation, factor, divergence_threshold, keep_progress
         )
@@ -138,17 +139,19 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         """Arguments of the sampler: with nodes, each of them gets a share of the data."""
         if not self.settings.peers:
             return super().distributed_sampler_kwargs
+        size = self.replica_size
         return {
-            "num_replicas": len(self.settings.peers),
-            "rank": self.settings.node_number,
+            "num_replicas": len(self.settings.peers) * size,
+            "rank": self.settings.node_number * size + self.place,
         }
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up training. Raises ValueError if a node of the list has several ranks."""
-        if self.settings.peers and self.world_size > 1:
+        """Set up training. Raises ValueError if a node of the list has several workers."""
+        if self.settings.peers and self.num_workers > 1:
             raise ValueError(
-                f"nodes are Trainers of one worker each, but this one has {self.world_size} ranks. "
-                "Use devices=1, or leave nodes out to gossip between the ranks."
+                f"nodes are Trainers of one worker each, but this one has {self.num_workers}. Use "
+                f"devices=1, make its {self.world_size} ranks one worker with "
+                f"replica_size={self.world_size}, or leave nodes out to gossip between the ranks."
             )
         super().setup(trainer)
 
@@ -175,6 +178,7 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         """Run the user's step. Raises if the factor may need a loss and none is returned."""
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
+        self._engine.worker.last_loss = self._loss
         may_skip = self._has_returned_loss or self.lightning_module.automatic_optimization
         self._has_returned_loss = self._has_returned_loss or self._known_loss is not None
         if not self._has_returned_loss and not may_skip and self.settings.algorithm.uses_loss:

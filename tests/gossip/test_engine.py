@@ -77,9 +77,9 @@ def test_simultaneous_blends_with_factor_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._averager.layout.new_flat(), Tag(engine._clock, 1.0))
+        engine.node.publish(engine._served.new_flat(), Tag(engine._clock, 1.0))
     for _, engine in workers:
-        engine._publisher._next_time = math.inf
+        engine._exchange.publisher._next_time = math.inf
         engine.update_send(1.0)
     for _, engine in workers:
         assert engine.update_wait(1.0) == 0.5
@@ -117,7 +117,7 @@ def test_rules_that_use_the_loss_wait_for_the_first_loss(
     assert reader.update_wait() == expected
     assert here.values.tolist() == [4 * expected] * 5
     served.update_send(loss=torch.tensor(2.0))  # from now on the loss is known
-    served._publisher.publish(served._clock)
+    served._exchange.publisher.publish(served._clock)
     reader.update_send(loss=2.0)
     assert reader.update_wait() == 0.5
     close(workers)
@@ -129,7 +129,9 @@ def test_unfreezing_is_refused() -> None:
     engine = PairwiseEngine(model, nodes=peers(1), name="p0")
     engine.update_send(1.0)
     model.other.requires_grad_(True)
-    engine._publisher._next_time = 0.0  # the check is made when the parameters are published
+    engine._exchange.publisher._next_time = (
+        0.0  # the check is made when the parameters are published
+    )
     with pytest.raises(RuntimeError, match="'other' became trainable"):
         engine.update_send(1.0)
     with pytest.raises(RuntimeError, match="'other' became trainable"):
@@ -213,15 +215,15 @@ def blend_with_a_codec(codec: Codec, keep_progress: bool) -> None:
         for model, node in zip(models, nodes, strict=True)
     )
     with closing(reader), closing(served):
-        before, theirs = (engine._averager.layout.new_flat() for engine in (reader, served))
+        before, theirs = (engine._served.new_flat() for engine in (reader, served))
         decoded = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
         served.update_send(1.0)
         reader.update_send(1.0)
         assert reader.update_wait(1.0) == 0.25
         expected = before.clone()
         average.blend(expected, decoded, 0.25)
-        assert torch.equal(reader._averager.layout.new_flat(), expected)
-        assert torch.equal(served._averager.layout.new_flat(), theirs)
+        assert torch.equal(reader._served.new_flat(), expected)
+        assert torch.equal(served._served.new_flat(), theirs)
         num_bytes = codec.num_bytes(len(theirs))
         assert served.node.bytes_sent == reader.node.statistics.bytes_received == num_bytes
         served._record_blend(0.5, 0.0)  # bytes sent are counted with the next blend

@@ -72,7 +72,7 @@ def test_parameters_too_far_away_are_not_blended_in(subtests: pytest.Subtests) -
             assert engine.update_wait(1.0) == 0.0
             if not was_finite:
                 model.values.data.fill_(NAN)
-                engine._publisher._next_time = 0.0
+                engine._exchange.publisher._next_time = 0.0
             for _ in range(30):
                 engine.update_send(1.0)
                 assert engine.update_wait(1.0) == 0.0

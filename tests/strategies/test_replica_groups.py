@@ -533,8 +533,8 @@ def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(str(value)), pytest.raises(kind, match=text):
             LocalSGDStrategy(replica_size=value)
-    with pytest.raises(ValueError, match="workers of one rank, got replica_size=2"):
-        PairwiseGossipStrategy(replica_size=2)
+        with subtests.test(f"{value} of gossip"), pytest.raises(kind, match=text):
+            PairwiseGossipStrategy(replica_size=value)
     with pytest.raises(ValueError, match="one worker of one rank, got replica_size='node'"):
         DiLoCoStrategy(membership=Elastic("localhost:1"), replica_size="node")
 

@@ -1,0 +1,562 @@
+"""PairwiseGossipStrategy with workers of several ranks, of which the first one fetches."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy, PeerMonitor
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.distributed import WorkerGroup
+from tests.faults.failing import KINDS
+from tests.forked_jobs import Job
+from tests.gossip.helpers import peers
+from tests.limits import HARNESS_S
+from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.small_model import (
+    TinyModule,
+    ValidatedModule,
+    flat,
+    loss_of,
+    make_model,
+    norm_model,
+    train_step,
+    worker_batch,
+)
+from tests.strategies.test_other_numbers import files_of
+from tests.strategies.test_replica_groups import loader
+
+SIZE = 2  # ranks of a worker
+STEPS = 12
+TOLERANCE = 1e-11
+
+
+def fetch_in_lock_step(engine: PairwiseEngine) -> None:
+    """Let every fetch of two workers bring what the peer has published in the same local step."""
+    if engine.worker.group.place > 0:
+        return
+    group, node = engine.worker.group, engine.node
+    start_fetch = node.start_fetch
+
+    def fetch() -> None:
+        group.gather_objects(None, "all have published")
+        start_fetch()
+        while not node.has_ended:
+            time.sleep(0.001)
+        group.gather_objects(None, "all have fetched")
+        engine._exchange.publisher._next_time = 0.0
+
+    node.start_fetch = fetch  # type: ignore[method-assign]
+
+
+class LockStep(pl.Callback):
+    """Makes runs of two workers repeatable."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        fetch_in_lock_step(trainer.strategy.engine)  # type: ignore[attr-defined]
+
+
+class Recorder(pl.Callback):
+    """Records the parameters after every local step, and what the engine has counted."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.counts: list[Any] = []
+        self.buffers: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.params.append(flat(module))
+        self.buffers += [buffer.clone() for buffer in module.buffers()]
+        self.counts.append(
+            (engine.worker.steps, engine.statistics.rounds, engine._clock, list(engine.factors))
+        )
+
+
+class Result(NamedTuple):
+    """Results of a fit on one rank."""
+
+    params: list[Tensor]
+    counts: list[Any]
+    final: Tensor
+    buffers: list[Tensor]
+
+
+def fit(
+    rank: int,
+    world: int,
+    replica_size: int,
+    arguments: dict[str, Any],
+    make_module: Callable[[], pl.LightningModule] = TinyModule,
+    callbacks: tuple[pl.Callback, ...] = (LockStep(),),
+    num_steps: list[int] | int = STEPS,
+    settings: dict[str, Any] | None = None,
+    resume: str | None = None,
+) -> Result:
+    recorder = Recorder()
+    strategy = PairwiseGossipStrategy(
+        **{"timeout_s": 30, "replica_size": replica_size, "finalize": "keep", **arguments}
+    )
+    trainer = make_trainer(
+        strategy,
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, **(settings or {})},
+        use_distributed_sampler=False,
+        callbacks=[*callbacks, recorder],
+    )
+    module = make_module()
+    length = num_steps if isinstance(num_steps, int) else num_steps[rank // replica_size]
+    validation = loader(rank, replica_size, 2) if isinstance(module, ValidatedModule) else None
+    trainer.fit(module, loader(rank, replica_size, length), validation, ckpt_path=resume)
+    return Result(recorder.params, recorder.counts, flat(module), recorder.buffers)
+
+
+def check_places(results: list[Result]) -> None:
+    """Check that the ranks of a worker are equal bit for bit after every local step."""
+    for first, other in zip(results[::SIZE], results[1::SIZE], strict=True):
+        assert len(first.params) == len(other.params) > 0
+        assert all(map(torch.equal, first.params, other.params))
+        assert all(map(torch.equal, first.buffers, other.buffers))
+        assert first.counts == other.counts
+        assert torch.equal(first.final, other.final)
+
+
+# ------------------------------------------------------------------------- a plain loop
+
+
+def plain_loop(average: PairwiseAverage) -> list[list[Tensor]]:
+    """Return the parameters of two workers after each local step, with the rows of both ranks."""
+    models = [make_model() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    clocks, losses = [0.0, 0.0], [math.nan, math.nan]
+    found: list[list[Tensor]] = [[], []]
+    for step in range(STEPS):
+        clocks = [clock + 1 for clock in clocks]
+        published = [flat(model).clone() for model in models]
+        tags = [Tag(*pair) for pair in zip(clocks, losses, strict=True)]
+        is_published = step > 0 or not average.uses_loss
+        for worker, model in enumerate(models):
+            batches = [worker_batch(SIZE * worker + place, step) for place in range(SIZE)]
+            losses[worker] = sum(loss_of(model, batch).item() for batch in batches) / SIZE
+            train_step(model, optimizers[worker], *batches)
+            found[worker].append(flat(model).clone())
+        if not is_published:
+            continue
+        for worker, model in enumerate(models):
+            own, peer = Tag(clocks[worker], losses[worker]), tags[1 - worker]
+            factor = average.blend_factor(own, peer)
+            now = flat(model)
+            base = published[worker].clone() if average.keep_progress else now.clone()
+            progress = now - base
+            average.blend(base, published[1 - worker], factor)
+            torch.nn.utils.vector_to_parameters(base + progress, model.parameters())
+            clocks[worker] = average.blended_clock(own.clock, peer.clock, factor)
+    return found
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "constant": {"factor": 0.3},
+    "loss": {"interpolation": "loss"},
+    "clock": {"interpolation": "clock", "keep_progress": True},
+    "threshold": {"divergence_threshold": 2.0, "keep_progress": True},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_ranks_are_one_worker_of_a_plain_loop(pool: Pool, rule: str) -> None:
+    expected = plain_loop(PairwiseAverage(**RULES[rule]))
+    several = pool.run(fit, SIZE, RULES[rule], world=4)
+    check_places(several)
+    one = pool.run(fit, 1, RULES[rule], world=2)
+    for results, size in ((several, SIZE), (one, 1)):
+        for rank, result in enumerate(results):
+            for step, own in enumerate(expected[rank // size]):
+                torch.testing.assert_close(
+                    result.params[step], own, rtol=0, atol=TOLERANCE, msg=f"{rank}, step {step}"
+                )
+            steps, rounds, _, factors = result.counts[-1]
+            assert (steps, rounds) == (STEPS, STEPS - 1 - PairwiseAverage(**RULES[rule]).uses_loss)
+            assert any(factors)
+    assert (expected[0][-1] - expected[1][-1]).abs().max() > 1e-4
+
+
+# ------------------------------------------------------------------- free running workers
+
+
+class Slow(pl.Callback):
+    """Gives fetches time to end."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.002)
+
+
+class Normalized(ValidatedModule):
+    """With BatchNorm, whose statistics are blended as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = norm_model()
+
+
+def test_uneven_workers_with_validations_and_accumulated_gradients(pool: Pool) -> None:
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    results = pool.run(
+        fit, SIZE, {"finalize": "average"}, Normalized, (Slow(),), [30, 44], settings, world=4
+    )
+    for first, other in zip(results[::SIZE], results[1::SIZE], strict=True):
+        assert all(map(torch.equal, first.params, other.params))
+        assert first.counts == other.counts
+        assert first.counts[-1][1] > 3
+    assert [result.counts[-1][0] for result in results] == [30, 30, 44, 44]
+    assert all(torch.equal(result.final, results[0].final) for result in results)
+
+
+class Gan(TinyModule):
+    """Manual optimization with several local steps in a batch, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.model, batch))
+            optimizer.step()
+
+
+def test_manual_optimization(pool: Pool) -> None:
+    results = pool.run(fit, SIZE, {"fetch_probability": 0.7}, Gan, (Slow(),), 40, world=4)
+    check_places(results)
+    assert all(result.counts[-1][:1] == (80,) and result.counts[-1][1] > 3 for result in results)
+
+
+def test_a_single_worker_of_two_ranks(pool: Pool) -> None:
+    results = pool.run(fit, SIZE, {}, world=2)
+    check_places(results)
+    assert results[0].counts[-1][1] == 0
+
+
+class LossOfNaN(TinyModule):
+    """One rank has a loss of NaN once, and the optimizer would keep it."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="Adam", lr=0.01)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_broken = (self.trainer.global_rank, batch_idx) == (1, 3)
+        return loss * math.nan if is_broken else loss
+
+
+@pytest.mark.recovery
+def test_a_worker_with_nan_takes_the_parameters_of_its_peer(pool: Pool) -> None:
+    """The mean of the gradients brings NaN to all of its ranks."""
+    results = pool.run(fit, SIZE, {}, LossOfNaN, world=4)
+    finite = [[bool(p.isfinite().all()) for p in result.params] for result in results]
+    assert finite[0] == finite[1] == [step not in (3, 4) for step in range(STEPS)]
+    assert all(finite[2] + finite[3])
+    for first, other in zip(results[::SIZE], results[1::SIZE], strict=True):
+        assert all(map(torch.equal, first.params[5:], other.params[5:]))
+        assert first.counts == other.counts
+    assert [result.counts[-1][3].count(1.0) for result in results] == [1, 1, 0, 0]
+
+
+class WritesNaN(pl.Callback):
+    """Writes NaN into the parameters of one rank, which is not the first of its worker."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (1, 3):
+            module.model[0].weight.data[0, 0] = math.nan
+
+
+def test_a_blend_replaces_what_one_rank_has_written(pool: Pool) -> None:
+    check_places(pool.run(fit, SIZE, {}, TinyModule, (LockStep(), WritesNaN()), world=4))
+
+
+# ----------------------------------------------------------------------- statistics
+
+
+def monitor(rank: int, world: int) -> dict[str, Any]:
+    strategy = PairwiseGossipStrategy(replica_size="node", timeout_s=30)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[LockStep(), PeerMonitor()],
+        log_every_n_steps=1,
+        devices=SIZE,
+        num_nodes=world // SIZE,
+        plugins=[PoolEnvironment(num_nodes=world // SIZE)],
+    )
+    trainer.fit(TinyModule(), loader(rank, SIZE))
+    return {
+        "logged": {k: float(v) for k, v in trainer.logged_metrics.items()},
+        "bytes": strategy.statistics.bytes_sent,
+        "names": (strategy.worker, strategy.place, strategy.num_workers),
+    }
+
+
+def test_peers_are_workers(pool: Pool) -> None:
+    results = pool.run(monitor, world=4)
+    assert [one["names"] for one in results] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    for one in results[::SIZE]:
+        assert one["logged"]["loco/fetches"] == STEPS
+        assert one["logged"]["loco/blend_factor"] == 0.5
+        assert one["bytes"] > 0
+    for one in results[1::SIZE]:
+        assert one["logged"] == {}
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+class SaveOnce(pl.Callback):
+    """Saves after some local steps."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(self.path)
+
+
+class Start(pl.Callback):
+    """Records what a worker starts from."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.seen = self.seen or {
+            "params": flat(module),
+            "clock": engine._clock,
+            "steps": (trainer.global_step, engine.worker.steps),
+        }
+
+
+def start_of(rank: int, world: int, size: int, path: str) -> dict[str, Any]:
+    start = Start()
+    fit(rank, world, size, {}, callbacks=(LockStep(), start), resume=path)
+    return start.seen
+
+
+@pytest.mark.recovery
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+@pytest.mark.filterwarnings("ignore:The checkpoint was written by")
+def test_save_and_resume(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    results = pool.run(
+        fit, SIZE, {"interpolation": "loss"}, TinyModule, (LockStep(), SaveOnce(str(path))), world=4
+    )
+    check_places(results)
+    side = sorted(file.name for file in tmp_path.rglob("worker_*.pt"))
+    assert side == ["worker_00000.pt", "worker_00001.pt"]
+    files = files_of(path)
+    mean = torch.zeros_like(results[0].final)
+    for worker, content in enumerate(files.workers):
+        saved = content["engine"]
+        assert torch.equal(saved["params"], results[SIZE * worker].params[5])
+        assert saved["steps"] == 6
+        assert saved["clock"] == results[SIZE * worker].counts[5][2]
+        mean += saved["params"] / 2
+    torch.testing.assert_close(files.consensus, mean, rtol=0, atol=1e-15)
+    for size in (SIZE, 1):
+        for rank, start in enumerate(pool.run(start_of, size, str(path), world=2 * size)):
+            content = files.workers[rank // size]["engine"]
+            assert torch.equal(start["params"], content["params"]), size
+            assert start["clock"] == content["clock"]
+            assert start["steps"] == (6, 6)
+
+
+@pytest.mark.recovery
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+@pytest.mark.filterwarnings("ignore:The checkpoint was written by")
+def test_one_worker_of_four_ranks_begins_at_the_consensus_of_two(
+    pool: Pool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "one.ckpt")
+    pool.run(fit, SIZE, {}, TinyModule, (LockStep(), SaveOnce(path)), world=4)
+    for start in pool.run(start_of, 4, path, world=4):
+        assert torch.equal(start["params"], files_of(Path(path)).consensus)
+
+
+# ------------------------------------------------------------------- stop and faults
+
+
+class StopLater(pl.Callback):
+    """Asks one rank to stop, which is not the first of its worker."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.002)
+        if (trainer.global_rank, trainer.global_step) == (3, 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_until_stopped(rank: int, world: int) -> tuple[int, bool]:
+    strategy = PairwiseGossipStrategy(replica_size=SIZE, timeout_s=20)
+    strategy.checkpoints.save_interrupted = lambda *_: None  # type: ignore[method-assign]
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[StopLater()]
+    )
+    try:
+        trainer.fit(TinyModule(), loader(rank, SIZE, 5000))
+    except SIGTERMException:
+        return trainer.global_step, True
+    return trainer.global_step, False
+
+
+@pytest.mark.recovery
+def test_the_ranks_of_a_worker_stop_at_the_same_step(pool: Pool) -> None:
+    results = pool.run(fit_until_stopped, world=4)
+    assert all(is_stopped and step < 5000 for step, is_stopped in results)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+
+
+TIMEOUT_S = 5.0
+
+
+class FailInStep(pl.Callback):
+    """Fails before the gradients of its worker are averaged."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            KINDS[self.kind]()
+
+
+class FailAfterStep(FailInStep):
+    """Fails when the others of its worker wait for what it reports after the step."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            KINDS[self.kind]()
+
+
+def fit_with_fault(rank: int, world: int, victim: int, failing: pl.Callback) -> None:
+    trainer = make_trainer(
+        PairwiseGossipStrategy(replica_size=SIZE, timeout_s=TIMEOUT_S),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[failing] if rank == victim else [Slow()],
+    )
+    trainer.fit(TinyModule(), loader(rank, SIZE, 40))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "victim", "failing"),
+    [
+        ("killed", 3, FailInStep),
+        ("killed", 2, FailAfterStep),
+        ("raises", 1, FailAfterStep),
+        pytest.param("killed", 1, FailAfterStep, marks=pytest.mark.soak),
+        pytest.param("frozen", 2, FailInStep, marks=pytest.mark.soak),
+    ],
+)
+def test_the_others_name_the_rank_that_fails(kind: str, victim: int, failing: Any) -> None:
+    others = [rank for rank in range(4) if rank != victim]
+    fault = victim, failing(kind)
+    with Job(fit_with_fault, *fault, world=4, group_timeout_s=TIMEOUT_S) as job:
+        outcomes = job.outcomes(others, HARNESS_S)
+    name = rf"[Ww]orker {victim // SIZE}, place {victim % SIZE} \(rank {victim}\)"
+    what = " failed:(.|\n)*LookupError: trouble" if kind == "raises" else ""
+    for rank, outcome in zip(others, outcomes, strict=True):
+        assert outcome.error is not None
+        last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
+        assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
+
+
+# ------------------------------------------------------------------ separate Trainers
+
+
+class Peer(pl.Callback):
+    """Serves other parameters on rank 0, as another node would."""
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self.nodes = nodes
+        self.engine: PairwiseEngine | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            model = TinyModule()
+            torch.nn.init.zeros_(model.model[0].weight)
+            alone = WorkerGroup(0, 1)
+            self.engine = PairwiseEngine(model, nodes=self.nodes, name="w1", group=alone)
+            self.engine.update_send(1.0)
+
+    def on_train_end(self, *_: Any) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+def fit_node(rank: int, world: int, size: int, nodes: list[Any]) -> Any:
+    arguments = {"nodes": nodes, "name": "w0", "factor": 0.5}
+    return fit(rank, world, size, arguments, callbacks=(Slow(), Peer(nodes)), num_steps=60)
+
+
+def test_the_ranks_of_a_trainer_are_one_node(pool: Pool) -> None:
+    results = pool.run(fit_node, SIZE, peers(2, "w"), world=2)
+    check_places(results)
+    assert results[0].counts[-1][1] > 3
+
+
+def test_a_node_is_one_worker(pool: Pool) -> None:
+    for size, world, text in (
+        (2, 4, "this one has 2. Use devices=1, make its 4 ranks one worker with replica_size=4"),
+        (1, 2, "this one has 2. Use devices=1, make its 2 ranks one worker with replica_size=2"),
+    ):
+        with pytest.raises(PoolError, match=re.escape(text)):
+            pool.run(fit_node, size, peers(2, "w"), world=world)
+
+
+# ----------------------------------------------------------------------- plain PyTorch
+
+
+def blend_by_hand(rank: int, world: int) -> dict[str, Any]:
+    group = WorkerGroup.create(timeout_s=30, replica_size=SIZE)
+    model = make_model()
+    engine = PairwiseEngine(model, PairwiseAverage(interpolation="loss"), group=group)
+    fetch_in_lock_step(engine)
+    torch.nn.init.constant_(model[0].weight, float(group.worker))
+    factors = []
+    for _ in range(2):  # peers read nothing before the first loss is known
+        engine.update_send(loss=1.0 + group.worker + group.place)
+        factors.append(engine.update_wait())
+    try:
+        node = str(engine.node.port > 0)
+    except RuntimeError as error:
+        node = str(error)
+    engine.close()
+    return {"factors": factors, "weight": model[0].weight.detach().clone(), "node": node}
+
+
+def test_the_loss_is_the_mean_over_the_ranks(pool: Pool) -> None:
+    results = pool.run(blend_by_hand, world=4)
+    for rank, one in enumerate(results):
+        own, peer = (1.5, 2.5) if rank < SIZE else (2.5, 1.5)
+        assert one["factors"] == [0.0, own / (own + peer)]
+        assert torch.equal(one["weight"], results[rank // SIZE * SIZE]["weight"])
+        assert float(one["weight"][0, 0]) == pytest.approx(0.375)
+    assert [one["node"] for one in results[::SIZE]] == ["True", "True"]
+    assert "Use the node of place 0" in results[1]["node"]
