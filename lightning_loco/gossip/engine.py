@@ -281,6 +281,8 @@ class PairwiseEngine:
     def update_wait(self, loss: float | Tensor | None = None) -> float:
         """Wait for the running fetch and blend in its result. Call it after a local step.
 
+        All ranks of a worker must call it.
+
         Args:
             loss: This worker's recent training loss; None if it is the same as before.
 

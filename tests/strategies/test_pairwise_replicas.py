@@ -139,7 +139,7 @@ def plain_loop(average: PairwiseAverage) -> list[list[Tensor]]:
     """Return the parameters of two workers after each local step, with the rows of both ranks."""
     models = [make_model() for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    clocks, losses = [0.0, 0.0], [math.nan, math.nan]
+    clocks, losses = [0.0, 0.0], [0.0, 0.0]
     found: list[list[Tensor]] = [[], []]
     for step in range(STEPS):
         clocks = [clock + 1 for clock in clocks]
