@@ -112,11 +112,10 @@ class Replica:
     def reshard(self) -> None:
         """Drop copies of whole parameters: FSDP2 keeps those of a forward pass without a backward.
 
-        It would use them again in the next one, even if the shards have changed. Not to be called
-        between a forward and a backward pass.
+        It would use them again in the next one, even if the shards have changed. Not between a
+        forward and a backward pass.
         """
-        for module in self._sharded:
-            module.reshard()
+        reshard(self._sharded)
 
     def check_owners(self) -> None:
         """Raise RuntimeError if a parameter was replaced, see :class:`ParameterOwners`.
@@ -257,6 +256,13 @@ class Replica:
         """Copy at most ``max_elements`` trainable elements, as float64; others in every round."""
         stride = max(1, -(-self.layout.numel // max_elements))
         return self.layout.subsample(stride, (round_index * 7919) % stride).double()
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Drop copies of whole parameters that modules of FSDP2 hold, so that they hold shards."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class ParameterOwners:

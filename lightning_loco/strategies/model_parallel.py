@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
 from lightning_loco.parameters.gradients import GradientClipping
+from lightning_loco.parameters.replica import reshard
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
@@ -174,11 +175,13 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         """Make the engine; refuse what does not work with shards."""
         if self.is_fitting:
             _check_callbacks(trainer)
-            self._check_averaged()
+            assert self.lightning_module is not None
+            reshard(self.lightning_module.modules())  # a validation has gathered the parameters
         super().setup(trainer)
 
     def make_engine(self, group: WorkerGroup) -> Engine:
         """Make an engine; checkpoints have what each rank holds."""
+        self._check_averaged()
         engine = super().make_engine(group)
         engine.worker.replica.use_held_vectors(group)
         return engine

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_loco import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
+    DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    LocoModelParallelStrategy,
     NoLoCoStrategy,
     StreamingDiLoCoStrategy,
 )
-from tests.pool import Pool
+from lightning_loco.compression import ErrorFeedback, Int8
+from tests.pool import Pool, make_trainer
 from tests.small_model import FEATURES, loss_of
 from tests.strategies.sharded_runs import (
     LAYOUTS,
+    TOLERANCE,
     Run,
     SequenceModule,
     ShardedModule,
+    fit,
+    loaders,
+    whole,
 )
 
 # Of a layer that is sharded by both: PyTorch warns of in-place operations, and there are none.
@@ -222,12 +238,18 @@ class ByColumns(ShardedModule):
     """Shards of matrices are columns."""
 
     def shard(self, mesh: DeviceMesh) -> None:
-        from torch.distributed.tensor import Shard
-
         def columns(parameter: nn.Parameter) -> Shard | None:
             return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
 
         fully_shard(self.model, mesh=mesh, shard_placement_fn=columns)
+
+
+class Hybrid(ShardedModule):
+    """Each shard is on several ranks."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.model, mesh=self.device_mesh)
 
 
 MODELS: dict[str, tuple[Run, list[str]]] = {
@@ -239,6 +261,7 @@ MODELS: dict[str, tuple[Run, list[str]]] = {
     "checkpointed layers": (Run(module=CheckpointedLayers), ["fsdp"]),
     "a compiled layer": (Run(module=Compiled), ["fsdp"]),
     "parameters that stay gathered": (Run(module=Gathered, validates=True), ["fsdp", "both"]),
+    "copies of shards": (Run(module=Hybrid, trainer={"gradient_clip_val": 0.5}), ["both"]),
     "shards of columns": (
         Run(AsyncDiLoCoStrategy, {"fragments": 3}, module=ByColumns),
         ["fsdp", "both"],
@@ -251,3 +274,361 @@ MODELS: dict[str, tuple[Run, list[str]]] = {
 )
 def test_models(pool: Pool, name: str, layout: str) -> None:
     MODELS[name][0].compare(pool, layout)
+
+
+# ------------------------------------------------------------------------ validation
+
+
+def early_stopping() -> list[Callback]:
+    return [EarlyStopping("val_loss", patience=1, min_delta=0.5)]
+
+
+VALIDATED: dict[str, Run] = {
+    "the mean of the workers": Run(trainer={"val_check_interval": 4}),
+    "outer parameters": Run(arguments={"evaluate": "outer"}, trainer={"val_check_interval": 4}),
+    "each worker's own": Run(arguments={"evaluate": "local"}, trainer={"val_check_interval": 4}),
+    "of fragments": Run(
+        AsyncDiLoCoStrategy, {"fragments": 2}, trainer={"val_check_interval": 5}, steps=20
+    ),
+    "in every second epoch": Run(
+        trainer={"check_val_every_n_epoch": 2, "max_epochs": 3, "limit_val_batches": 2}
+    ),
+    "early stopping": Run(
+        trainer={"val_check_interval": 4, "max_epochs": 5}, callbacks=early_stopping
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", list(VALIDATED))
+def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: str) -> None:
+    run = dataclasses.replace(VALIDATED[name], validates=True)
+    first, *_ = run.compare(pool, layout)
+    assert "val_loss" in first["metrics"]
+
+
+class Predicting(ShardedModule):
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.model, batch), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+
+def evaluate(rank: int, world: int, sizes: tuple[int, int] | None, fits: int) -> list[Any]:
+    """Evaluate after each of some fits, or without one."""
+    run = Run(trainer={"num_sanity_val_steps": 0}, validates=True)
+    settings: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = make_trainer(run.strategy(sizes), max_epochs=1, **settings)
+    module, (train, validation) = Predicting(), loaders(rank, run, sizes)
+    found: list[Any] = []
+    for epochs in range(1, fits + 1) or (0,):
+        if epochs:
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, train, validation)
+        (validated,) = trainer.validate(module, validation, verbose=False)
+        (tested,) = trainer.test(module, validation, verbose=False)
+        predicted: Any = trainer.predict(module, validation)
+        mean = trainer.strategy.reduce(torch.cat(predicted).mean())
+        found += [validated["val_loss"], tested["test_loss"], float(mean)]
+        found.append(whole(module).tolist())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+@pytest.mark.parametrize("fits", [0, 2])
+def test_evaluations_after_fits_and_without_one(pool: Pool, fits: int, layout: str) -> None:
+    expected, *_ = pool.run(evaluate, None, fits, world=2)
+    for found in pool.run(evaluate, LAYOUTS[layout], fits):
+        for own, other in zip(found, expected, strict=True):
+            assert own == pytest.approx(other, rel=0, abs=TOLERANCE)
+
+
+# --------------------------------------------------------- weights, buffers and hooks
+
+
+class OwnStart(ShardedModule):
+    """Begins with other weights and buffers on each rank, as without a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        with torch.no_grad():
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.add_(0.1 * rank)
+
+
+class NormModule(ShardedModule):
+    """With statistics of BatchNorm, and a buffer of each rank's own."""
+
+    def build(self) -> nn.Module:
+        layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)
+        return nn.Sequential(*layers)
+
+
+class OwnNorm(NormModule, OwnStart):
+    pass
+
+
+class SequenceNorm(SequenceModule):
+    """With a buffer that each rank changes, and of which tensor parallelism makes a ``DTensor``."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model[3].register_buffer("scale", torch.ones(4))
+        return model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        scale = self.model[3].scale
+        local = scale.to_local() if isinstance(scale, DTensor) else scale
+        local.add_(0.5 + self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+class Still(OwnNorm):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_ranks_without_a_seed_start_alike(pool: Pool, layout: str) -> None:
+    first, *others = pool.run(
+        fit, Run(module=Still, arguments={"finalize": "keep"}), LAYOUTS[layout]
+    )
+    for other in others:
+        assert torch.equal(other["params"], first["params"])
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("module", [NormModule, OwnNorm, SequenceNorm])
+def test_all_ranks_end_with_the_same_weights_and_buffers(
+    pool: Pool, module: type[ShardedModule], layout: str
+) -> None:
+    run = Run(module=module, validates=True)
+    first, *others = pool.run(fit, run, LAYOUTS[layout])
+    for other in others:
+        assert torch.equal(other["params"], first["params"])
+        assert all(map(torch.equal, other["buffers"], first["buffers"]))
+        assert other["metrics"] == first["metrics"]
+
+
+@pytest.mark.parametrize("module", [NormModule, OwnNorm])
+def test_statistics_of_batch_norm_are_those_of_whole_models(
+    pool: Pool, module: type[ShardedModule]
+) -> None:
+    if module is NormModule:
+        Run(module=module, validates=True).compare(pool, "tensor")
+    else:
+        found = pool.run(fit, Run(module=module), LAYOUTS["tensor"])
+        assert all(torch.equal(one["params"], found[0]["params"]) for one in found)
+
+
+class Writes(ShardedModule):
+    """Hooks write before the first batch, on the first worker, and between epochs, on all."""
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if strategy.worker == 0:
+            self.write("model.0.weight", 0.25)
+
+    def on_train_epoch_end(self) -> None:
+        self.write("model.3.bias", 0.5)  # held by one rank of a worker
+
+    def write(self, name: str, value: float) -> None:
+        parameter: Tensor = self.get_parameter(name)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.detach().fill_(value)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_weights_that_hooks_write(pool: Pool, layout: str) -> None:
+    arguments = {"outer_momentum": 0.5}
+    run = Run(module=Writes, arguments=arguments, trainer={"max_epochs": 3}, steps=7)
+    run.compare(pool, layout)
+
+
+# ------------------------------------------------------------- NaN, codes, the clock
+
+
+class Broken(ShardedModule):
+    """One shard of the second worker gets NaN."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        place = strategy.global_rank % strategy.replica_size
+        if batch_idx == 4 and strategy.worker == 1 and place == 0:
+            parameter: Tensor = self.get_parameter("model.0.weight")
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach()[0, 0] = torch.nan
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+@pytest.mark.parametrize("method", [DiLoCoStrategy, AsyncDiLoCoStrategy, LocalSGDStrategy])
+def test_nan_in_a_shard_leaves_the_whole_worker_out(pool: Pool, method: Any, layout: str) -> None:
+    Run(method, module=Broken).compare(pool, layout)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+@pytest.mark.parametrize("method", [DiLoCoStrategy, AsyncDiLoCoStrategy])
+def test_compressed_messages(pool: Pool, method: Any, layout: str) -> None:
+    """The blocks of a rank are other ones, so that values are rounded in another way."""
+    run = Run(method, {"compression": ErrorFeedback(Int8(block=8))}, steps=24)
+    found = run.compare(pool, layout, tolerance=0.05)
+    exact = pool.run(fit, Run(method, steps=24), LAYOUTS[layout])
+    for one, other in zip(found, exact, strict=True):
+        assert not torch.equal(one["params"], other["params"])
+        assert one["bytes"] < other["bytes"]
+    assert torch.equal(found[0]["params"], found[-1]["params"])
+
+
+def average_by_time(**arguments: Any) -> Any:
+    del arguments["sync_every"]
+    return AsyncModelAverageStrategy(**arguments)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_warm_up_of_averaging_by_the_clock(pool: Pool, layout: str) -> None:
+    arguments = {"interval_s": 1e4, "warmup_steps": 6}
+    Run(average_by_time, arguments, {"gradient_clip_val": 0.5}).compare(pool, layout)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+def test_averaging_by_the_clock_keeps_workers_together(
+    pool: Pool, warmup_steps: int, layout: str
+) -> None:
+    arguments = {"interval_s": 0.0, "warmup_steps": warmup_steps}
+    run = Run(average_by_time, arguments, steps=30)
+    first, *others = pool.run(fit, run, LAYOUTS[layout])
+    assert first["rounds"] > 2
+    for other in others:
+        assert torch.equal(other["params"], first["params"])
+
+
+# --------------------------------------------------------------------------- precision
+
+
+class Narrow(ShardedModule):
+    """float32, of which FSDP2 makes bfloat16 for a pass."""
+
+    def build(self) -> nn.Module:
+        return super().build().float()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.float()
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(self.model[0], mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, targets = batch
+        dtype = next(self.model.parameters()).dtype
+        return inputs.to(dtype), targets.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16)]
+)
+def test_narrow_numbers(pool: Pool, precision: str, dtype: torch.dtype) -> None:
+    run = Run(module=Narrow, trainer={"precision": precision, "gradient_clip_val": 0.5})
+    found = pool.run(fit, run, LAYOUTS["fsdp"])
+    for one in found:
+        assert one["params"].dtype == dtype
+        assert torch.equal(one["params"], found[0]["params"])
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
+
+
+# ---------------------------------------------------------------------- what is sent
+
+
+@pytest.mark.parametrize(("layout", "columns"), [("fsdp", 2), ("tensor", 2), ("both", 4)])
+def test_each_element_is_sent_by_one_rank(pool: Pool, layout: str, columns: int) -> None:
+    run = Run(LocalSGDStrategy, {"summary": False}, {"num_sanity_val_steps": 0})
+    whole_model, *_ = pool.run(fit, run, None, world=2)
+    found = pool.run(fit, run, LAYOUTS[layout])
+    if layout == "both":
+        assert [one["bytes"] for one in found] == [0] * 4
+        return
+    num_bytes = 8 * found[0]["params"].numel()
+    rounds_and_end = whole_model["rounds"] + 1
+    for worker in (found[:2], found[2:]):
+        payload = sum(one["bytes"] for one in worker)
+        statuses = whole_model["bytes"] - rounds_and_end * num_bytes
+        assert payload == rounds_and_end * num_bytes + columns * statuses
+
+
+class Reading(ShardedModule):
+    """Records the samples that this rank trains on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (samples,) = batch
+        self.seen += samples.int().tolist()
+        return self.model(samples.view(-1, 1).expand(-1, FEATURES)).square().mean()
+
+
+def read(rank: int, world: int, sync_every: Any, sizes: tuple[int, int]) -> list[int]:
+    strategy = LocoModelParallelStrategy(LocalSGDStrategy(sync_every=sync_every), *sizes)
+    module = Reading()
+    data = TensorDataset(torch.arange(48, dtype=torch.float64))
+    loader = DataLoader(data, batch_size=2, shuffle=True)
+    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, loader, loader)
+    return module.seen
+
+
+@pytest.mark.parametrize("sync_every", [2, [1, 2]], ids=str)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_ranks_divide_the_data(pool: Pool, layout: str, sync_every: Any) -> None:
+    data, tensor = LAYOUTS[layout]
+    if data * tensor == 4 and isinstance(sync_every, list):
+        return
+    found = pool.run(read, sync_every, (data, tensor))
+    groups = [found[first : first + tensor] for first in range(0, 4, tensor)]
+    for same in groups:
+        assert all(one == same[0] for one in same)
+    assert sorted(sum((same[0] for same in groups), [])) == list(range(48))
+
+
+def count_collectives(rank: int, world: int, sizes: tuple[int, int], plain: bool) -> Any:
+    """Count the collectives of three local steps without a round."""
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+                counts[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Counted(ShardedModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                mode.__enter__()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                mode.__exit__(None, None, None)
+
+    mode = Counting()
+    if plain:
+        strategy: Any = ModelParallelStrategy(*sizes)
+    else:
+        strategy = LocoModelParallelStrategy(DiLoCoStrategy(sync_every=100), *sizes)
+    settings: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    trainer = make_trainer(strategy, max_epochs=1, **settings)
+    trainer.fit(Counted(), *loaders(rank, Run(), sizes))
+    return dict(counts)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_local_steps_have_no_more_collectives_than_plain_ones(pool: Pool, layout: str) -> None:
+    data, tensor = LAYOUTS[layout]
+    own, *_ = pool.run(count_collectives, (data, tensor), False)
+    plain, *_ = pool.run(count_collectives, (data, tensor), True, world=2)
+    plain = {name: number for name, number in plain.items() if "broadcast" not in name}
+    assert own == plain
+    assert own
