@@ -112,6 +112,28 @@ def separate_peers(output: str) -> None:
         assert blends > 10
 
 
+def replica_groups(output: str) -> None:
+    values = numbers(r"before the first round: " + ", ".join([r"(-?\d+\.\d+)"] * 4), output)
+    assert values[0] == values[1]
+    assert values[2] == values[3]
+    assert values[0] != values[2]
+    (loss,) = numbers(
+        f"validation loss {NUMBER} after 320 local steps of 2 workers with 2 ranks each, 31 rounds",
+        output,
+    )
+    assert loss < 0.05
+
+
+def fsdp_inside(output: str) -> None:
+    held, total = numbers(r"rank 0 holds (\d+) of (\d+) parameters", output)
+    assert held == total / 2
+    (loss,) = numbers(
+        f"validation loss {NUMBER} after 100 local steps of 2 workers with 2 ranks each, 9 rounds",
+        output,
+    )
+    assert loss < 3.5  # 5.5 before training
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
@@ -120,6 +142,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "05_slow_worker.py": slow_worker,
     "06_no_waiting.py": no_waiting,
     "07_separate_peers.py": separate_peers,
+    "08_replica_groups.py": replica_groups,
+    "09_fsdp_inside_diloco.py": fsdp_inside,
 }
 
 

@@ -1,0 +1,98 @@
+"""Two workers of two ranks: FSDP2 shards the model inside a worker, DiLoCo joins the workers.
+
+What it shows: configure_model is that of any FSDP2 script, with the mesh of one worker. Each rank
+holds a half of the parameters, gradients and optimizer state, and of DiLoCo's outer state. In a
+round it sends its half to the rank that holds the same half in the other worker.
+
+Run it: python examples/09_fsdp_inside_diloco.py
+"""
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import lightning_loco as loco
+from lightning_loco.demo.data import ByteTextData
+from lightning_loco.demo.model import Block
+
+WIDTH, CONTEXT = 64, 64
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.blocks = nn.ModuleList(Block(WIDTH, num_heads=4, dropout=0.0) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(nn.functional.rms_norm(hidden, (WIDTH,)))
+
+
+class LanguageModel(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT()
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # the ranks of this worker only
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.gpt, mesh=mesh)
+
+    def loss(self, windows: Tensor) -> Tensor:
+        logits = self.gpt(windows[:, :-1].long())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].long().flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    def on_train_end(self) -> None:
+        shards = [p.to_local() for p in self.parameters() if isinstance(p, DTensor)]
+        if self.trainer.is_global_zero:
+            total = sum(p.numel() for p in self.parameters())
+            held = sum(shard.numel() for shard in shards)
+            print(f"rank 0 holds {held} of {total} parameters")
+
+
+def main() -> None:
+    seed_everything(0, verbose=False)
+    method = loco.DiLoCoStrategy(sync_every=10, outer_momentum=0.5)
+    strategy = loco.LocoModelParallelStrategy(method, data_parallel_size=2)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=4,
+        max_steps=100,
+        limit_val_batches=4,
+        val_check_interval=100,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    data = ByteTextData(batch_size=8, context=CONTEXT, max_bytes=500_000)
+    trainer.fit(LanguageModel(), data)
+    if trainer.is_global_zero:
+        cost = trainer.strategy.statistics
+        print(
+            f"validation loss {trainer.callback_metrics['val_loss']:.3f} after "
+            f"{trainer.global_step} local steps of {strategy.num_workers} workers with "
+            f"{strategy.replica_size} ranks each, {cost.rounds} rounds and "
+            f"{cost.bytes_sent / 1000:.0f} kB sent by each rank"
+        )
+
+
+if __name__ == "__main__":
+    main()
