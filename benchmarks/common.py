@@ -55,14 +55,20 @@ class Worker:
             torch.cuda.synchronize()
 
     @contextlib.contextmanager
-    def process_group(self) -> Iterator[None]:
-        """A new default process group of all workers: gloo, or NCCL on a GPU."""
+    def process_group(self, size: int | None = None) -> Iterator[None]:
+        """A new default process group of all workers: gloo, or NCCL on a GPU.
+
+        ``size``: of so many consecutive workers instead. All workers must make one at the same
+        time.
+        """
         self._groups += 1
+        size = size or self.num_workers
+        number, rank = divmod(self.rank, size)
         dist.init_process_group(
             "nccl" if self.device == "cuda" else "gloo",
-            store=dist.PrefixStore(f"group{self._groups}", self._store),
-            rank=self.rank,
-            world_size=self.num_workers,
+            store=dist.PrefixStore(f"group{self._groups}.{number}", self._store),
+            rank=rank,
+            world_size=size,
         )
         try:
             yield

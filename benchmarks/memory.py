@@ -1,6 +1,7 @@
-"""How much memory the rounds need beyond the model and its optimizer.
+"""How much memory the rounds need beyond the model and its optimizer, and a rank needs in all.
 
-Measured on a model without activations, in units of its parameters in float32 (4 P bytes):
+The first table is measured on a model without activations, in units of its parameters in float32
+(4 P bytes):
 
   owned    tensors that are alive between rounds and were not before there was an engine
   rounds   the largest size of all tensors that torch allocated, above the level before the engine,
@@ -11,8 +12,19 @@ Measured on a model without activations, in units of its parameters in float32 (
            at its highest, in processes without a profiler: it includes the set-up, gloo's own
            buffers and what the allocator keeps (Linux only; not with --quick)
 
+The second table is about DiLoCo with AdamW, on workers of one rank, and of two ranks with DDP or
+FSDP2 inside. It says for one rank, in the same units:
+
+  parameters, gradients, AdamW   what each of them adds; DDP's buckets count as gradients
+  outer    what the rounds add: outer parameters, momentum, and the bucket
+  total    their sum: what is allocated between steps
+  formula  the total as docs/workers_of_several_ranks.md has it
+  RSS      growth of the resident memory, at its highest, during steps and rounds after the set-up,
+           as above: it includes gathered layers, and results that the ranks of a worker share
+
 How to read it: ``owned`` and ``rounds`` should be at most 2 x P float32 plus one bucket for DiLoCo,
-and one bucket for Local SGD. What torch does not see (gloo's buffers) is in RSS only.
+and one bucket for Local SGD. What torch does not see (gloo's buffers) is in RSS only. In the second
+table the total should be within 5 % of the formula.
 """
 
 from __future__ import annotations
@@ -21,12 +33,19 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # The profiler and the allocator comment on themselves.
 os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
 
+import torch
+import torch.distributed as dist
 from common import Worker, make_parser, print_machine, print_table, run_workers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_loco import Algorithm, DiLoCo, GASLoC, LocalSGD, StepEngine
@@ -42,6 +61,16 @@ SETTINGS: dict[str, tuple[Algorithm, bool, int | None]] = {
     "Async DiLoCo": (DiLoCo(outer_momentum=0.0), True, None),
     "GASLoC ring": (GASLoC(), False, None),
 }
+RANKS_PER_WORKER = 2
+# name: (ranks of a worker, vectors of the model's size on a rank, without the bucket)
+INSIDE: dict[str, tuple[int, float]] = {
+    "one rank": (1, 4 + 2),
+    "DDP": (RANKS_PER_WORKER, 5 + 2 / RANKS_PER_WORKER),
+    "DDP, gradients as views": (RANKS_PER_WORKER, 4 + 2 / RANKS_PER_WORKER),
+    "FSDP2": (RANKS_PER_WORKER, 6 / RANKS_PER_WORKER),
+}
+PARTS = ("parameters", "gradients", "AdamW", "outer")
+FORMULA_WITHIN = 0.05
 
 
 def living_bytes() -> int:
@@ -50,14 +79,17 @@ def living_bytes() -> int:
     storages = {}
     for item in gc.get_objects():
         # isinstance would ask lazy objects of other libraries for their class.
-        if issubclass(type(item), Tensor) and item.device.type == "cpu":
+        kind = type(item)
+        if not issubclass(kind, Tensor) or issubclass(kind, DTensor):  # whose shard is a tensor
+            continue
+        if item.device.type == "cpu":
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def highest_rise(action: Callable[[], object]) -> int:
-    """The most bytes that torch held during an action, above its level at the start."""
+def changes(action: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that torch holds more after an action, and the most during it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     level = highest = 0
@@ -65,7 +97,12 @@ def highest_rise(action: Callable[[], object]) -> int:
         if event.name() == "[memory]":
             level += event.nbytes()
             highest = max(highest, level)
-    return highest
+    return level, highest
+
+
+def highest_rise(action: Callable[[], object]) -> int:
+    """The most bytes that torch held during an action, above its level at the start."""
+    return changes(action)[1]
 
 
 def resident_bytes(field: str) -> int:
@@ -130,6 +167,144 @@ def measure_resident(worker: Worker, name: str, num_layers: int, width: int) -> 
     return rise
 
 
+class Rank:
+    """One rank that trains with DiLoCo and AdamW.
+
+    Args:
+        worker: Its process.
+        inside: A key of ``INSIDE``.
+        num_layers: Layers of the model.
+        width: Their size.
+    """
+
+    def __init__(self, worker: Worker, inside: str, num_layers: int, width: int) -> None:
+        self.size = INSIDE[inside][0]
+        self.workers = torch.arange(worker.num_workers).view(-1, self.size)
+        self.inside = inside
+        self.sizes = num_layers, width
+        self.engine: StepEngine
+
+    def make_model(self) -> None:
+        """Make the model; with FSDP2 each rank keeps its shards."""
+        self.model = make_model(*self.sizes)
+        if self.inside == "FSDP2":
+            names = ("worker", "data_parallel")
+            mesh = DeviceMesh("cpu", self.workers, mesh_dim_names=names)["data_parallel"]
+            for layer in [*self.model, self.model]:
+                fully_shard(layer, mesh=mesh)
+
+    def make_gradients(self) -> None:
+        """Wrap the model, and make gradients; DDP makes other buckets after the first ones."""
+        self.wrapped: nn.Module = self.model
+        if self.inside.startswith("DDP"):
+            own, _ = dist.new_subgroups(self.size)
+            views = "views" in self.inside
+            self.wrapped = DistributedDataParallel(
+                self.model, process_group=own, gradient_as_bucket_view=views
+            )
+        for _ in range(2):
+            self.backward()
+
+    def make_optimizer(self) -> None:
+        """Make AdamW, with its state."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer.step()
+
+    def make_rounds(self) -> None:
+        """Make the engine and two rounds; some memory is made at the first use."""
+        group = WorkerGroup.create(replica_size=self.size)
+        self.engine = make_engine(self.model, "DiLoCo", group)
+        for _ in range(2):
+            self.engine.step()
+
+    def backward(self) -> None:
+        """Add to the gradients."""
+        self.wrapped(torch.ones(1, self.sizes[1])).sum().backward()
+
+    def train(self) -> None:
+        """Two steps with a round each."""
+        for _ in range(2):
+            self.backward()
+            self.optimizer.step()
+            self.engine.step()
+
+    def close(self) -> None:
+        """End the rounds."""
+        self.engine.finish()
+        self.engine.close()
+
+
+def measure_rank(worker: Worker, *settings: Any) -> dict[str, int]:
+    """Bytes that each part of a training adds to one rank.
+
+    The profiler sees DDP's buckets, which Python does not, but not the messages of FSDP2 and of
+    rounds that threads of gloo release.
+    """
+    with worker.process_group():
+        rank = Rank(worker, *settings)
+        found = {}
+        for name, action in (
+            ("parameters", rank.make_model),
+            ("gradients", rank.make_gradients),
+            ("AdamW", rank.make_optimizer),
+            ("outer", rank.make_rounds),
+        ):
+            before = living_bytes()
+            allocated, _ = changes(action)
+            gradients = [p.grad for p in rank.model.parameters()]  # known to Python from now on
+            found[name] = living_bytes() - before
+            if name == "gradients" and rank.inside.startswith("DDP"):
+                found[name] = allocated
+            del gradients
+        rank.close()
+    return found
+
+
+def resident_rank(worker: Worker, *settings: Any) -> int:
+    """Highest growth of the resident memory of one rank after its set-up."""
+    with worker.process_group():
+        rank = Rank(worker, *settings)
+        started = resident_bytes("VmRSS")
+        for action in (rank.make_model, rank.make_gradients, rank.make_optimizer, rank.make_rounds):
+            action()
+        forget_highest()
+        rank.train()
+        rise = resident_bytes("VmHWM") - started
+        rank.close()
+    return rise
+
+
+def forget_highest() -> None:
+    """Let ``VmHWM`` begin at the present value, on Linux."""
+    file = Path("/proc/self/clear_refs")
+    if file.exists():
+        file.write_text("5")
+
+
+def rows_of_ranks(size: tuple[int, int], unit: int, with_resident: bool) -> list[list[str]]:
+    """Measure a rank of each kind of worker."""
+    rows = []
+    for inside, (ranks, vectors) in INSIDE.items():
+        found = run_workers(measure_rank, 2 * ranks, inside, *size)[0]
+        total, formula = sum(found.values()) / unit, vectors + BUCKET_BYTES / unit
+        error = total / formula - 1
+        resident = "-"
+        if with_resident:
+            rise = run_workers(resident_rank, 2 * ranks, inside, *size)[0]
+            resident = f"{rise / unit:.2f}"
+        rows.append(
+            [
+                inside,
+                *(f"{found[name] / unit:.2f}" for name in PARTS),
+                *(f"{total:.2f}", f"{formula:.2f}"),
+                f"{100 * error:+.1f} % {'ok' if abs(error) <= FORMULA_WITHIN else 'MISSED'}",
+                resident,
+            ]
+        )
+        print(f"done: {inside}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=2)
@@ -166,6 +341,10 @@ def main() -> None:
         print(f"done: {name}", flush=True)
     print_table(
         ["in units of 4 P bytes", "owned", "rounds", "bound", "set-up", "shown", "RSS"], rows
+    )
+    print_table(
+        ["a rank; inside a worker", *PARTS, "total", "formula", "apart", "RSS"],
+        rows_of_ranks(size, unit, not options.quick),
     )
     print(f"4 P is {unit / MB:.1f} MB, and the bucket has {BUCKET_BYTES / MB:.1f} MB.")
 

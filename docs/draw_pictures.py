@@ -1,4 +1,4 @@
-"""Draw the pictures of these pages: who sends what and when, and the tiers of a remote optimizer.
+"""Draw the pictures of these pages: what travels when, the tiers of a remote optimizer, and places.
 
 Run it: python docs/draw_pictures.py            (or with another folder, and a suffix such as png)
 """
@@ -352,9 +352,95 @@ def draw_remote_optimizer(file: Path) -> None:
     save(figure, file)
 
 
+CELL = 0.55  # half the height of a rank with its parameters
+WIDE = 1.15  # half its width
+PLACES, WORKER_ROWS = (0.0, 4.4), (3.0, 0.0)
+
+
+def rank_with_parameters(axes: Axes, worker: int, place: int, holds_all: bool) -> None:
+    """A rank, and a bar of all parameters: filled what it owns, hatched what it also holds."""
+    x, y = PLACES[place], WORKER_ROWS[worker]
+    axes.add_patch(
+        FancyBboxPatch(
+            (x - WIDE, y - CELL), 2 * WIDE, 2 * CELL, boxstyle="round,pad=0,rounding_size=0.12",
+            facecolor="white", edgecolor=STEP, linewidth=1.8,
+        )
+    )  # fmt: skip
+    axes.text(x, y + 0.26, f"rank {2 * worker + place}", ha="center", va="center", fontsize=10,
+              fontweight="bold", color=TEXT)  # fmt: skip
+    for half in (0, 1):
+        corner = (x - 0.9 + 0.9 * half, y - 0.36)
+        if half == place:
+            axes.add_patch(Rectangle(corner, 0.9, 0.34, facecolor=STEP, edgecolor=STEP))
+        elif holds_all:
+            axes.add_patch(Rectangle(corner, 0.9, 0.34, facecolor=WAIT, edgecolor="white",
+                                     hatch="////", linewidth=0))  # fmt: skip
+    axes.add_patch(Rectangle((x - 0.9, y - 0.36), 1.8, 0.34, fill=False, edgecolor=STEP,
+                             linestyle="-" if holds_all else ":"))  # fmt: skip
+
+
+def draw_places(axes: Axes, holds_all: bool, in_steps: str) -> None:
+    """Two workers of two ranks, and what travels inside them and between them."""
+    middle = sum(PLACES) / 2
+    for worker, y in enumerate(WORKER_ROWS):
+        axes.add_patch(
+            Rectangle((PLACES[0] - 1.45, y - 0.95), PLACES[1] - PLACES[0] + 2.9, 1.9, fill=False,
+                      edgecolor="#999999", linestyle="--")
+        )  # fmt: skip
+        axes.text(PLACES[0] - 1.35, y + 0.75, f"worker {worker}", ha="left", va="center",
+                  fontsize=10, color=TEXT)  # fmt: skip
+        for place in (0, 1):
+            rank_with_parameters(axes, worker, place, holds_all)
+        axes.annotate(
+            "", (PLACES[1] - WIDE, y), (PLACES[0] + WIDE, y),
+            arrowprops={"arrowstyle": "<|-|>", "color": STEP, "linewidth": 1.6, "shrinkA": 0,
+                        "shrinkB": 0},
+        )  # fmt: skip
+        axes.text(middle, y + 0.12, "every step:", ha="center", va="bottom", fontsize=9, color=STEP)
+        axes.text(middle, y - 0.12, in_steps, ha="center", va="top", fontsize=9, color=STEP)
+    for place, x in enumerate(PLACES):
+        arrow(axes, (x, WORKER_ROWS[0] - CELL), (x, WORKER_ROWS[1] + CELL), "<|-|>")
+        axes.text(x, WORKER_ROWS[0] + 1.2, f"place {place}", ha="center", va="center", fontsize=10,
+                  color=TEXT)  # fmt: skip
+        label(axes, x + 0.12, 1.5, f"every round:\nhalf {place}", "left")
+    if holds_all:
+        axes.text(middle, -1.15, "after a round, the ranks of a worker send each other the result",
+                  ha="center", va="center", fontsize=9, color=STEP)  # fmt: skip
+
+
+def draw_columns_and_places(file: Path) -> None:
+    """Draw workers of two ranks, with DDP and with FSDP2 inside, side by side."""
+    figure = card(11, 4.9, "columns and places")
+    panels = (
+        ("DDP inside", "each rank holds the model", True, "gradients"),
+        ("FSDP2 inside", "each rank holds a half", False, "layers, gradients"),
+    )
+    grid = figure.add_gridspec(1, 2, left=0.025, right=0.975, top=0.89, bottom=0.1, wspace=0.05)
+    for cell, (name, what, holds_all, in_steps) in zip(grid, panels, strict=True):
+        axes = figure.add_subplot(cell)
+        axes.set(xlim=(-1.6, 6.0), ylim=(-1.3, 4.4))
+        axes.set_axis_off()
+        draw_places(axes, holds_all, in_steps)
+        title = axes.annotate(f"{name}:", (0, 1), (0, 8), "axes fraction", "offset points",
+                              fontsize=11, fontweight="bold", color=TEXT)  # fmt: skip
+        axes.annotate(what, (1, 0), (6, 0), title, "offset points", fontsize=10, color=TEXT,
+                      va="bottom")  # fmt: skip
+    figure.legend(
+        handles=[
+            Patch(color=STEP, label="parameters that a rank owns"),
+            Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="others that it holds"),
+            Patch(color=MESSAGE, label="what travels between workers"),
+        ],
+        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, 0.015),
+        labelcolor=TEXT,
+    )  # fmt: skip
+    save(figure, file)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "what_travels_when": draw,
     "remote_optimizer": draw_remote_optimizer,
+    "columns_and_places": draw_columns_and_places,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,246 @@
+"""What workers of several ranks cost: 2 workers of 2 ranks, against what they replace.
+
+Three comparisons, each in one run on the same 4 processes, in turns that change their order:
+
+  local step    the demo's GPT in a Trainer, between rounds: DiLoCoStrategy(replica_size=2) against
+                two jobs of plain DDP with 2 ranks each that run at the same time
+  FSDP2 round   a blocking round of DiLoCo of 2 x 2 ranks that hold shards, against one of 2 workers
+                of one rank with as many parameters in all; there are no local steps
+  DDP round     a round of 2 x 2 ranks with DDP inside across an emulated link, with what the ranks
+                of a worker share afterwards, against one of 4 workers of one rank. Each worker has
+                one link, which its ranks share, so the link of 2 x 2 is used by twice as many ranks
+
+A round is over when the last rank is done, from a common barrier on.
+
+How to read it: times are medians over all turns. A ratio is the median over the turns of the ratio
+of the two medians of a turn, with quartiles in brackets. A local step should take at most 1.10
+times as long, an FSDP2 round 1.25 times, and a DDP round across a slow link 0.60 times. If only the
+bandwidth counted, the last one would be 4 P bytes on each link against 6 P, which is 0.67; if only
+the latency counted, 2 latencies against 6.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import (
+    QUICK_SIZES,
+    Worker,
+    against,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from local_phase import make_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_loco import DiLoCo, DiLoCoStrategy, Link
+from lightning_loco.demo.model import ByteGPT
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.links import as_links
+from lightning_loco.schedules import EverySteps
+
+NUM_RANKS, SIZE = 4, 2
+BATCH_SIZE = 8
+DROPPED_STEPS, DROPPED_ROUNDS = 5, 2
+BOUND_STEP, BOUND_SHARDS, BOUND_LINK = 1.10, 1.25, 0.60
+LINKS: dict[str, str | Link] = {"wan": "wan", "50 Mbit/s": Link(50, latency_s=0.001)}
+
+Pair = tuple[float, float]
+"""Median seconds of 2 x 2 ranks, and of what it is compared with, in one turn."""
+
+
+# ------------------------------------------------------------------ local steps
+
+
+class Clock(Callback):
+    """Notes when each batch starts."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.started.append(time.perf_counter())
+
+
+def time_steps(worker: Worker, sizes: dict[str, int], steps: int, turns: int) -> list[Pair]:
+    """Median seconds of a local step of one rank, turn by turn; the first turn is dropped."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    found = []
+    for turn in range(1 + turns):
+        medians = {
+            inside: statistics.median(fit(worker, inside, sizes, steps)[DROPPED_STEPS:])
+            for inside in in_turn((True, False), turn)
+        }
+        found.append((medians[True], medians[False]))
+    return found[1:]
+
+
+def fit(worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int) -> list[float]:
+    """Seconds between the starts of the batches of one fit."""
+    num_ranks = NUM_RANKS if is_loco else SIZE
+    # Each is a machine of its own to Lightning, which starts no processes then.
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
+    seed_everything(0, verbose=False)
+    model = ByteGPT(**sizes)
+    generator = torch.Generator().manual_seed(worker.rank)
+    shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
+    windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    clock = Clock()
+    trainer = Trainer(
+        strategy=DiLoCoStrategy(sync_every=10**6, replica_size=SIZE) if is_loco else DDPStrategy(),
+        devices=1,
+        num_nodes=num_ranks,
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[clock],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
+    worker.wait_for_all()
+    with worker.process_group(num_ranks):
+        trainer.fit(model, loader)
+    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+
+
+# ----------------------------------------------------------------------- rounds
+
+
+def time_rounds(
+    worker: Worker, width: int, rounds: int, turns: int, link: str | Link | None
+) -> list[tuple[list[float], list[float]]]:
+    """Seconds of this rank in every round of 2 x 2 ranks and of workers of one rank, by turn.
+
+    Without a link the ranks of a worker hold shards, and there are two workers of one rank; with
+    one the ranks hold the whole model, and each of four is also a worker.
+    """
+    found = []
+    for turn in range(turns):
+        seconds = {
+            is_large: make_rounds(worker, is_large, width, rounds, link)
+            for is_large in in_turn((True, False), turn)
+        }
+        found.append((seconds[True], seconds[False]))
+    return found
+
+
+def make_rounds(
+    worker: Worker, is_large: bool, width: int, rounds: int, link: str | Link | None
+) -> list[float]:
+    """Seconds of this rank in every round; none if it does not take part."""
+    num_ranks = SIZE if link is None and not is_large else NUM_RANKS
+    seconds = []
+    with worker.process_group(num_ranks):
+        takes_part = worker.rank < num_ranks
+        if takes_part:
+            model = make_model(width)
+            if link is None and is_large:
+                shard(model)
+            group = WorkerGroup.create(replica_size=SIZE if is_large else 1)
+            links = None if link is None else as_links(link)
+            settings = RoundSettings(DiLoCo(), EverySteps(1), link=links)
+            engine = Engine.from_settings(model, settings, group)
+        for _ in range(DROPPED_ROUNDS + rounds):
+            worker.wait_for_all()
+            started = time.perf_counter()
+            if takes_part:
+                engine.step()
+                seconds.append(time.perf_counter() - started)
+        if takes_part:
+            engine.close()
+    return seconds[DROPPED_ROUNDS:]
+
+
+def shard(model: nn.Module) -> None:
+    """Shard every layer over the ranks of a worker."""
+    ranks = torch.arange(NUM_RANKS).view(-1, SIZE)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "data_parallel"))["data_parallel"]
+    for layer in [*model.children(), model]:
+        fully_shard(layer, mesh=mesh)
+
+
+def in_turn(kinds: tuple[bool, bool], turn: int) -> tuple[bool, ...]:
+    """The kinds, in an order that changes from turn to turn."""
+    return kinds if turn % 2 else kinds[::-1]
+
+
+def medians_of(results: list[list[tuple[list[float], list[float]]]]) -> list[Pair]:
+    """By turn, the median times until the last rank is done."""
+    return [
+        (
+            statistics.median(map(max, zip(*[pair[0] for pair in turn if pair[0]], strict=True))),
+            statistics.median(map(max, zip(*[pair[1] for pair in turn if pair[1]], strict=True))),
+        )
+        for turn in zip(*results, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------ table
+
+
+def row(name: str, pairs: Sequence[Pair], bound: float) -> list[str]:
+    """One comparison."""
+    ratios = [large / other for large, other in pairs]
+    return [
+        name,
+        *(f"{1000 * statistics.median(pair[index] for pair in pairs):.1f}" for index in (0, 1)),
+        spread(ratios),
+        against(statistics.median(ratios), bound),
+    ]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40, help="local steps in every turn")
+    parser.add_argument("--rounds", type=int, default=15, help="counted in every turn")
+    parser.add_argument("--width", type=int, default=512, help="20 layers of width x width")
+    options = parser.parse_args()
+    sizes: dict[str, int] = {}
+    if options.quick:
+        options.turns, options.steps, options.rounds, options.width = 2, 10, 3, 64
+        sizes = QUICK_SIZES
+    print_machine()
+    steps = run_workers(time_steps, NUM_RANKS, sizes, options.steps, options.turns)
+    rows = [row("local step, DDP inside", [pair for found in steps for pair in found], BOUND_STEP)]
+    print(f"done: {rows[-1][0]}", flush=True)
+    rounds, turns = options.rounds, options.turns
+    for name, width, link, bound in (
+        ("round, FSDP2 inside", options.width, None, BOUND_SHARDS),
+        *(
+            (f"round, DDP inside, {name}", options.width // 2, link, BOUND_LINK)
+            for name, link in LINKS.items()
+        ),
+    ):
+        if link is not None:  # most of the time is sleep, which varies little
+            rounds, turns = min(options.rounds, 5), min(options.turns, 4)
+        results = run_workers(time_rounds, NUM_RANKS, width, rounds, turns, link)
+        millions = 20 * width * (width + 1) / 1e6
+        rows.append(row(f"{name}, {millions:.1f}M", medians_of(results), bound))
+        print(f"done: {rows[-1][0]}", flush=True)
+    print_table(["2 x 2 ranks", "2 x 2 ms", "other ms", "ratio", "bound"], rows)
+
+
+if __name__ == "__main__":
+    main()
