@@ -79,6 +79,7 @@ def test_stragglers_print_what_they_cost() -> None:
         ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
         ("fetch_beside_training", "fetching", "/ alone"),
         ("remote_optimizer", "demo", "ours/raw"),
+        ("replica_groups", "local step, DDP inside", "ratio"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
@@ -208,6 +209,9 @@ def test_memory_keeps_its_bounds() -> None:
     for row in ("Local SGD", "DiLoCo"):
         found = cells(output, row)
         assert found[3].endswith("ok"), output
+    for row in ("one rank", "DDP", "DDP, gradients as views", "FSDP2"):
+        (line,) = (line for line in output.splitlines() if line.startswith(f"{row}  "))
+        assert re.split(r"\s{2,}", line)[7].endswith("ok"), output
 
 
 @pytest.mark.soak

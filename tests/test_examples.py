@@ -16,6 +16,7 @@ from tests.programs import Program, free_ports
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
+BATCH_SCRIPT_OF_NODES = EXAMPLES / "slurm" / "nodes.sbatch"
 REMOTE = EXAMPLES / "remote_optimizer"
 LIMIT_S = 120.0
 NUMBER = r"(\d+\.\d+)"
@@ -28,10 +29,16 @@ import os, pathlib, signal, subprocess, sys, time
 command = sys.argv[1:]
 while command[0].startswith("--"):
     command.pop(0)
+per_node = int(os.environ["SLURM_NTASKS_PER_NODE"])
 tasks = [
     subprocess.Popen(
         [*command, *os.environ["CHANGES"].split()],
-        env={**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+        env={
+            **os.environ,
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task % per_node),
+            "SLURM_NODEID": str(task // per_node),
+        },
     )
     for task in range(int(os.environ["SLURM_NTASKS"]))
 ]
@@ -228,7 +235,6 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "SLURM_STEP_ID": "0",
         "SLURM_NNODES": "1",
         "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_NODEID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_CPUS_PER_TASK": "1",
@@ -243,6 +249,18 @@ def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
     figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
     assert (figures["algorithm"], figures["num_workers"]) == ("DiLoCo", 2)
     assert figures["rounds"] == 1  # none after the last step
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_the_batch_script_whose_nodes_are_workers(tmp_path: Path, cluster: dict[str, str]) -> None:
+    job = {**cluster, "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
+    output = run(
+        ["bash", str(BATCH_SCRIPT_OF_NODES)], tmp_path, **job, CHANGES=f"{TINY} trainer.max_steps=8"
+    )
+    assert "on 2 workers of 2 ranks each" in output
+    figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
+    assert (figures["num_workers"], figures["rounds"]) == (2, 1)
 
 
 @pytest.mark.soak
@@ -297,7 +315,7 @@ def remote_job(cluster: dict[str, str], tasks: int) -> dict[str, str]:
     return {**cluster, "SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
 
 
-@pytest.mark.parametrize("script", [BATCH_SCRIPT, REMOTE / "train.sbatch"])
+@pytest.mark.parametrize("script", [BATCH_SCRIPT, BATCH_SCRIPT_OF_NODES, REMOTE / "train.sbatch"])
 def test_a_batch_script_asks_for_one_gpu_per_task(script: Path) -> None:
     settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert settings["gpus-per-node"] == settings["ntasks-per-node"]

@@ -40,7 +40,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))
 
 
-@pytest.mark.parametrize("name", ["what_travels_when", "remote_optimizer"])
+@pytest.mark.parametrize("name", ["what_travels_when", "remote_optimizer", "columns_and_places"])
 def test_a_picture_can_be_drawn_again(tmp_path: Path, name: str) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))

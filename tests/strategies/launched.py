@@ -25,10 +25,10 @@ TIMEOUT_S = 180.0  # longer than a busy machine takes for the program
 
 
 class LaunchedModule(TinyModule):
-    """Each worker trains on its own batches."""
+    """Each worker trains on its own batches, which all of its ranks read."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return make_loader(self.trainer.global_rank, STEPS)
+        return make_loader(self.trainer.strategy.worker, STEPS)
 
 
 class WriteResult(pl.Callback):
@@ -41,6 +41,7 @@ class WriteResult(pl.Callback):
         result = {
             "weights": flat(pl_module),
             "world": trainer.world_size,
+            "worker": (trainer.strategy.worker, trainer.strategy.place),
             "environment": type(trainer.strategy.cluster_environment).__name__,
             "launcher": type(trainer.strategy.launcher).__name__,
             "rounds": trainer.strategy.statistics.rounds,
@@ -54,9 +55,11 @@ def main(folder: Path, start_method: str, changes: list[str]) -> None:
     for change in changes:
         name, _, value = change.partition("=")
         settings[name] = ast.literal_eval(value)
+    num_nodes = settings.pop("num_nodes", 1)
     trainer = quiet_trainer(
         strategy=GASLoCStrategy(**settings, timeout_s=TIMEOUT_S, start_method=start_method),
         devices=2,
+        num_nodes=num_nodes,
         max_epochs=1,
         use_distributed_sampler=False,
         callbacks=[WriteResult(folder)],

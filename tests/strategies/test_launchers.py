@@ -31,13 +31,18 @@ def expected_weights() -> Tensor:
     return simulate(GASLoC(), 2, rounds, last_round=False, **launched.SETTINGS)[-1, 0]
 
 
-def assert_trained(folder: Path, environment: str, launcher: str) -> None:
-    results: list[dict[str, Any]] = [torch.load(folder / f"worker{rank}.pt") for rank in (0, 1)]
-    assert results[0]["process"] != results[1]["process"]
-    assert torch.equal(results[0]["weights"], results[1]["weights"])
-    for result in results:
+def assert_trained(folder: Path, environment: str, launcher: str, num_nodes: int = 1) -> None:
+    """With several nodes, each is a worker."""
+    size, num_ranks = (1 if num_nodes == 1 else 2), 2 * num_nodes
+    results: list[dict[str, Any]] = [
+        torch.load(folder / f"worker{rank}.pt") for rank in range(num_ranks)
+    ]
+    assert len({result["process"] for result in results}) == num_ranks
+    for rank, result in enumerate(results):
+        assert torch.equal(result["weights"], results[0]["weights"])
         torch.testing.assert_close(result["weights"], expected_weights(), rtol=0, atol=1e-12)
-        assert (result["world"], result["rounds"]) == (2, 1)
+        assert (result["world"], result["rounds"]) == (num_ranks, 1)
+        assert result["worker"] == divmod(rank, size)
         assert (result["environment"], result["launcher"]) == (environment, launcher)
     assert torch.equal(torch.load(folder / "returned.pt"), results[0]["weights"])
 
@@ -64,29 +69,32 @@ def test_torchrun(tmp_path: Path) -> None:
     assert_trained(tmp_path, "TorchElasticEnvironment", "_SubprocessScriptLauncher")
 
 
-def slurm_variables(rank: int, port: int) -> dict[str, str]:
-    """Return the environment of a task of ``srun --ntasks-per-node=2`` on one machine."""
+def slurm_variables(rank: int, port: int, num_nodes: int) -> dict[str, str]:
+    """Return the environment of a task of ``srun --ntasks-per-node=2``; all nodes are this one."""
     return {
         "SLURM_JOB_ID": "123456",
         "SLURM_JOB_NAME": "train",
-        "SLURM_NNODES": "1",
+        "SLURM_NNODES": str(num_nodes),
         "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS": str(2 * num_nodes),
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
         "MASTER_PORT": str(port),
     }
 
 
 @pytest.mark.soak
-def test_slurm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_slurm(tmp_path: Path, num_nodes: int) -> None:
     (port,) = free_ports()
-    command = [sys.executable, *script(tmp_path)]
-    for program in [Program(command, **slurm_variables(rank, port)) for rank in (0, 1)]:
+    changes = [] if num_nodes == 1 else ["num_nodes=2", "replica_size='node'"]
+    command = [sys.executable, *script(tmp_path, "popen", *changes)]
+    tasks = [slurm_variables(rank, port, num_nodes) for rank in range(2 * num_nodes)]
+    for program in [Program(command, **variables) for variables in tasks]:
         program.succeed()
-    assert_trained(tmp_path, "SLURMEnvironment", "_SubprocessScriptLauncher")
+    assert_trained(tmp_path, "SLURMEnvironment", "_SubprocessScriptLauncher", num_nodes)
 
 
 @pytest.mark.soak
