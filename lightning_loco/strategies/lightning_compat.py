@@ -26,7 +26,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import ProcessGroup
@@ -347,9 +347,26 @@ def ddp_arguments_of(strategy: DDPStrategy) -> list[str]:
     return [f"{name}={value!r}" for name, value in given.items()]
 
 
-def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
-    """Set the mesh that ``LightningModule.configure_model`` sees."""
-    module._device_mesh = mesh
+class ModelParallelPart(ModelParallelStrategy):
+    """A ``ModelParallelStrategy`` whose device mesh holds only a part of the ranks of the job."""
+
+    def connect_ranks(self) -> None:
+        """Make the default process group."""
+
+    def setup_environment(self) -> None:
+        """Connect the ranks; :meth:`set_device_mesh` follows."""
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+
+    def _setup_distributed(self) -> None:
+        self.connect_ranks()
+        super()._setup_distributed()
+
+    def set_device_mesh(self, mesh: DeviceMesh) -> None:
+        """Set the mesh, which ``LightningModule.configure_model`` sees."""
+        self._device_mesh = mesh
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = mesh
 
 
 def clip_gradients_by(plugin: Precision, clipping: GradientClipping) -> Callable[[], None]:

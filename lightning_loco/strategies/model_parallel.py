@@ -27,16 +27,7 @@ from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 
 
-class _OfOneWorker(ModelParallelStrategy):
-    """A ``ModelParallelStrategy`` whose device mesh does not hold all ranks of the job."""
-
-    def setup_environment(self) -> None:
-        """Connect the ranks; the mesh is made later."""
-        ParallelStrategy.setup_environment(self)
-        self._setup_distributed()
-
-
-class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
+class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPart):
     """Train workers that exchange rarely, each of which shards the model over its ranks.
 
     Consecutive ranks are a worker. Inside it FSDP2 and tensor parallelism work as with Lightning's
@@ -162,14 +153,12 @@ class LocoModelParallelStrategy(RoundStrategy, _OfOneWorker):
         names = "worker", "data_parallel", "tensor_parallel"
         with self.waiting_in("the set-up of the device mesh"):
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._device_mesh = mesh[names[1:]]
-        assert self.lightning_module is not None
-        lightning_compat.set_device_mesh(self.lightning_module, self._device_mesh)
+        self.set_device_mesh(mesh[names[1:]])
 
-    def _setup_distributed(self) -> None:
+    def connect_ranks(self) -> None:
+        """Make the default process group; errors name ranks that are missing or do not fit."""
         self.set_world_ranks()
         self._init_default_group()
-        super()._setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine; refuse what does not work with shards."""

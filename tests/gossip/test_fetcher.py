@@ -525,7 +525,7 @@ def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], flo
     model.value.data.fill_(rank)
     group = engine.worker.group
     engine._clock = 1.0
-    engine._publish()
+    engine._publish(engine._exchange.publisher)
     group.gather_objects(None)
     began, steps = time.monotonic(), []
     engine.update_send()
