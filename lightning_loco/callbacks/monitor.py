@@ -109,8 +109,8 @@ class CommunicationMonitor(RoundMonitor):
         statistics = strategy.statistics
         metrics = {
             "loco/round": float(statistics.rounds),
-            "loco/bytes_sent": float(statistics.bytes_sent),
-            "loco/wait_s": statistics.wait_s,
+            "loco/bytes_sent": float(statistics.worker_bytes_sent),
+            "loco/wait_s": statistics.worker_wait_s,
             "loco/staleness": float(statistics.staleness),
         }
         if statistics.outer_grad_norm is not None:

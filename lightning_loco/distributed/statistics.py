@@ -7,14 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass
 class Statistics:
-    """Counters of one worker since the start of training, and metrics of its last round.
+    """Counters of one rank since the start of training, and metrics of its worker's last round.
 
     Attributes:
         rounds: Completed rounds.
-        bytes_sent: Payload bytes sent by this worker; a ring all-reduce of B bytes counts as
+        bytes_sent: Payload bytes sent by this rank; a ring all-reduce of B bytes counts as
             2 (N - 1) / N * B.
         bytes_saved: How many more bytes it would have sent without compression.
-        wait_s: Seconds for which this worker was blocked in exchanges.
+        wait_s: Seconds for which this rank was blocked in exchanges.
+        other_ranks_bytes_sent: Bytes sent by the other ranks of its worker until the last round.
+        longest_wait_s: Longest wait of a rank of its worker until then, in seconds.
         staleness: Delay between sending and applying: in rounds (0, or 1 with overlap, or a
             fraction), or in local steps (of the last round with a time-based schedule, or by which
             a peer was behind).
@@ -43,6 +45,18 @@ class Statistics:
     emulated_s: float | None = None
     emulated_wait_s: float = 0.0
     emulated_bytes: int = 0
+    other_ranks_bytes_sent: int = 0
+    longest_wait_s: float = 0.0
+
+    @property
+    def worker_bytes_sent(self) -> int:
+        """Payload bytes sent by all ranks of the worker."""
+        return self.bytes_sent + self.other_ranks_bytes_sent
+
+    @property
+    def worker_wait_s(self) -> float:
+        """Seconds for which the worker was blocked: those of the rank that has waited most."""
+        return max(self.wait_s, self.longest_wait_s)
 
     def state_dict(self) -> dict[str, float]:
         """Return the counters that continue after a resume."""

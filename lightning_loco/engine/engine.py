@@ -267,7 +267,7 @@ class Engine:
             worker.replica.share(self._turn)
         is_over = fragment.pending is None
         if had_pending or is_over:
-            self.statistics.outer_grad_norm = self._gradient_norm(fragment)
+            self._record_round(fragment)
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
@@ -314,14 +314,19 @@ class Engine:
         status = self.worker.status(sync_point)
         return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
-    def _gradient_norm(self, fragment: FragmentSync) -> float | None:
-        """The norm of the last outer gradient, over all ranks of this worker."""
+    def _record_round(self, fragment: FragmentSync) -> None:
+        """Record the norm of the outer gradient, and the costs of the other ranks of this worker."""
+        statistics, group = self.statistics, self.worker.group
+        statistics.outer_grad_norm = fragment.gradient_norm
+        if group.inner is None:
+            return
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
-        squares = [own**2 for (own,) in self.worker.group.agree([norm])]
-        if len(squares) == 1:
-            return fragment.gradient_norm
+        own = [norm**2, statistics.bytes_sent, statistics.wait_s]
+        squares, sent, waited = zip(*group.agree(own, "the end of a round"), strict=True)
         total = sum_of_known(squares)
-        return None if math.isnan(total) else math.sqrt(total)
+        statistics.outer_grad_norm = None if math.isnan(total) else math.sqrt(total)
+        statistics.other_ranks_bytes_sent = int(sum(sent)) - statistics.bytes_sent
+        statistics.longest_wait_s = max(waited)
 
     def _measure_consensus(self, pending: PendingRound) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
@@ -346,7 +351,7 @@ class Engine:
         fragment.apply(self.worker.steps)
         self.worker.replica.share(index)
         fragment.applied_at = self._clock.now()
-        statistics.outer_grad_norm = self._gradient_norm(fragment)
+        self._record_round(fragment)
         if not self.worker.was_finite:
             self.worker.replica.restore_buffers(self.buffers_at_start)
         if self._sync_every is None:

@@ -112,6 +112,8 @@ def train_shard(
         "norm": statistics.outer_grad_norm,
         "distance": statistics.consensus_distance,
         "losses": statistics.losses,
+        "sent": statistics.worker_bytes_sent,
+        "all_sent": sum(group.gather_inside(statistics.bytes_sent)),
     }
     engine.finish()
     found["consensus"] = model.held.clone()
@@ -176,6 +178,7 @@ def test_sums_over_the_ranks_of_a_worker_count_each_element_once(
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-11)
         assert found["distance"] == pytest.approx(expected["distance"], rel=1e-11)
         assert found["losses"] == [0.5, 2.5]  # the mean over the ranks of each worker
+        assert found["sent"] == found["all_sent"]
 
 
 @pytest.mark.parametrize("name", ["diloco", "gasloc", "diloco overlapped"])

@@ -105,7 +105,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
     def _complete(
         self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
     ) -> dict[str, Any]:
-        if isinstance(state["params"], Tensor):
+        if not isinstance(state.get("params"), dict):
             raise ValueError(
                 f"{files.path} was written by workers whose ranks hold the whole model. Resume "
                 f"with the strategy that has written it. {NEW_RUN}"

@@ -297,7 +297,7 @@ class WorkerCheckpoints:
         self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
     ) -> dict[str, Any]:
         """Return the state of an engine in a side file with its vectors; ValueError without."""
-        if not isinstance(state["params"], Tensor):
+        if isinstance(state.get("params"), dict):
             raise ValueError(
                 f"{files.path} was written by LocoModelParallelStrategy, whose ranks write their "
                 f"shards. Resume with that strategy. {NEW_RUN}"
