@@ -487,6 +487,30 @@ def test_the_others_name_the_rank_that_fails(kind: str, victim: int, failing: An
         assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
 
 
+def fit_uneven_ranks(rank: int, world: int, lengths: list[int]) -> None:
+    strategy = PairwiseGossipStrategy(replica_size=SIZE, timeout_s=2)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    data = loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2)
+    trainer.fit(ValidatedModule(), *data)
+
+
+@pytest.mark.parametrize("lengths", [[8, 8, 5, 8], [8, 5, 8, 8]], ids=str)
+def test_ranks_of_one_worker_with_different_numbers_of_batches(
+    pool: Pool, lengths: list[int]
+) -> None:
+    with pytest.raises(PoolError) as error:
+        pool.run(fit_uneven_ranks, lengths, world=4, grace_s=10)
+    worker = lengths.index(min(lengths)) // SIZE
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+    names = {
+        SIZE * worker + place: f"orker {worker}, place {place} (rank {SIZE * worker + place})"
+        for place in range(SIZE)
+    }
+    for rank, failure in error.value.failures.items():
+        others = [name for other, name in names.items() if other != rank]
+        assert any(name in failure.message for name in others), failure.message
+
+
 # ------------------------------------------------------------------ separate Trainers
 
 
@@ -510,15 +534,45 @@ class Peer(pl.Callback):
             self.engine.close()
 
 
-def fit_node(rank: int, world: int, size: int, nodes: list[Any]) -> Any:
+def fit_node(
+    rank: int, world: int, size: int, nodes: list[Any], path: str = "", resume: str | None = None
+) -> Any:
     arguments = {"nodes": nodes, "name": "w0", "factor": 0.5}
-    return fit(rank, world, size, arguments, callbacks=(Slow(), Peer(nodes)), num_steps=60)
+    start = Start()
+    callbacks = (Slow(), Peer(nodes), start, *([SaveOnce(path)] if path else []))
+    result = fit(rank, world, size, arguments, callbacks=callbacks, num_steps=60, resume=resume)
+    return result, start.seen
 
 
-def test_the_ranks_of_a_trainer_are_one_node(pool: Pool) -> None:
-    results = pool.run(fit_node, SIZE, peers(2, "w"), world=2)
+@pytest.mark.recovery
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+def test_the_ranks_of_a_trainer_are_one_node(pool: Pool, tmp_path: Path) -> None:
+    nodes, path = peers(2, "w"), str(tmp_path / "one.ckpt")
+    results = [result for result, _ in pool.run(fit_node, SIZE, nodes, path, world=2)]
     check_places(results)
     assert results[0].counts[-1][1] > 3
+    again = pool.run(fit_node, SIZE, nodes, "", path, world=2)
+    check_places([result for result, _ in again])
+    for _, start in again:
+        assert torch.equal(start["params"], results[0].params[5])
+        assert start["clock"] == results[0].counts[5][2]
+
+
+def samplers(rank: int, world: int) -> list[dict[str, int]]:
+    found = []
+    for name in ("w0", "w1"):
+        strategy = PairwiseGossipStrategy(nodes=peers(2, "w"), name=name, replica_size=SIZE)
+        make_trainer(strategy)
+        strategy.set_world_ranks()
+        found.append(strategy.distributed_sampler_kwargs)
+    return found
+
+
+def test_the_ranks_of_all_nodes_divide_the_data(pool: Pool) -> None:
+    results = pool.run(samplers, world=2)
+    ranks = [kwargs["rank"] for kwargs in (*(r[0] for r in results), *(r[1] for r in results))]
+    assert ranks == [0, 1, 2, 3]
+    assert all(kwargs["num_replicas"] == 4 for result in results for kwargs in result)
 
 
 def test_a_node_is_one_worker(pool: Pool) -> None:
