@@ -395,10 +395,21 @@ class PairwiseEngine:
         self._update_buffers()
         if self._exchange is not None and received is not None:
             self._exchange.averager.blend(received.params, factor, was_finite=was_finite)
-        broadcast_inside(self._served.tensors, group, _SHARING)
+        self._share()
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._record_blend(factor, own.clock - peer.clock)
         return factor
+
+    def _share(self) -> None:
+        """Take the parameters and buffers from the first rank of this worker, chunk by chunk."""
+        group, layout = self.worker.group, self._served
+        for chunk in layout.chunks() if group.inner is not None else ():
+            flat = torch.empty(len(chunk), dtype=layout.dtype, device=layout.device)
+            if group.place == 0:
+                chunk.pack(flat)
+            broadcast_inside([flat], group, _SHARING)
+            if group.place > 0:
+                chunk.unpack(flat)
 
     def _record_blend(self, factor: float, staleness: float) -> None:
         for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
