@@ -618,6 +618,15 @@ class WorkerGroup:
             list(map(dist.destroy_process_group, groups))
 
 
+def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Set the longest wait in the collectives of a group that PyTorch has made.
+
+    NCCL would end the process then, so that it gets more time than other waits.
+    """
+    margin_s = _BACKEND_TIMEOUT_MARGIN_S if _is_nccl(group) else 0.0
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s + margin_s), group)
+
+
 def is_of_a_signal(error: RuntimeError) -> bool:
     """Whether a signal handler of PyTorch has raised it: a process of a DataLoader was killed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.worker_group import set_timeout
 from lightning_loco.engine import Engine
 from lightning_loco.parameters.gradients import GradientClipping
 from lightning_loco.parameters.replica import reshard
@@ -154,6 +155,8 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         with self.waiting_in("the set-up of the device mesh"):
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self.set_device_mesh(mesh[names[1:]])
+        for name in names[1:]:
+            set_timeout(self.device_mesh.get_group(name), self.timeout_s)
 
     def connect_ranks(self) -> None:
         """Make the default process group; errors name ranks that are missing or do not fit."""

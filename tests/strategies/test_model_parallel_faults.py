@@ -1,0 +1,76 @@
+"""A rank of a worker that shards the model fails: the others name it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
+from tests.faults.failing import KINDS
+from tests.forked_jobs import Job
+from tests.limits import HARNESS_S
+from tests.pool import make_trainer
+from tests.strategies.sharded_runs import LAYOUTS, Run, ShardedModule, loaders
+
+TIMEOUT_S = 5.0
+SIZE = 2
+
+
+class Failing(ShardedModule):
+    """Fails in a step: before the forward pass of FSDP2 or tensor parallelism."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        super().__init__()
+        self.kind, self.folder = kind, folder
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            (self.folder / "failed_at").write_text(str(time.time()))
+            KINDS[self.kind]()
+        return super().training_step(batch, batch_idx)
+
+
+def fit_with_fault(
+    rank: int, world: int, kind: str, layout: str, victim: int, folder: Path
+) -> None:
+    method = DiLoCoStrategy(sync_every=3, timeout_s=TIMEOUT_S)
+    trainer = make_trainer(
+        LocoModelParallelStrategy(method, *LAYOUTS[layout]),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    module = Failing(kind, folder) if rank == victim else ShardedModule()
+    trainer.fit(module, *loaders(rank, Run(steps=20), LAYOUTS[layout]))
+
+
+FAULTS = [("killed", "fsdp", 2), ("raises", "fsdp", 3), ("killed", "tensor", 2)]
+MORE_FAULTS = [("frozen", "fsdp", 1), ("raises", "tensor", 0), ("killed", "fsdp", 0)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "layout", "victim"),
+    [*FAULTS, *(pytest.param(*fault, marks=pytest.mark.soak) for fault in MORE_FAULTS)],
+)
+def test_the_others_name_the_rank_that_fails(
+    kind: str, layout: str, victim: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_in_soak = request.node.get_closest_marker("soak") is not None
+    longest_s = TIMEOUT_S + 6 if is_in_soak else HARNESS_S
+    others = [rank for rank in range(4) if rank != victim]
+    fault = kind, layout, victim, tmp_path
+    with Job(fit_with_fault, *fault, world=4, group_timeout_s=TIMEOUT_S) as job:
+        outcomes = job.outcomes(others, HARNESS_S)
+    failed_at = float((tmp_path / "failed_at").read_text())
+    name = rf"[Ww]orker {victim // SIZE}, place {victim % SIZE} \(rank {victim}\)"
+    what = " failed:(.|\n)*LookupError: trouble" if kind == "raises" else ""
+    for rank, outcome in zip(others, outcomes, strict=True):
+        assert outcome.error is not None
+        last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
+        assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
+        assert outcome.ended_at - failed_at < longest_s, f"rank {rank}: {outcome.error}"
