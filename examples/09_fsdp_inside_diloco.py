@@ -10,8 +10,7 @@ Run it: python examples/09_fsdp_inside_diloco.py
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_loco as loco
 from lightning_loco.demo.data import ByteTextData
@@ -41,6 +40,8 @@ class LanguageModel(LightningModule):
         self.gpt = GPT()
 
     def configure_model(self) -> None:
+        if isinstance(self.gpt, FSDPModule):  # it is called again by validate and test
+            return
         mesh = self.device_mesh["data_parallel"]  # the ranks of this worker only
         for block in self.gpt.blocks:
             fully_shard(block, mesh=mesh)
@@ -60,10 +61,9 @@ class LanguageModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     def on_train_end(self) -> None:
-        shards = [p.to_local() for p in self.parameters() if isinstance(p, DTensor)]
         if self.trainer.is_global_zero:
             total = sum(p.numel() for p in self.parameters())
-            held = sum(shard.numel() for shard in shards)
+            held = sum(p.to_local().numel() for p in self.parameters())
             print(f"rank 0 holds {held} of {total} parameters")
 
 

@@ -315,7 +315,7 @@ class Engine:
         return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
     def _record_round(self, fragment: FragmentSync) -> None:
-        """Record the norm of the outer gradient, and the costs of the other ranks of this worker."""
+        """Record the norm of the outer gradient, and the costs of the other ranks here."""
         statistics, group = self.statistics, self.worker.group
         statistics.outer_grad_norm = fragment.gradient_norm
         if group.inner is None:
