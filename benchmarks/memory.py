@@ -19,8 +19,9 @@ FSDP2 inside. It says for one rank, in the same units:
   outer    what the rounds add: outer parameters, momentum, and the bucket
   total    their sum: what is allocated between steps
   formula  the total as docs/workers_of_several_ranks.md has it
-  RSS      growth of the resident memory, at its highest, during steps and rounds after the set-up,
-           as above: it includes gathered layers, and results that the ranks of a worker share
+  RSS      growth of the resident memory, at its highest, during steps and rounds after the set-up:
+           it includes gathered layers, and results that the ranks of a worker share. The allocator
+           returns what is released (glibc only)
 
 How to read it: ``owned`` and ``rounds`` should be at most 2 x P float32 plus one bucket for DiLoCo,
 and one bucket for Local SGD. What torch does not see (gloo's buffers) is in RSS only. In the second
@@ -283,6 +284,7 @@ def forget_highest() -> None:
 
 def rows_of_ranks(size: tuple[int, int], unit: int, with_resident: bool) -> list[list[str]]:
     """Measure a rank of each kind of worker."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the processes that are started from here on
     rows = []
     for inside, (ranks, vectors) in INSIDE.items():
         found = run_workers(measure_rank, 2 * ranks, inside, *size)[0]
