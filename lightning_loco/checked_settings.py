@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra.errors import HydraException
@@ -34,7 +34,13 @@ from lightning_loco.links import as_links
 from lightning_loco.parameter_server.tiers import Tiers, check_ranks
 from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology
-from lightning_loco.values import check_common_arguments, check_replica_size, ranks_per_worker
+from lightning_loco.values import (
+    check_common_arguments,
+    check_parallel_sizes,
+    check_replica_size,
+    parallel_ranks_per_worker,
+    ranks_per_worker,
+)
 
 SETTING_ERRORS = (
     ValueError,
@@ -90,13 +96,31 @@ def checked(cfg: DictConfig) -> DictConfig:
     """Adapt a configuration to the launcher; SettingsError if a value cannot work."""
     with errors_for("trainer"):
         cfg = follow_launcher(cfg)
+    sizes = inner_sizes(cfg)
     settings = early_settings(cfg)
     if settings is not None and (ranks := ranks_of(cfg)) is not None:
+        with errors_for("inner"):
+            size = 1 if sizes is None else parallel_ranks_per_worker(*sizes, *ranks)
         with errors_for("algorithm"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are repeated before training
-            size = ranks_per_worker(cfg.algorithm.get("replica_size", 1), *ranks)
+            if sizes is None:
+                size = ranks_per_worker(cfg.algorithm.get("replica_size", 1), *ranks)
             settings.prepare(math.prod(ranks) // size)
     return cfg
+
+
+def inner_sizes(cfg: DictConfig) -> tuple[int | Literal["auto"], int] | None:
+    """Return over how many ranks a worker shards the model, in two ways; None if it does not.
+
+    SettingsError if a size cannot work.
+    """
+    data, tensor = cfg.inner.data_parallel_size, cfg.inner.tensor_parallel_size
+    if data is None and tensor == 1:
+        return None
+    data = 1 if data is None else data
+    with errors_for("inner"):
+        check_parallel_sizes(data, tensor)
+    return data, tensor
 
 
 def ranks_of(cfg: DictConfig) -> tuple[int, int] | None:

@@ -28,6 +28,7 @@ from lightning_loco.checked_settings import (
     check_takes_topology,
     codec_of,
     errors_for,
+    inner_sizes,
     one_line,
 )
 from lightning_loco.demo.data import ByteTextData
@@ -38,7 +39,11 @@ from lightning_loco.demo.launch import (
 )
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import RunReport, draw_run, measure
-from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.strategies import (
+    LocoModelParallelStrategy,
+    LocoStrategy,
+    RemoteOptimizerStrategy,
+)
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
 
@@ -105,6 +110,21 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
 
 def build_strategy(cfg: DictConfig) -> Strategy:
     """Build the strategy of the ``algorithm`` group, with the choices of other groups."""
+    strategy, sizes = build_method(cfg), inner_sizes(cfg)
+    if sizes is None:
+        return strategy
+    with errors_for("inner"):
+        if not isinstance(strategy, LocoStrategy):
+            name = type(strategy).__name__.removesuffix("Strategy")
+            raise ValueError(
+                f"{name} cannot shard the model inside a worker. Drop inner.data_parallel_size, or "
+                "choose algorithm=diloco, gasloc or another one with rounds."
+            )
+        return LocoModelParallelStrategy(strategy, *sizes)
+
+
+def build_method(cfg: DictConfig) -> Strategy:
+    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model."""
     with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with errors_for("algorithm"):
@@ -168,6 +188,11 @@ def check_before_launch(
     path, is_private = cfg.ckpt_path, cfg.algorithm.get("checkpoint_folder") == "private"
     if path and path not in CHECKPOINT_NAMES and not (is_private or Path(path).exists()):
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
+    if cfg.sample and isinstance(strategy, LocoModelParallelStrategy):
+        raise SettingsError(
+            "sample=true generates text on one rank, which holds a shard of the model. Drop"
+            " sample=true, or inner.data_parallel_size and inner.tensor_parallel_size."
+        )
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with errors_for("algorithm"):

@@ -62,6 +62,52 @@ def ranks_per_worker(
     return size
 
 
+def check_parallel_sizes(data_parallel_size: Any, tensor_parallel_size: Any) -> None:
+    """Raise TypeError or ValueError for sizes that a worker that shards the model cannot have."""
+    for name, size in (
+        ("data_parallel_size", data_parallel_size),
+        ("tensor_parallel_size", tensor_parallel_size),
+    ):
+        if name == "data_parallel_size" and size == "auto":
+            continue
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is a number of ranks and must be an integer, got {size!r}.")
+        if size < 1:
+            raise ValueError(f"{name} is a number of ranks and must be at least 1, got {size}.")
+
+
+def parallel_ranks_per_worker(
+    data_parallel_size: int | Literal["auto"],
+    tensor_parallel_size: int,
+    ranks_per_node: int,
+    num_nodes: int,
+) -> int:
+    """Return the number of ranks of a worker; ValueError if it does not divide that of all.
+
+    Example:
+        >>> parallel_ranks_per_worker("auto", 2, ranks_per_node=8, num_nodes=2)
+        8
+    """
+    data = parallel_size(data_parallel_size, tensor_parallel_size, ranks_per_node)
+    size, num_ranks = data * tensor_parallel_size, ranks_per_node * num_nodes
+    if num_ranks % size:
+        raise ValueError(
+            f"data_parallel_size={data} times tensor_parallel_size={tensor_parallel_size} are the "
+            f"ranks of a worker, and the {num_ranks} ranks are no multiple of {size}. Start a "
+            "multiple of it, or give other sizes."
+        )
+    return size
+
+
+def parallel_size(
+    data_parallel_size: int | Literal["auto"], tensor_parallel_size: int, ranks_per_node: int
+) -> int:
+    """Return ``data_parallel_size``; for ``"auto"``, such that a worker is a node."""
+    if data_parallel_size == "auto":
+        return max(1, ranks_per_node // tensor_parallel_size)
+    return data_parallel_size
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ValueError, which lists the allowed values, if a value is not one of them."""
     if value not in allowed:

@@ -355,6 +355,19 @@ class TestCommand:
                 "trainer.devices=4 algorithm.replica_size=3",
                 "error: algorithm: replica_size=3 does not divide the 4 ranks",
             ),
+            ("inner.tensor_parallel_size=0", "error: inner: tensor_parallel_size is a number of"),
+            (
+                "trainer=fsdp trainer.devices=4 inner.data_parallel_size=3",
+                "error: inner: data_parallel_size=3 times tensor_parallel_size=1 are the ranks",
+            ),
+            (
+                "trainer.devices=6 inner.data_parallel_size=2 topology=hypercube",
+                "error: algorithm: Topology 'hypercube' needs a power of two workers, got 3",
+            ),
+            (
+                "inner.data_parallel_size=2 sample=true",
+                "error: sample=true generates text on one rank, which holds a shard",
+            ),
             (
                 "trainer.devices=6 algorithm.replica_size=2 topology=hypercube",
                 "error: algorithm: Topology 'hypercube' needs a power of two workers, got 3",
@@ -408,6 +421,19 @@ class TestCommand:
         assert sorted(file.name for file in (report.parent / "workers").iterdir()) == [
             "worker_00000.csv", "worker_00001.csv",
         ]  # fmt: skip
+
+    @pytest.mark.soak
+    @pytest.mark.parametrize("sizes", ["data_parallel_size=2", "tensor_parallel_size=2"])
+    def test_two_workers_that_shard_the_model(self, tmp_path: Path, sizes: str) -> None:
+        chosen = "trainer=fsdp", "trainer.devices=4", "inner.data_parallel_size=1", f"inner.{sizes}"
+        done = command("experiment=smoke", "algorithm=diloco", *chosen, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (report,) = tmp_path.glob("outputs/*/*/report.json")
+        figures = json.loads(report.read_text())
+        assert (figures["algorithm"], figures["num_workers"]) == ("DiLoCo", 2)
+        assert figures["bytes_sent"] > 0
+        num_readers = 4 if "data" in sizes else 2
+        assert figures["tokens"] == num_readers * 10_240 // 4
 
     @pytest.mark.soak
     def test_two_and_three_tiers_end_at_the_same_loss(self, tmp_path: Path) -> None:

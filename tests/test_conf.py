@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
@@ -27,7 +28,7 @@ from lightning_loco.compression import (
 )
 from lightning_loco.links import LINKS, Links
 from lightning_loco.schedules import VaryingSteps
-from lightning_loco.strategies import METHODS
+from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, Topology
 
 CONF = Path(train.conf_dir())
@@ -276,6 +277,26 @@ def test_sync_every_that_changes() -> None:
     assert strategy.settings.schedule == VaryingSteps({0: 10, 1000: 50})
 
 
+@pytest.mark.parametrize(
+    ("choice", "sizes"),
+    [
+        ("trainer=fsdp trainer.devices=8", (8, 1)),
+        ("trainer=fsdp trainer.devices=8 inner.tensor_parallel_size=2", (4, 2)),
+        ("trainer=fsdp inner.data_parallel_size=2", (2, 1)),
+        ("inner.data_parallel_size=2 compression=int8", (2, 1)),
+        ("inner.tensor_parallel_size=2 topology=none", (1, 2)),
+    ],
+)
+def test_workers_that_shard_the_model(choice: str, sizes: tuple[int, int]) -> None:
+    composed = config("algorithm=diloco", *choice.split())
+    check_targets(composed)
+    strategy = build_strategy(composed)
+    assert isinstance(strategy, LocoModelParallelStrategy)
+    strategy.parallel_devices = [torch.device("cpu")] * composed.trainer.devices
+    assert (strategy.data_parallel_size, strategy.tensor_parallel_size) == sizes
+    assert strategy.settings == early_settings(composed)
+
+
 def test_outer_lr_schedules() -> None:
     schedule = "{_target_:lightning_loco.algorithms.Cosine,start:0.9,end:0.3,rounds:60}"
     strategy = build_strategy(
@@ -309,6 +330,22 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
             "DDP does not let workers join and leave. Drop m",
         ),
         (["membership=elastic", "link=wan"], "not those of elastic members. Drop link or"),
+        (["inner.data_parallel_size=0"], "inner: data_parallel_size is .* at least 1, got 0"),
+        (["inner.tensor_parallel_size=two"], "inner: tensor_parallel_size .* got 'two'"),
+        (
+            ["inner.data_parallel_size=2", "algorithm.replica_size=2"],
+            "inner: The method has a replica_size",
+        ),
+        (["inner.data_parallel_size=2", "algorithm=ddp"], "inner: DDP cannot shard the model"),
+        (
+            ["inner.data_parallel_size=2", "algorithm=pairwise_gossip"],
+            "inner: PairwiseGossip cannot shard the model .* algorithm=diloco",
+        ),
+        (["inner.data_parallel_size=2", "membership=elastic"], "inner: Elastic members are"),
+        (
+            ["inner.data_parallel_size=2", "algorithm=diloco", "algorithm.start_method=spawn"],
+            "inner: The method has start_method='spawn'",
+        ),
         (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),
     ]:
         with subtests.test(" ".join(overrides)):

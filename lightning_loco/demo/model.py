@@ -10,6 +10,13 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from lightning_loco.demo.optimizers import check_optimizer, make_optimizer
 
@@ -135,6 +142,20 @@ class ByteGPT(LightningModule):
             # Each block adds two terms to the residual stream, whose variance should not grow.
             residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
             nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if residual else 0.02)
+
+    def configure_model(self) -> None:
+        """Shard the model over the ranks of a worker, with ``LocoModelParallelStrategy`` only."""
+        mesh = self.device_mesh
+        if mesh is None or any(isinstance(p, DTensor) for p in self.parameters()):
+            return
+        if mesh["tensor_parallel"].size() > 1:
+            plan = {"mlp_in": ColwiseParallel(), "mlp_out": RowwiseParallel()}
+            for block in self.blocks:
+                parallelize_module(block, mesh["tensor_parallel"], plan)
+        if mesh["data_parallel"].size() > 1 or mesh.size() == 1:
+            for block in self.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map bytes (B, T), int64 with T <= context, to logits (B, T, 256)."""

@@ -14,8 +14,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
-from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, format_bytes, format_link_time
 from lightning_loco.topology import as_topology
 
@@ -142,7 +143,7 @@ def measure(
             train_s=train_s,
             consensus_distance=0.0,
         )
-    if isinstance(strategy, LocoStrategy) and strategy.settings.topology is not None:
+    if isinstance(strategy, RoundStrategy) and strategy.settings.topology is not None:
         report = replace(report, topology=as_topology(strategy.settings.topology).name)
     if trainer.world_size > 1 and not torch.distributed.is_initialized():
         return report  # a server rank, or the workers were other processes (spawn)
@@ -154,6 +155,9 @@ def measure(
     totals = strategy.reduce(own, reduce_op="sum").tolist()
     total_steps, total_bytes, total_saved, *seconds = totals
     wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
+    if isinstance(strategy, LocoModelParallelStrategy):
+        total_steps /= strategy.tensor_parallel_size  # these ranks read the same data
+        report = replace(report, algorithm=type(strategy.settings.algorithm).__name__)
     is_elastic = statistics.members is not None  # the steps of other members are not known
     return replace(
         report,

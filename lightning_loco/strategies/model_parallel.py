@@ -26,6 +26,11 @@ from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
+from lightning_loco.values import (
+    check_parallel_sizes,
+    parallel_ranks_per_worker,
+    parallel_size,
+)
 
 
 class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPart):
@@ -96,8 +101,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks of a worker that train on different data."""
-        data, tensor = self._sizes
-        return max(1, self.num_processes // tensor) if data == "auto" else data
+        return parallel_size(*self._sizes, self.num_processes)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -117,18 +121,14 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
 
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
-        size, num_ranks = self.replica_size, self.num_nodes * self.num_processes
-        if num_ranks % size:
-            raise ValueError(
-                f"data_parallel_size={self.data_parallel_size} times tensor_parallel_size="
-                f"{self.tensor_parallel_size} are the ranks of a worker, and the {num_ranks} ranks "
-                f"are no multiple of {size}. Start a multiple of it, or give other sizes."
-            )
+        parallel_ranks_per_worker(*self._sizes, self.num_processes, self.num_nodes)
 
     # ------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus for a checkpoint, of the whole model on rank 0; it is empty on others."""
+        assert self.lightning_module is not None
+        reshard(self.lightning_module.modules())  # of copies the optimizers have no state
         read = partial(ModelParallelStrategy.lightning_module_state_dict, self)
         return self.checkpoints.model_state(read if self.worker == 0 else dict[str, Any])
 
@@ -223,16 +223,7 @@ def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> N
             "method must be a strategy with rounds such as DiLoCoStrategy(sync_every=100), got "
             f"{method!r}."
         )
-    for name, size in (
-        ("data_parallel_size", data_parallel_size),
-        ("tensor_parallel_size", tensor_parallel_size),
-    ):
-        if name == "data_parallel_size" and size == "auto":
-            continue
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} is a number of ranks and must be an integer, got {size!r}.")
-        if size < 1:
-            raise ValueError(f"{name} is a number of ranks and must be at least 1, got {size}.")
+    check_parallel_sizes(data_parallel_size, tensor_parallel_size)
     if unused := lightning_compat.ddp_arguments_of(method):
         raise ValueError(
             f"The method has {', '.join(unused)}, which only DDP uses. Leave it out: there is no "

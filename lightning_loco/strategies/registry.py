@@ -17,6 +17,7 @@ from lightning_loco.strategies.arguments import (
     with_signature,
 )
 from lightning_loco.strategies.loco import LocoStrategy
+from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
@@ -28,6 +29,9 @@ from lightning_loco.strategies.named import (
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
+
+MODEL_PARALLEL = "loco_model_parallel"
+"""Name of the strategy that takes a method, and is none itself."""
 
 PACKAGE = "lightning_loco.strategies"
 """Module of the classes, from which pickle imports them by name."""
@@ -132,7 +136,17 @@ ALGORITHM_STRATEGIES = {
 
 
 def register_strategies() -> None:
-    """Register every strategy with Lightning once, also as ``<name>_spawn`` and ``<name>_fork``."""
+    """Register every strategy with Lightning once.
+
+    Methods are also registered as ``<name>_spawn`` and ``<name>_fork``. ``loco_model_parallel`` is
+    DiLoCo of workers that shard the model.
+    """
+    if MODEL_PARALLEL not in StrategyRegistry:
+        StrategyRegistry.register(
+            MODEL_PARALLEL,
+            LocoModelParallelStrategy,
+            description="LocoModelParallelStrategy with DiLoCoStrategy()",
+        )
     for name, strategy in METHODS.items():
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
             if name + suffix not in StrategyRegistry:

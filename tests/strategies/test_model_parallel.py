@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -38,6 +39,7 @@ from tests.small_model import FEATURES, loss_of
 from tests.strategies.sharded_runs import (
     LAYOUTS,
     TOLERANCE,
+    Batches,
     Run,
     SequenceModule,
     ShardedModule,
@@ -305,6 +307,36 @@ def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: s
     run = dataclasses.replace(VALIDATED[name], validates=True)
     first, *_ = run.compare(pool, layout)
     assert "val_loss" in first["metrics"]
+
+
+def fit_and_save(rank: int, world: int, layout: str, folder: str) -> tuple[float, str]:
+    """Save the best validation, which has gathered the parameters of FSDP2."""
+    saving = ModelCheckpoint(folder, monitor="val_loss")
+    sizes = LAYOUTS[layout]
+    run = Run(module=adam, validates=True)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False}
+    trainer = make_trainer(
+        run.strategy(sizes), max_epochs=2, val_check_interval=4, callbacks=[saving], **settings
+    )
+    module = run.module()
+    trainer.fit(module, *loaders(rank, run, sizes))
+    assert saving.best_model_score is not None
+    return float(saving.best_model_score), saving.best_model_path
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_a_validated_model_is_saved(pool: Pool, layout: str, tmp_path: Path) -> None:
+    for score, path in pool.run(fit_and_save, layout, str(tmp_path)):
+        saved = torch.load(path, weights_only=True)
+        module = adam()
+        module.load_state_dict(saved["state_dict"])
+        losses = [
+            loss_of(module.model, batch).item()
+            for worker in (7, 8)
+            for batch in map(Batches(worker, [0, 1], 3).__getitem__, range(3))
+        ]
+        assert score == pytest.approx(sum(losses) / len(losses), rel=0, abs=TOLERANCE)
 
 
 class Predicting(ShardedModule):

@@ -25,7 +25,7 @@ from lightning_loco import (
     RemoteOptimizerStrategy,
 )
 from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule
+from tests.small_model import TinyModule, quiet_trainer
 from tests.strategies.sharded_runs import Run, ShardedModule, loaders
 
 # ----------------------------------------------------------------------- construction
@@ -66,6 +66,14 @@ def test_the_method_and_its_plugins_are_used() -> None:
     assert (strategy.timeout_s, strategy.summary, strategy.evaluate) == (11, False, "outer")
     assert isinstance(strategy.checkpoint_io, Io)
     assert strategy.replica_size == 6
+
+
+def test_the_name_is_diloco_of_workers_of_one_node() -> None:
+    strategy = quiet_trainer(strategy="loco_model_parallel", devices=4).strategy
+    assert isinstance(strategy, LocoModelParallelStrategy)
+    assert strategy.settings == DiLoCoStrategy().settings
+    assert (strategy.data_parallel_size, strategy.tensor_parallel_size) == (4, 1)
+    assert (strategy.num_workers, strategy.replica_size) == (1, 4)
 
 
 # ---------------------------------------------------------------------- before training
