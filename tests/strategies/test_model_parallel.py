@@ -426,7 +426,7 @@ class Still(OwnNorm):
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_ranks_without_a_seed_start_alike(pool: Pool, layout: str) -> None:
     first, *others = pool.run(
-        fit, Run(module=Still, arguments={"finalize": "keep"}), LAYOUTS[layout]
+        fit, Run(module=Still, arguments={"finalize": "keep", "sync_every": 100}), LAYOUTS[layout]
     )
     for other in others:
         assert torch.equal(other["params"], first["params"])
