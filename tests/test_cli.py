@@ -205,7 +205,7 @@ class TestChoices:
                 "+compression=in8",
                 "compression=in8: no such compression. Did you mean compression=int8",
             ),
-            ("trainer=zzz", "trainer=zzz: no such trainer.\nThere are cpu, gpu, slurm."),
+            ("trainer=zzz", "trainer=zzz: no such trainer.\nThere are cpu, fsdp, gpu, slurm."),
             (
                 "algorithm=ddp,dilco",
                 "algorithm=dilco: no such algorithm. Did you mean algorithm=dilo",
