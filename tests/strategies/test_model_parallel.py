@@ -314,9 +314,11 @@ def fit_and_save(rank: int, world: int, layout: str, folder: str) -> tuple[float
     saving = ModelCheckpoint(folder, monitor="val_loss")
     sizes = LAYOUTS[layout]
     run = Run(module=adam, validates=True)
+    method = run.strategy(None)
+    strategy = LocoModelParallelStrategy(method, *sizes, save_distributed_checkpoint=False)  # type: ignore[arg-type]
     settings: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False}
     trainer = make_trainer(
-        run.strategy(sizes), max_epochs=2, val_check_interval=4, callbacks=[saving], **settings
+        strategy, max_epochs=2, val_check_interval=4, callbacks=[saving], **settings
     )
     module = run.module()
     trainer.fit(module, *loaders(rank, run, sizes))
