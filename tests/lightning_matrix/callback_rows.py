@@ -213,12 +213,12 @@ def pruning(run: RowRun) -> Facts:
 class FiveAt(Callback):
     """Fills the weights with 5.0 in a hook, as loading a backbone does."""
 
-    def __init__(self, hook: str, on_rank: int | None = None) -> None:
+    def __init__(self, hook: str, fills: bool = True) -> None:
         setattr(self, hook, self.fill)
-        self.on_rank = on_rank
+        self.fills = fills
 
     def fill(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.on_rank in (None, trainer.global_rank):
+        if self.fills:
             fill(pl_module, 5.0)
 
 
@@ -254,7 +254,8 @@ def filled_on_train_epoch_start(run: RowRun) -> Facts:
 
 
 def filled_on_one_worker(run: RowRun) -> Facts:
-    return fit(run, Model(lr=0.0), callbacks=[FiveAt("on_train_epoch_start", on_rank=1)])
+    fives = FiveAt("on_train_epoch_start", fills=run.worker == 1)
+    return fit(run, Model(lr=0.0), callbacks=[fives])
 
 
 # --------------------------------------------------------------------------- tuning

@@ -6,10 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from shutil import rmtree
+from typing import TypeVar
 
 import torch
 
-from tests.lightning_matrix.row_run import REMOTE, WORKERS, Outcome, run_row
+from tests.lightning_matrix.row_run import (
+    RANKS_PER_WORKER,
+    REMOTE,
+    WORKERS,
+    Outcome,
+    run_row,
+    run_row_of_ranks,
+)
 from tests.lightning_matrix.table import AsDDP, Better, Refused, Row, Verdict
 from tests.pool import Pool, PoolError
 
@@ -64,6 +72,23 @@ class Runs:
         for name in [*names, *([REMOTE] if REMOTE in strategies else [])]:
             if name not in found:
                 found[name] = self._alone(row, name)
+        return found
+
+    def outcomes_of_ranks(self, row: Row, name: str) -> Outcomes:
+        """Return the outcomes of a row on four ranks, with DDP or with workers of two ranks."""
+        self._calls += 1
+        folder = self._folder / str(self._calls)
+        folder.mkdir()
+        ranks = WORKERS * RANKS_PER_WORKER
+        try:
+            found: Outcomes = self._pool.run(
+                run_row_of_ranks, name, row.run, str(folder), world=ranks, timeout_s=ALONE_S
+            )
+        except PoolError as error:
+            text = f"{row.feature} under {name} within {ALONE_S:g} s: {error}"[:SHOWN]
+            return [Outcome(error=text)] * ranks
+        finally:
+            rmtree(folder)
         return found
 
     def _alone(self, row: Row, name: str) -> Outcomes:
@@ -129,8 +154,16 @@ def problem(verdict: Verdict, outcomes: Outcomes, reference: Outcomes) -> str:
     expected = [one.facts for one in reference] or [getattr(verdict, "facts", {})] * WORKERS
     if wrong := wrong_facts(expected, outcomes):
         return wrong
-    wrong = wrong_weights(outcomes[:WORKERS])
+    wrong = wrong_weights(of_workers(outcomes))
     return "" if DIFFERENT in wrong and DIFFERENT in wrong_weights(reference) else wrong
+
+
+Anything = TypeVar("Anything")
+
+
+def of_workers(outcomes: Sequence[Anything]) -> Sequence[Anything]:
+    """Return those of ranks that train: all, except the server of a remote optimizer."""
+    return outcomes[: len(outcomes) // WORKERS * WORKERS]
 
 
 def _first_line(error: str) -> str:
@@ -142,7 +175,7 @@ def missing_error(text: str, errors: Sequence[str]) -> str:
     """Describe ranks that ended without an error, or trained and ended with another one."""
     if not all(errors):
         return f"no error on ranks {[rank for rank, error in enumerate(errors) if not error]}"
-    others = [error[:SHOWN] for error in errors[:WORKERS] if text not in error]
+    others = [error[:SHOWN] for error in of_workers(errors) if text not in error]
     return f"not the error {text!r}, but {others[0]}" if others else ""
 
 

@@ -20,7 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.lightning_matrix.row_run import BATCHES, WORKERS, Facts, Model, RowRun, loader, samples
+from tests.lightning_matrix.row_run import (
+    BATCHES,
+    EPOCHS,
+    WORKERS,
+    Facts,
+    Model,
+    RowRun,
+    loader,
+    samples,
+)
 from tests.lightning_matrix.trainer_rows import fit
 
 
@@ -143,12 +152,12 @@ def worker_processes(run: RowRun) -> Facts:
 
 def uneven_loader(run: RowRun) -> Any:
     """Return four batches for the first worker, six for the second."""
-    return loader(8 if run.rank == 0 else 12)
+    return loader(8 if run.worker == 0 else 12)
 
 
 def fit_uneven(run: RowRun, module: Model) -> Facts:
     facts = fit_on(run, uneven_loader(run), module, use_distributed_sampler=False)
-    return {"all data": facts.get("training_step") == (8 if run.rank == 0 else 12)}
+    return {"all data": facts.get("training_step") == EPOCHS * len(uneven_loader(run))}
 
 
 def uneven(run: RowRun) -> Facts:

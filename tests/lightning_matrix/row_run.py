@@ -15,8 +15,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.strategies import METHODS
 from tests.pool import PoolEnvironment, make_trainer
 from tests.strategies.remote_runs import all_ranks, take_group_away
@@ -33,6 +36,10 @@ Facts = dict[str, Any]
 """What a row reports of a run; equal for DDP and a strategy that behaves like DDP."""
 
 REMOTE = "remote_optimizer"
+DDP_INSIDE, FSDP_INSIDE = "diloco, DDP inside", "diloco, FSDP2 inside"
+"""Two workers of two ranks each, which are compared with DDP on four ranks."""
+
+RANKS_PER_WORKER = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparta": {"sync_every": SYNC_EVERY, "fraction": 0.25},
     "streaming_diloco": {"sync_every": SYNC_EVERY, "fragments": 2, "delay": 1},
@@ -42,11 +49,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments by strategy; others make rounds every few steps."""
 
+_ranks_per_worker = 1
+"""Of the run in this process."""
+
 
 def make_strategy(name: str, ddp_arguments: dict[str, Any]) -> Strategy:
-    """Make DDP, or a method by its registered name."""
+    """Make DDP, a method by its registered name, or one with workers of two ranks."""
     if name == "ddp":
         return DDPStrategy(**ddp_arguments)
+    if name == DDP_INSIDE:
+        ranks = {"replica_size": RANKS_PER_WORKER, **ddp_arguments}
+        return DiLoCoStrategy(SYNC_EVERY, timeout_s=10.0, **ranks)
+    if name == FSDP_INSIDE:
+        method = DiLoCoStrategy(SYNC_EVERY, timeout_s=10.0)
+        # Rows read their checkpoints as files.
+        sizes = {"data_parallel_size": RANKS_PER_WORKER, "save_distributed_checkpoint": False}
+        return LocoModelParallelStrategy(method, **sizes)
     return METHODS[name](timeout_s=10.0, **SETTINGS.get(name, {"sync_every": SYNC_EVERY}))  # type: ignore[call-arg]
 
 
@@ -73,9 +91,14 @@ class RowRun:
     written: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
     @property
+    def worker(self) -> int:
+        """The worker of this rank."""
+        return self.rank // _ranks_per_worker
+
+    @property
     def serves(self) -> bool:
         """Whether this rank is a server, which has no facts."""
-        return self.rank >= WORKERS
+        return self.strategy_name == REMOTE and self.rank >= WORKERS
 
     def trainer(self, ddp_arguments: dict[str, Any] | None = None, **settings: Any) -> Trainer:
         """Make a quiet trainer of two short epochs, without a sanity check.
@@ -138,6 +161,11 @@ class Model(LightningModule):
     def make_layers(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
+    def configure_model(self) -> None:
+        is_sharded = isinstance(self.layers, FSDPModule)  # by an earlier call
+        if self.device_mesh is not None and not is_sharded:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)
 
@@ -172,9 +200,9 @@ class Model(LightningModule):
 
 
 def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
-    """Return inputs and targets, the same on every rank."""
+    """Return inputs and targets, the same on every rank; twice as many for twice as many ranks."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(number, 3, generator=generator)
+    inputs = torch.randn(number * _ranks_per_worker, 3, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
@@ -185,7 +213,8 @@ def loader(number: int = SAMPLES, seed: int = 0, **settings: Any) -> DataLoader[
 
 def weights(module: nn.Module) -> Tensor:
     """Return all parameters in one vector of float64."""
-    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([p.detach().reshape(-1).double() for p in whole])
 
 
 def fill(module: nn.Module, value: float) -> None:
@@ -219,13 +248,13 @@ class Outcome:
 
 
 @contextmanager
-def group_of_queue(rank: int) -> Iterator[ClusterEnvironment]:
-    """A context with a process group of two ranks of the pool's call, for the runs of one queue."""
-    queue, worker = divmod(rank, WORKERS)
+def group_of_queue(rank: int, size: int = WORKERS) -> Iterator[ClusterEnvironment]:
+    """A context with a process group of some ranks of the pool's call, for the runs of a queue."""
+    queue, member = divmod(rank, size)
     store = dist.distributed_c10d._get_default_store()
     take_group_away()
     store = dist.PrefixStore(f"queue{queue}", store)
-    dist.init_process_group("gloo", store=store, rank=worker, world_size=WORKERS)
+    dist.init_process_group("gloo", store=store, rank=member, world_size=size)
     yield PoolEnvironment()
 
 
@@ -249,6 +278,27 @@ def run_row(
         return {
             name: run_one(worker, name, row, Path(folder) / name, environment) for name in names
         }
+
+
+def run_row_of_ranks(
+    rank: int, world: int, name: str, row: Callable[[RowRun], Facts], folder: str
+) -> Outcome:
+    """Run a row on four ranks, with DDP or with two workers of two ranks.
+
+    Args:
+        rank: This rank.
+        world: Four.
+        name: ``"ddp"``, ``DDP_INSIDE`` or ``FSDP_INSIDE``.
+        row: The row to run.
+        folder: Folder for files.
+    """
+    global _ranks_per_worker
+    with group_of_queue(rank, world) as environment:
+        _ranks_per_worker = RANKS_PER_WORKER
+        try:
+            return run_one(rank, name, row, Path(folder), environment)
+        finally:
+            _ranks_per_worker = 1
 
 
 def run_one(

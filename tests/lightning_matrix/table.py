@@ -25,7 +25,7 @@ from tests.lightning_matrix import (
     optimization_rows,
     trainer_rows,
 )
-from tests.lightning_matrix.row_run import REMOTE, Facts, RowRun
+from tests.lightning_matrix.row_run import DDP_INSIDE, FSDP_INSIDE, REMOTE, Facts, RowRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,16 @@ class Apart:
     sign = "~"
 
 
-Verdict = AsDDP | Refused | Better | Apart
+@dataclasses.dataclass(frozen=True)
+class NotTested:
+    """Not run: the row's own code does not fit, for example to shards."""
+
+    sign = ""
+
+
+Verdict = AsDDP | Refused | Better | Apart | NotTested
 AS_DDP = AsDDP()
+NOT_TESTED = NotTested()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +117,23 @@ def remote(verdict: Verdict) -> dict[str, Verdict]:
     return {REMOTE: verdict}
 
 
+def sharded(verdict: Verdict) -> dict[str, Verdict]:
+    """Return another expected outcome with workers of two ranks and FSDP2 inside."""
+    return {FSDP_INSIDE: verdict}
+
+
+def of_two_ranks(verdict: Verdict) -> dict[str, Verdict]:
+    """Return another expected outcome with workers of two ranks."""
+    return {DDP_INSIDE: verdict, FSDP_INSIDE: verdict}
+
+
 ONE_OPTIMIZER = remote(Refused("needs exactly one optimizer"))
 NO_FINDER = remote(
     Refused("LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy")
 )
+NO_COPY = sharded(Refused("FSDP does not support deepcopy"))
+NOT_WHOLE = sharded(Refused("needs the whole model on every rank"))
+UNUSED_INSIDE = {DDP_INSIDE: Refused("parameters that were not used in producing loss")}
 ONE_LAYER = {"streaming_diloco": Refused("fragments=2 is more than the 1 layers")}
 SERVED_BEFORE = Apart(
     "a peer may blend in parameters from before the first step; clip before training, too",
@@ -135,9 +156,13 @@ TABLE: dict[str, list[Row]] = {
         Row("fit with a second Trainer", trainer_rows.another_trainer),
         Row("the order of all hooks", trainer_rows.order_of_hooks),
         Row("load_from_checkpoint", trainer_rows.load_from_checkpoint),
-        Row('test with ckpt_path="best"', trainer_rows.test_the_best),
+        Row('test with ckpt_path="best"', trainer_rows.test_the_best, but=sharded(NOT_TESTED)),
         Row("resume with ckpt_path", trainer_rows.resume),
-        Row("resume with weights_only=False and NumPy numbers", trainer_rows.resume_with_numpy),
+        Row(
+            "resume with weights_only=False and NumPy numbers",
+            trainer_rows.resume_with_numpy,
+            but=sharded(Refused("Weights only load failed")),
+        ),
         Row("fast_dev_run", trainer_rows.fast_dev_run),
         Row("overfit_batches", trainer_rows.overfit_batches),
         Row("limit_train_batches, limit_val_batches", trainer_rows.limits),
@@ -149,6 +174,7 @@ TABLE: dict[str, list[Row]] = {
             "should_stop on one worker",
             trainer_rows.should_stop_on_one,
             Better("the others train to the end; DDP fails in a collective"),
+            of_two_ranks(NOT_TESTED),
         ),
         Row("val_check_interval", trainer_rows.val_check_interval),
         Row("val_check_interval across epochs", trainer_rows.val_steps_across_epochs),
@@ -191,20 +217,32 @@ TABLE: dict[str, list[Row]] = {
         Row("ReduceLROnPlateau", optimization_rows.plateau),
         Row("OneCycleLR with estimated_stepping_batches", optimization_rows.one_cycle),
         Row("parameter groups", optimization_rows.parameter_groups),
-        Row("LBFGS", optimization_rows.lbfgs, but=remote(Refused("LBFGS needs a closure"))),
+        Row(
+            "LBFGS",
+            optimization_rows.lbfgs,
+            but=remote(Refused("LBFGS needs a closure")) | sharded(NOT_TESTED),
+        ),
         Row("no optimizer", optimization_rows.no_optimizer, but=ONE_OPTIMIZER),
         Row("training_step returns None", optimization_rows.returning_none),
         Row("manual optimization", optimization_rows.manual),
         Row("manual optimization, returning None", optimization_rows.manual_none),
         Row("manual optimization with accumulation", optimization_rows.manual_accumulation),
-        Row("GAN with two optimizers", optimization_rows.gan, but=ONE_OPTIMIZER),
-        Row("gradient penalty", optimization_rows.gradient_penalty),
-        Row("trainer.model.no_sync()", optimization_rows.no_sync),
-        Row("strategy.model.module", optimization_rows.unwrapping),
+        Row(
+            "GAN with two optimizers",
+            optimization_rows.gan,
+            but=ONE_OPTIMIZER | sharded(NOT_TESTED),
+        ),
+        Row("gradient penalty", optimization_rows.gradient_penalty, but=sharded(NOT_TESTED)),
+        Row("trainer.model.no_sync()", optimization_rows.no_sync, but=sharded(NOT_TESTED)),
+        Row("strategy.model.module", optimization_rows.unwrapping, but=sharded(NOT_TESTED)),
         Row("collectives in training_step", optimization_rows.collective),
         Row("precision bf16-mixed", optimization_rows.bf16_mixed),
         Row("precision bf16-true", optimization_rows.bf16_true),
-        Row("precision 64-true", optimization_rows.double),
+        Row(
+            "precision 64-true",
+            optimization_rows.double,
+            but=sharded(Refused("does not support `Fabric(..., precision='64-true')`")),
+        ),
     ],
     "Models": [
         Row("frozen layers", optimization_rows.frozen, but=ONE_LAYER),
@@ -212,6 +250,7 @@ TABLE: dict[str, list[Row]] = {
             "freezing during fit",
             idiom_rows.freezing,
             Better("DDP needs find_unused_parameters", {"training_step": 8}),
+            UNUSED_INSIDE,
         ),
         Row(
             "unfreezing during fit",
@@ -228,10 +267,11 @@ TABLE: dict[str, list[Row]] = {
             "layer without gradient",
             optimization_rows.unused,
             Better("DDP needs find_unused_parameters", {"training_step": 8}),
+            UNUSED_INSIDE | sharded(NOT_TESTED),
         ),
         Row("tied weights", optimization_rows.tied),
         Row("weight_norm", optimization_rows.parametrized),
-        Row("configure_model", optimization_rows.configure_model),
+        Row("configure_model", optimization_rows.configure_model, but=sharded(NOT_TESTED)),
         Row("gradient checkpointing", optimization_rows.gradient_checkpointing),
         Row("BatchNorm", optimization_rows.batch_norm),
         Row(
@@ -246,13 +286,24 @@ TABLE: dict[str, list[Row]] = {
             Refused("sync_batchnorm=True communicates in every forward pass"),
             remote(Refused("SyncBatchNorm expected input tensor to be on GPU")),
         ),
-        Row("lazy modules", optimization_rows.lazy, Refused("is not initialised yet")),
-        Row("sparse gradients", optimization_rows.sparse, Refused("makes sparse gradients")),
+        Row(
+            "lazy modules",
+            optimization_rows.lazy,
+            Refused("is not initialised yet"),
+            sharded(NOT_TESTED),
+        ),
+        Row(
+            "sparse gradients",
+            optimization_rows.sparse,
+            Refused("makes sparse gradients"),
+            sharded(NOT_TESTED),
+        ),
         Row(
             "complex parameters",
             optimization_rows.complex_parameters,
             Refused("only real floating-point values can be averaged"),
-            remote(Refused("is complex, which cannot be sent to another rank")),
+            remote(Refused("is complex, which cannot be sent to another rank"))
+            | sharded(NOT_TESTED),
         ),
         Row(
             "no trainable parameters",
@@ -263,13 +314,14 @@ TABLE: dict[str, list[Row]] = {
             "another model on one worker",
             optimization_rows.different_models,
             Refused("Build the same"),
-            ONE_LAYER,
+            ONE_LAYER | of_two_ranks(NOT_TESTED),
         ),
-        Row("EMA teacher without gradients", idiom_rows.teacher),
+        Row("EMA teacher without gradients", idiom_rows.teacher, but=sharded(NOT_TESTED)),
         Row(
             "DQN target network in no optimizer",
             idiom_rows.target,
             Better("DDP needs find_unused_parameters", {"target": True}),
+            UNUSED_INSIDE | sharded(NOT_TESTED),
         ),
         Row(
             "buffer changed by hand",
@@ -285,12 +337,13 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "weights clipped by hand",
             idiom_rows.clipped_weights,
-            but={"pairwise_gossip": SERVED_BEFORE, "async_model_average": APPLIED_AFTER},
+            but={"pairwise_gossip": SERVED_BEFORE, "async_model_average": APPLIED_AFTER}
+            | sharded(NOT_TESTED),
         ),
         Row(
             "weights clipped by hand, also before training",
             idiom_rows.always_clipped_weights,
-            but={"async_model_average": APPLIED_AFTER},
+            but={"async_model_average": APPLIED_AFTER} | sharded(NOT_TESTED),
         ),
     ],
     "Callbacks": [
@@ -307,12 +360,12 @@ TABLE: dict[str, list[Row]] = {
         Row("simple profiler", callback_rows.simple_profiler),
         Row("advanced profiler", callback_rows.advanced_profiler),
         Row("PyTorch profiler", callback_rows.pytorch_profiler),
-        Row("AveragedModel in a custom callback", callback_rows.ema_by_hand),
+        Row("AveragedModel in a custom callback", callback_rows.ema_by_hand, but=NO_COPY),
         Row("weights written in on_train_end", callback_rows.zeroing_at_the_end),
-        Row("EMAWeightAveraging", callback_rows.weight_averaging),
-        Row("EMAWeightAveraging, saved", callback_rows.saved_average),
-        Row("StochasticWeightAveraging", callback_rows.stochastic_weight_averaging),
-        Row("ModelPruning", callback_rows.pruning),
+        Row("EMAWeightAveraging", callback_rows.weight_averaging, but=NO_COPY),
+        Row("EMAWeightAveraging, saved", callback_rows.saved_average, but=NO_COPY),
+        Row("StochasticWeightAveraging", callback_rows.stochastic_weight_averaging, but=NOT_WHOLE),
+        Row("ModelPruning", callback_rows.pruning, but=NOT_WHOLE),
         Row("weights set in on_fit_start", callback_rows.filled_on_fit_start),
         Row("weights set in on_sanity_check_start", callback_rows.filled_on_sanity_check_start),
         Row("weights set in on_train_start", callback_rows.filled_on_train_start),
@@ -323,8 +376,8 @@ TABLE: dict[str, list[Row]] = {
             Refused("a new start from weights that a hook has set on this worker"),
             remote(Refused("Parameters were changed outside of the optimizer")),
         ),
-        Row("LearningRateFinder", callback_rows.rate_finder, but=NO_FINDER),
-        Row("Tuner.lr_find", callback_rows.tuner, but=NO_FINDER),
+        Row("LearningRateFinder", callback_rows.rate_finder, but=NO_FINDER | sharded(NOT_TESTED)),
+        Row("Tuner.lr_find", callback_rows.tuner, but=NO_FINDER | sharded(NOT_TESTED)),
         Row("BatchSizeFinder", callback_rows.batch_size_finder),
         Row(
             "BackboneFinetuning",
@@ -356,13 +409,30 @@ TABLE: dict[str, list[Row]] = {
             "error on one worker",
             idiom_rows.error_on_one,
             Better("all end with that error; DDP hangs", error="a mistake of worker 1"),
+            sharded(NOT_TESTED),
         ),
         Row("error on all workers", idiom_rows.error_on_all),
         Row("LightningCLI", idiom_rows.lightning_cli),
-        Row("GPT-2 of Hugging Face", idiom_rows.gpt2, needs="transformers"),
-        Row("BERT of Hugging Face", idiom_rows.bert, needs="transformers"),
+        Row(
+            "GPT-2 of Hugging Face",
+            idiom_rows.gpt2,
+            but=of_two_ranks(NOT_TESTED),
+            needs="transformers",
+        ),
+        Row(
+            "BERT of Hugging Face",
+            idiom_rows.bert,
+            but=of_two_ranks(NOT_TESTED),
+            needs="transformers",
+        ),
     ],
 }
 
 ROWS = {row.feature: row for rows in TABLE.values() for row in rows}
 STRATEGIES = list(METHODS)
+OF_TWO_RANKS = [DDP_INSIDE, FSDP_INSIDE]
+FEATURES_OF_TWO_RANKS = [
+    feature
+    for feature, row in ROWS.items()
+    if any(not isinstance(row.of(name), NotTested) for name in OF_TWO_RANKS)
+]

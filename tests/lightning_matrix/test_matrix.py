@@ -13,7 +13,18 @@ import torch
 from tests.lightning_matrix.compare import Runs, problem
 from tests.lightning_matrix.render import PAGE, page
 from tests.lightning_matrix.row_run import REMOTE, Outcome
-from tests.lightning_matrix.table import AS_DDP, ROWS, STRATEGIES, TABLE, Better, Refused, Row
+from tests.lightning_matrix.table import (
+    AS_DDP,
+    FEATURES_OF_TWO_RANKS,
+    OF_TWO_RANKS,
+    ROWS,
+    STRATEGIES,
+    TABLE,
+    Better,
+    NotTested,
+    Refused,
+    Row,
+)
 from tests.pool import Pool
 
 # Warnings of Lightning's features are not tested here.
@@ -59,11 +70,42 @@ def test_feature_with_the_other_strategies(
     check(runs, ROWS[feature], others, subtests)
 
 
-def check(runs: Runs, row: Row, strategies: list[str], subtests: pytest.Subtests) -> None:
-    """Run a row with some strategies, and compare each with its expected outcome."""
+QUICK = ("fit with validation", "resume with ckpt_path", "gradient_clip_val by norm")
+"""Features that are tested with workers of two ranks for every change; others are in the soak."""
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(feature, marks=[] if feature in QUICK else pytest.mark.soak)
+        for feature in FEATURES_OF_TWO_RANKS
+    ],
+)
+def test_feature_with_workers_of_two_ranks(
+    runs: Runs, feature: str, subtests: pytest.Subtests
+) -> None:
+    row = skip_without_package(ROWS[feature])
+    verdicts = {name: row.of(name) for name in OF_TWO_RANKS}
+    compares = AS_DDP in verdicts.values()
+    ddp = runs.outcomes_of_ranks(row, "ddp") if compares else []
+    for name, verdict in verdicts.items():
+        if not isinstance(verdict, NotTested):
+            with subtests.test(name):
+                outcomes = runs.outcomes_of_ranks(row, name)
+                wrong = problem(verdict, outcomes, ddp if verdict is AS_DDP else [])
+                assert not wrong, wrong
+
+
+def skip_without_package(row: Row) -> Row:
+    """Skip the test if a package is missing; return the row otherwise."""
     if row.needs and importlib.util.find_spec(row.needs) is None:
         pytest.skip(f"needs {row.needs}")
-    outcomes = runs.outcomes(row, strategies)
+    return row
+
+
+def check(runs: Runs, row: Row, strategies: list[str], subtests: pytest.Subtests) -> None:
+    """Run a row with some strategies, and compare each with its expected outcome."""
+    outcomes = runs.outcomes(skip_without_package(row), strategies)
     for name in strategies:
         verdict = row.of(name)
         with subtests.test(name):

@@ -114,14 +114,15 @@ def max_time(run: RowRun) -> Facts:
 
 
 class StopAt(Callback):
-    """Ends the training after some steps."""
+    """Ends the training after some steps, on some ranks; None for all."""
 
-    def __init__(self, step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, step: int, ranks: tuple[int, ...] | None = None) -> None:
         self.step = step
         self.ranks = ranks
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+        stops = self.ranks is None or trainer.global_rank in self.ranks
+        if trainer.global_step == self.step and stops:
             trainer.should_stop = True
 
 
