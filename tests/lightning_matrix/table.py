@@ -409,7 +409,6 @@ TABLE: dict[str, list[Row]] = {
             "error on one worker",
             idiom_rows.error_on_one,
             Better("all end with that error; DDP hangs", error="a mistake of worker 1"),
-            sharded(NOT_TESTED),
         ),
         Row("error on all workers", idiom_rows.error_on_all),
         Row("LightningCLI", idiom_rows.lightning_cli),
