@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import math
-import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -460,7 +459,7 @@ class WorkerGroup:
         for message, name in zip(messages, self._place_names, strict=True):
             try:
                 found.append(notes.read_state(message))
-            except pickle.UnpicklingError as error:
+            except Exception as error:  # of torch.load, of several types
                 raise RuntimeError(
                     f"{name} of worker {self.worker}, in {label}: {error}"
                 ) from error
