@@ -97,6 +97,11 @@ def checked(cfg: DictConfig) -> DictConfig:
     with errors_for("trainer"):
         cfg = follow_launcher(cfg)
     sizes = inner_sizes(cfg)
+    if cfg.sample and sizes is not None:
+        raise SettingsError(
+            "sample=true generates text on one rank, which holds a shard of the model. Drop "
+            "sample=true, or inner.data_parallel_size and inner.tensor_parallel_size."
+        )
     settings = early_settings(cfg)
     if settings is not None and (ranks := ranks_of(cfg)) is not None:
         with errors_for("inner"):

@@ -188,11 +188,6 @@ def check_before_launch(
     path, is_private = cfg.ckpt_path, cfg.algorithm.get("checkpoint_folder") == "private"
     if path and path not in CHECKPOINT_NAMES and not (is_private or Path(path).exists()):
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
-    if cfg.sample and isinstance(strategy, LocoModelParallelStrategy):
-        raise SettingsError(
-            "sample=true generates text on one rank, which holds a shard of the model. Drop"
-            " sample=true, or inner.data_parallel_size and inner.tensor_parallel_size."
-        )
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with errors_for("algorithm"):

@@ -246,6 +246,7 @@ def test_files_are_those_of_workers_of_one_rank(pool: Pool, tmp_path: Path, meth
     for worker, content in enumerate(found.workers):
         own, theirs = without_header(content), without_header(expected.workers[worker])
         assert len(own.pop("other_ranks")) == SIZE - 1
+        assert own.pop("readers") == SIZE
         for state in (own, theirs):
             for ours in ("position", "stream"):
                 del state[ours]

@@ -175,6 +175,15 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
     assert not path.exists()
 
 
+def test_a_folder_of_something_else_is_not_replaced(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "folder.ckpt"
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(PoolError, match="Is a directory"):
+        pool.run(fit, "diloco", (2, 1), str(path), 5, {}, world=4)
+    assert [file.name for file in path.iterdir()] == ["notes.txt"]
+
+
 def fit_whole(rank: int, world: int, path: str, save_after: int | None) -> int:
     """The same method with ranks that hold the whole model."""
     strategy = DiLoCoStrategy(sync_every=3, replica_size=2, timeout_s=30)

@@ -22,6 +22,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_loco.fault_points import reach
 
+META = "meta.pt"
+"""What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
+
 _ARCHIVE = b"PK\x03\x04"
 
 
@@ -61,13 +64,16 @@ def move_file(source: Path, target: Path) -> None:
 
 
 def move_folder(source: Path, target: Path) -> None:
-    """Replace a file or folder by another one, where one of them is a folder.
+    """Replace a checkpoint by another one, where one of them is a folder.
 
     The old one is moved beside ``source`` before that, since a folder cannot be replaced at once.
-    FileNotFoundError if ``source`` does not exist; the old one then stays.
+    FileNotFoundError if ``source`` does not exist, and IsADirectoryError if ``target`` is a folder
+    of something else than a checkpoint; the old one then stays.
     """
     if not source.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+    if target.is_dir() and not (target / META).exists():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     former = source.with_name(f"former_{source.name}")
     if target.exists():
         target.replace(former)

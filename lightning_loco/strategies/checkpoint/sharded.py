@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.devices import CPU
+from lightning_loco.strategies.checkpoint.atomic_io import META
 from lightning_loco.strategies.checkpoint.position import DataShares
 from lightning_loco.strategies.checkpoint.shards import ShardFolder, write_folder
-from lightning_loco.strategies.checkpoint.side_files import META, NEW_RUN, SideFiles
+from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SideFiles
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from lightning_loco.fault_points import reach
 from lightning_loco.parameters.fingerprint import crc32
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
+    META,
     WholeFileIO,
     damage_of,
     local_path,
@@ -55,9 +56,6 @@ NEW_RUN = (
 
 MAX_WORKERS = 99_999
 """Worker numbers have five digits in the names of side files."""
-
-META = "meta.pt"
-"""What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
 
 _FORMAT = 4
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
@@ -270,8 +268,8 @@ class SideFiles:
         reach("before the main file is in its place")
         try:
             staged = Path(self.staged_main(stamp))
-            move = move_folder if staged.is_dir() or Path(self.path).is_dir() else move_file
-            move(staged, Path(self.path))
+            is_folder = staged.is_dir() or (Path(self.path) / META).exists()
+            (move_folder if is_folder else move_file)(staged, Path(self.path))
         except FileNotFoundError:
             return False
         return True
