@@ -593,10 +593,14 @@ class EngineStrategy(WorkerStrategy):
     def sync_point(self, purpose: str) -> None:
         """Wait until all workers have reached the same sync point, see :class:`WorkerStrategy`."""
         self._external_updates.before_sync_point()
-        if self._replica_group is not None and self.is_training:
-            self._replica_group.meet(purpose, self._engine.worker.steps)
+        self.wait_inside(purpose)
         super().sync_point(purpose)
         self._external_updates.after_sync_point()
+
+    def wait_inside(self, purpose: str) -> None:
+        """Wait until all ranks of this worker are here too; an error names those that are not."""
+        if self._replica_group is not None and self.is_training:
+            self._replica_group.meet(purpose, self._engine.worker.steps)
 
     def _errors_named(self) -> AbstractContextManager[None]:
         """Return a context in which errors of DDP name the rank that is missing."""

@@ -168,6 +168,7 @@ class ExternalUpdates:
 
     def _are_any_written(self) -> bool:
         """Whether a rank of this worker has seen writes; then each has a copy of what it holds."""
+        self._strategy.wait_inside("the start of an epoch")
         names = set().union(*self._worker.group.gather_inside(list(self._written), _RESTART))
         layout = self._worker.replica.layout
         for name, parameter in zip(layout.names, layout.tensors, strict=True):

@@ -697,6 +697,22 @@ def fit_uneven_ranks(rank: int, world: int, lengths: list[int], sync_every: int)
     trainer.fit(ValidatedModule(), loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2))
 
 
+def fit_uneven_epochs(rank: int, world: int, lengths: list[int]) -> None:
+    """The rank with fewer batches starts the next epoch while its sibling makes a round."""
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE, timeout_s=4)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(TinyModule(), loader(rank, SIZE, lengths[rank]))
+
+
+def test_a_rank_that_starts_the_next_epoch_alone_is_named(pool: Pool) -> None:
+    with pytest.raises(PoolError) as error:
+        pool.run(fit_uneven_epochs, [8, 8, 6, 8], world=4, grace_s=15)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+    for rank, failure in error.value.failures.items():
+        for other in (2, 3):
+            assert rank == other or f"orker 1, place {other - 2} (rank {other})" in failure.message
+
+
 @pytest.mark.parametrize(
     ("lengths", "sync_every"), [([8, 8, 5, 8], 3), ([8, 8, 6, 8], 3), ([4, 5, 5, 5], 100)], ids=str
 )
