@@ -304,6 +304,11 @@ class WorkerGroup:
         starts = range(0, self.num_workers * size, size)
         return self._new_groups([range(start, start + size) for start in starts], backend)
 
+    @property
+    def whole_inside(self) -> dist.ProcessGroup | None:
+        """Process group of all ranks of this worker, for tensors; None for a worker of one rank."""
+        return self.inside.get(tuple(range(self.replica_size)))
+
     def connect_inside(self, places: Sequence[tuple[int, ...]], label: str) -> None:
         """Make groups of some of the ranks of each worker, for tensors: entries of ``inside``.
 
@@ -325,7 +330,7 @@ class WorkerGroup:
                 self._connected_inside.add(each)
                 ranks = [[start + place for place in each] for start in starts]
                 try:
-                    made = self._new_groups(ranks, dist.get_backend(self.inside[everyone]))
+                    made = self._new_groups(ranks, dist.get_backend(self.whole_inside))
                 except RuntimeError as error:
                     raise self.explain_error(error, label, started) from error
                 if made is not None:

@@ -32,7 +32,7 @@ def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | No
     """
     if (vectors := replica.owned_vectors) is None:
         return state
-    gathered = with_vectors(state, _of_length(replica.layout.numel), vectors.gather)
+    gathered = with_vectors(state, of_length(replica.layout.numel), vectors.gather)
     return gathered if vectors.is_first else None
 
 
@@ -43,7 +43,7 @@ def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
     """
     if (vectors := replica.owned_vectors) is None:
         return whole
-    return with_vectors(whole, _of_length(replica.layout.num_held), vectors.cut)
+    return with_vectors(whole, of_length(replica.layout.num_held), vectors.cut)
 
 
 def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def whole_length(fragment: int, replica: Replica) -> int:
     return vectors.length(fragment)
 
 
-def _of_length(numel: int) -> Callable[[Any, int | None], bool]:
+def of_length(numel: int) -> Callable[[Any, int | None], bool]:
     """Return whether a value is a vector; one of all parameters has the shape ``(numel,)``."""
 
     def is_vector(value: Any, fragment: int | None) -> bool:

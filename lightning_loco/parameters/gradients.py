@@ -62,7 +62,7 @@ class GradientClipping:
             copies = [self._copies[number] for number in key]
             self._divisors[key] = divisors = torch.tensor(copies, device=norms.device).to(norms)
         total = (norms.square() / divisors).sum()
-        if (inside := self._group.inside.get(tuple(range(self._group.replica_size)))) is not None:
+        if (inside := self._group.whole_inside) is not None:
             work = dist.all_reduce(total, group=inside, async_op=True)
             PendingWork(self._group, "the norm of the gradients", [work]).wait()
         norm = total.sqrt()

@@ -56,22 +56,17 @@ class HeldVectors:
 
     def cut(self, held: Tensor, fragment: int | None = None) -> Tensor:
         """Return the part of a vector that this rank owns, on the same device."""
-        found = _positions(self._slices(fragment), self._owned(fragment))
-        return torch.cat([held[:0], *(held[elements] for elements in found)])
+        return _read(held, _positions(self._slices(fragment), self._owned(fragment)))
 
     def spread(self, values: Tensor, fragment: int) -> Tensor:
         """Return a vector of all parameters with the values of a fragment, and zero elsewhere."""
-        held, start = values.new_zeros(self.length()), 0
-        for elements in _positions(self._slices(None), self.fragments[fragment]):
-            stop = start + elements.stop - elements.start
-            held[elements].copy_(values[start:stop])
-            start = stop
+        held = values.new_zeros(self.length())
+        _write(held, _positions(self._slices(None), self.fragments[fragment]), values)
         return held
 
     def part_of(self, held: Tensor, fragment: int) -> Tensor:
         """Return the values of a fragment in a vector of all parameters."""
-        found = _positions(self._slices(None), self.fragments[fragment])
-        return torch.cat([held[:0], *(held[elements] for elements in found)])
+        return _read(held, _positions(self._slices(None), self.fragments[fragment]))
 
     def gather(self, part: Tensor, fragment: int | None = None) -> Tensor:
         """Return the vector of all elements that this rank holds, in the host's memory.
@@ -82,11 +77,7 @@ class HeldVectors:
             RuntimeError: If a rank is missing or has failed; the message names it.
         """
         held, slices = torch.zeros(self.length(fragment), dtype=part.dtype), self._slices(fragment)
-        start = 0
-        for elements in _positions(slices, self._owned(fragment)):
-            stop = start + elements.stop - elements.start
-            held[elements].copy_(part[start:stop])
-            start = stop
+        _write(held, _positions(slices, self._owned(fragment)), part)
         for shared in self._ownership.shared:
             members = self._group.inside[shared.places]
             for number, parts in enumerate(shared.owned_by):
@@ -129,6 +120,20 @@ def _positions(held: Sequence[range], wanted: Sequence[range]) -> Iterator[slice
             before += len(around)
 
 
+def _read(held: Tensor, positions: Iterable[slice]) -> Tensor:
+    """Copy slices of a vector into one that has nothing else."""
+    return torch.cat([held[:0], *(held[elements] for elements in positions)])
+
+
+def _write(held: Tensor, positions: Iterable[slice], values: Tensor) -> None:
+    """Write the values of a vector, from its start, into slices of another one."""
+    start = 0
+    for elements in positions:
+        stop = start + elements.stop - elements.start
+        held[elements].copy_(values[start:stop])
+        start = stop
+
+
 def _all_gather(
     held: Tensor,
     by_owner: Sequence[Sequence[slice]],
@@ -139,12 +144,8 @@ def _all_gather(
     """Fill in the elements that other ranks own."""
     lengths = [sum(part.stop - part.start for part in slices) for slices in by_owner]
     sent = torch.zeros(max(lengths), dtype=held.dtype)
-    sent[: lengths[own]] = torch.cat([held[:0], *(held[part] for part in by_owner[own])])
+    sent[: lengths[own]] = _read(held, by_owner[own])
     received = [torch.empty_like(sent, device=device) for _ in by_owner]
     dist.all_gather(received, sent.to(device), members)
     for values, slices in zip(received, by_owner, strict=True):
-        start = 0
-        for part in slices:
-            stop = start + part.stop - part.start
-            held[part].copy_(values[start:stop])
-            start = stop
+        _write(held, slices, values)

@@ -74,8 +74,7 @@ class ReplicaGroup:
 
         The group must be connected.
         """
-        places = tuple(range(self._group.replica_size))
-        lightning_compat.average_gradients_in(strategy, self._group.inside[places])
+        lightning_compat.average_gradients_in(strategy, self._group.whole_inside)
         with self.errors_named("the set-up of DDP"):
             return lightning_compat.wrap_in_ddp(strategy, model)
 

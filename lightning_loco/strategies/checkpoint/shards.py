@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.engine.whole_state import with_vectors
+from lightning_loco.engine.whole_state import of_length, with_vectors
 from lightning_loco.parameters.held_vectors import HeldVectors
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
@@ -54,6 +54,7 @@ class ShardFolder:
         self._group = group
         assert isinstance(replica.owned_vectors, HeldVectors)
         self._vectors = replica.owned_vectors
+        self._is_vector = of_length(self._layout.num_held)
 
     def write(
         self,
@@ -128,11 +129,6 @@ class ShardFolder:
             state = get_optimizer_state_dict(model, optimizer)
             read_folder({f"optimizer_{number}": state}, self._folders[0], self._group.inner)
             set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
-
-    def _is_vector(self, value: Any, fragment: int | None) -> bool:
-        """Whether a value is a vector of all parameters that this rank holds, or of a fragment."""
-        shape = (self._layout.num_held,)
-        return isinstance(value, Tensor) and (fragment is not None or value.shape == shape)
 
     def _named(self, held: Tensor) -> dict[str, Tensor]:
         """Views of a vector by the names of the parameters; those of a shard are a ``DTensor``."""
