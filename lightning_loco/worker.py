@@ -238,7 +238,7 @@ class Worker:
         broken = [worker for worker, status in enumerate(statuses) if status.finite == 0]
         if len(broken) == len(statuses):
             raise RuntimeError(_NO_CONSENSUS)
-        if broken and self.group.worker == 0:
+        if broken and self.group.worker == self.group.place == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
                 "exchange; it continues from the start of the round.",

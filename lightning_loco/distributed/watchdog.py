@@ -345,6 +345,8 @@ class Watchdog(BackgroundThread):
 
     def lost(self, silent_s: float) -> list[str]:
         """Return the names of workers that have sent heartbeats, but none for ``silent_s``."""
+        if not self._monitor:
+            self._read_heartbeats()
         return [
             self._names[worker]
             for worker, number, age_s in self._heartbeat_ages()

@@ -237,7 +237,7 @@ class WorkerGroup:
         world.group_count = max(map(int, rendezvous.all_gather(str(world.group_count))))
         try:
             self.control = self._new_column_group("gloo")
-            self.inner = self._new_inner_group("gloo")
+            self.inner = self.new_inner_group("gloo")
         except RuntimeError as error:
             raise WorkerFailure(rendezvous.explain()) from error
         store = store.with_prefix(f"lightning_loco/{rendezvous.attempt}")
@@ -269,7 +269,7 @@ class WorkerGroup:
         started = self.clock.now()
         try:
             self.data = self._new_column_group(backend)
-            if (inner := self._new_inner_group(backend)) is not None:
+            if (inner := self.new_inner_group(backend)) is not None:
                 self.inside[tuple(range(self.replica_size))] = inner
         except RuntimeError as error:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
@@ -296,13 +296,20 @@ class WorkerGroup:
         num_ranks, step = self.num_workers * self.replica_size, self.replica_size
         return self._new_groups([range(place, num_ranks, step) for place in range(step)], backend)
 
-    def _new_inner_group(self, backend: str | None) -> dist.ProcessGroup | None:
-        """Make the groups of all workers, and return that of this one; None for one rank."""
+    def new_inner_group(
+        self, backend: str | None, timeout_s: float | None = None
+    ) -> dist.ProcessGroup | None:
+        """Make the groups of all workers, and return that of this one; None for one rank.
+
+        All ranks must call it, and the caller destroys the group. ``timeout_s`` is its longest
+        wait, by default that of this group.
+        """
         size = self.replica_size
         if size == 1:
             return None
         starts = range(0, self.num_workers * size, size)
-        return self._new_groups([range(start, start + size) for start in starts], backend)
+        groups = [range(start, start + size) for start in starts]
+        return self._new_groups(groups, backend, timeout_s)
 
     @property
     def whole_inside(self) -> dist.ProcessGroup | None:
@@ -337,18 +344,22 @@ class WorkerGroup:
                     self.inside[each] = made
 
     def _new_groups(
-        self, groups: Sequence[Sequence[int]], backend: str | None
+        self,
+        groups: Sequence[Sequence[int]],
+        backend: str | None,
+        timeout_s: float | None = None,
     ) -> dist.ProcessGroup | None:
         """Make groups of ranks, none in two of them, and return the one of this rank, if any."""
-        margin_s = 0.0 if self.wait_blocks_host else _BACKEND_TIMEOUT_MARGIN_S
-        timeout, own = timedelta(seconds=self.timeout_s + margin_s), None
+        wait_blocks_host = backend == "gloo" or self.wait_blocks_host
+        margin_s = 0.0 if wait_blocks_host else _BACKEND_TIMEOUT_MARGIN_S
+        timeout, own = timedelta(seconds=(timeout_s or self.timeout_s) + margin_s), None
 
         def connect(ranks: Sequence[int]) -> dist.ProcessGroup:
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             return made
 
         for ranks in groups:
-            if self.wait_blocks_host:
+            if wait_blocks_host:
                 made = with_timeout(functools.partial(connect, ranks), self.timeout_s + 1)
             else:
                 made = connect(ranks)

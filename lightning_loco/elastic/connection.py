@@ -25,6 +25,7 @@ from lightning_loco.elastic.exchanges import GossipExchange, MemberExchange, Sum
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.membership import Elastic
+from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import NO_STATE, resumed_round
 from lightning_loco.elastic.recovery import (
     apply_saved_rounds,
@@ -42,6 +43,8 @@ from lightning_loco.engine.exchanges.base import Handle
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.membership import DataShard, LoopPosition
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.parameters.ownership import Block
+from lightning_loco.parameters.schema import schema_checksum
 
 _MAY_DIFFER = ("sync_every", "bucket_bytes")
 """Settings that need not be equal on all members."""
@@ -58,9 +61,11 @@ class ElasticConnection:
 
     carries_status = False
 
-    def __init__(self, elastic: Elastic, settings: RoundSettings) -> None:
+    def __init__(self, elastic: Elastic, settings: RoundSettings, group: WorkerGroup) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
-        self.data_shard = DataShard()
+        self.data_shard = DataShard(group.place, group.replica_size)
+        # A rank may wait for the first one while that waits for the lighthouse.
+        self._places = Places(group, group.timeout_s + elastic.timeout_s)
         self.loop: LoopPosition | None = None
         self.last_round: RoundRequest | None = None
         self._elastic = elastic
@@ -113,6 +118,7 @@ class ElasticConnection:
                 sync = self._add_pending_round(request)
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
                     sync.apply(worker.steps)
+                    worker.replica.share()
                 worker.round_index += 1
         except BaseException:
             self.close()
@@ -120,21 +126,28 @@ class ElasticConnection:
 
     def _start_rounds(self, engine: Engine) -> RoundThread:
         """Start the round thread, which connects to the lighthouse in its first round."""
-        elastic, algorithm = self._elastic, engine.settings.algorithm
+        elastic, algorithm, places = self._elastic, engine.settings.algorithm, self._places
         name = f"{elastic.name or socket.gethostname()}-{secrets.token_hex(4)}"
-        lighthouse = Lighthouse(elastic.lighthouse, name)
+        lighthouse = Lighthouse(elastic.lighthouse, places.gather(name)[0])
         group = MemberGroup(elastic.host or address_towards(elastic.lighthouse), elastic.timeout_s)
         exchange: MemberExchange
         exchange = SumExchange(group, engine) if self.is_weighted else GossipExchange(group, engine)
         check_every = elastic.check_every or 0
         run = {
             **_describe(engine),
+            "shards": places.gather(_describe_shards(engine)),
             "check_every": check_every,
             "num_samples": self.data_shard.dataset_sizes,
         }
+        stop = engine.worker.stop
+
+        def own_fingerprint() -> int:
+            return fingerprint({"places": places.gather(fingerprint(outer_state(engine)))})
+
         rounds = RoundThread(
             lighthouse,
-            lambda: engine.worker.stop.requested is not None,
+            places,
+            lambda: stop.requested is not None or stop.is_seen,
             group,
             exchange,
             run,
@@ -142,8 +155,7 @@ class ElasticConnection:
             min_workers=elastic.min_workers,
             timeout_s=elastic.timeout_s,
             consistency=ConsistencyCheck(
-                check_every if algorithm.replicated else 0,
-                lambda: fingerprint(outer_state(engine)),
+                check_every if algorithm.replicated else 0, own_fingerprint
             ),
         )
         rounds.start()
@@ -169,6 +181,7 @@ class ElasticConnection:
         elif self._rounds is not None:
             self._rounds.close()
             self._rounds = None
+        self._places.close(has_failed=not is_idle)
 
     # ----------------------------------------------------------------------- one round
 
@@ -285,6 +298,7 @@ class ElasticConnection:
             keep_position=request.has_drifted,
             missed_steps=missed_steps,
         )
+        self.engine.worker.replica.share()
 
     def _add_pending_round(self, request: RoundRequest) -> FragmentSync:
         """Make pending the round whose state this worker resumed from; it has no weight in it.
@@ -384,4 +398,12 @@ def _describe(engine: Engine) -> dict[str, Any]:
     settings = engine.settings.describe()
     run = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
     run["parameters"] = engine.worker.replica.layout.schema()
+    run["ranks_per_worker"] = engine.worker.group.replica_size
     return cast(dict[str, Any], json.loads(json.dumps(run, default=str)))
+
+
+def _describe_shards(engine: Engine) -> int:
+    """Return a checksum of the parts of the parameters that this rank owns."""
+    replica = engine.worker.replica
+    blocks = [(name, Block.of(p)) for name, p in replica.parameters.items()]
+    return schema_checksum([blocks, [[(s.start, s.stop) for s in f] for f in replica.fragments]])

@@ -7,7 +7,6 @@ own parameters. A flipped bit, or a hook that writes weights on one member only,
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from lightning_loco.elastic.quorum import NO_STATE, Plan
 from lightning_loco.parameters.fingerprint import pieces
-
-log = logging.getLogger(__name__)
 
 
 class ConsistencyCheck:
@@ -42,20 +39,13 @@ class ConsistencyCheck:
         """Return a plan in which members whose state has drifted are joining members.
 
         The donor of that plan has the state of most members; among equally many, that of the first
-        one. A warning names the members that have drifted. ``all_gather`` gathers a row of numbers.
+        one. ``all_gather`` gathers a row of numbers.
         """
         own = 0 if plan.is_joining else self._own_fingerprint()
         gathered = all_gather(torch.tensor([own])).reshape(-1).tolist()
         known = {rank: value for rank, value in enumerate(gathered) if rank not in plan.joining}
         expected = Counter(known.values()).most_common(1)[0][0]
         drifted = tuple(rank for rank, value in known.items() if value != expected)
-        for rank in drifted:
-            log.warning(
-                "Round %d: the outer parameters or the outer state of %s are not those of the "
-                "other members. It receives theirs, and its message does not count.",
-                plan.round_index,
-                plan.names[rank],
-            )
         return plan._replace(
             donor=next(rank for rank, value in known.items() if value == expected),
             joining=tuple(sorted((*plan.joining, *drifted))),

@@ -11,18 +11,18 @@ from lightning_loco.engine.membership import DataShard
 
 
 class MembersSampler(Sampler[int]):
-    """Indices of this member's samples: epoch after epoch, each in its own random order.
+    """Indices of this rank's samples: epoch after epoch, each in its own random order.
 
     One iteration yields ``len(data) // parts`` indices, whatever the number of members, so that it
-    is equally long for all of them; the next iteration continues where it ended. ``N`` members see
+    is equally long for all of them; the next iteration continues where it ended. ``N`` readers see
     all samples once in ``parts / N`` iterations, except for those that are skipped when members
     join or leave: at most as many as all members use in two rounds.
 
     Args:
         data: Any data set with a length.
         shard: This member's part of the stream.
-        parts: Number of iterations by one member that read the data once; usually the least number
-            of members.
+        parts: Number of iterations by one reader that read the data once; usually the least number
+            of members, times their readers.
         shuffle: Whether every epoch has another order.
         seed: Seed of the order; equal on all members.
 

@@ -34,6 +34,8 @@ _ADDRESS = re.compile(rf"(?=.{{1,260}}$){_LABEL}(\.{_LABEL})*\.?:\d{{1,5}}")
 class Elastic:
     """Elastic membership: workers may join and leave during a run; every job is one worker.
 
+    The job may have several ranks (``replica_size``, or a ``LocoModelParallelStrategy``).
+
     A lighthouse (of torchft) tracks which workers are alive and decides before every exchange which
     of them take part. A worker that joins receives the state of the run from another one, or with
     gossip the mean of the others' states, and takes part in the next exchange with weight 0. If a
@@ -46,7 +48,7 @@ class Elastic:
         min_workers: Least number of workers in a round, at least 1; rounds wait for more.
         name: Name of this worker in messages. Default: the name of its host.
         host: Name or address under which the other workers reach this host. Default: the address
-            under which the lighthouse sees it.
+            under which the lighthouse sees it, on each host of a worker of several ranks.
         timeout_s: Longest wait for a round to start, in seconds.
         check_every: Number of rounds after which the members compare their outer parameters and
             outer state, equal on all members; a member that differs from most receives theirs. 0 or
@@ -121,9 +123,12 @@ class Elastic:
             )
         check_schedule(settings)
         if group.num_workers > 1:
+            num_ranks = group.num_workers * group.replica_size
             raise ValueError(
-                "With membership=Elastic(...) every job is one worker, but this one has "
-                f"{group.num_workers} ranks. Start {group.num_workers} jobs with devices=1 instead."
+                "With membership=Elastic(...) every job is one worker, but the ranks of this one "
+                f"are {group.num_workers} workers. Start {group.num_workers} jobs instead, or make "
+                f"all {num_ranks} ranks one worker: replica_size={num_ranks}, or as many in "
+                "LocoModelParallelStrategy."
             )
         if importlib.util.find_spec("torchft") is None:
             raise ValueError(
@@ -132,7 +137,7 @@ class Elastic:
         _set_torchft_log_levels()
         from lightning_loco.elastic.connection import ElasticConnection
 
-        return ElasticConnection(self, settings)
+        return ElasticConnection(self, settings, group)
 
 
 def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:

@@ -35,7 +35,7 @@ class MemberInfo(NamedTuple):
         round_index: The round that it starts; :data:`NO_STATE` if it has no state, and
             :func:`resumed_round` if it joins with the state of a checkpoint.
         open_group: Name of its process group; empty if it has none.
-        store: ``"host:port"`` of the key-value store that it serves.
+        stores: ``"host:port"`` of the key-value stores that its ranks serve, by place.
         data_position: First position in the stream of samples that it cannot have used.
         run_hash: Fingerprint of its settings and the schema of its parameters.
         min_members: Least number of members with which it makes this round.
@@ -48,7 +48,7 @@ class MemberInfo(NamedTuple):
 
     round_index: int
     open_group: str
-    store: str
+    stores: list[str]
     data_position: int
     run_hash: str
     min_members: int
@@ -66,14 +66,19 @@ class MemberInfo(NamedTuple):
         if not isinstance(member.data, dict) or member.data.keys() != set(cls._fields):
             return None
         info = cls(**member.data)
-        kinds = (int, str, str, int, str, int, str, list, list)
+        kinds = (int, str, list, int, str, int, str, list, list)
         if not all(type(value) is kind for value, kind in zip(info, kinds, strict=True)):
             return None
-        if not all(type(name) is str for name in (*info.received, *info.awaited)):
+        if not all(type(text) is str for text in (*info.stores, *info.received, *info.awaited)):
             return None
         numbers = info.round_index, info.data_position, info.min_members
-        in_range = is_address(info.store) and all(abs(number) < 2**53 for number in numbers)
-        return info if in_range else None
+        in_range = all(abs(number) < 2**53 for number in numbers)
+        return info if in_range and info.stores and all(map(is_address, info.stores)) else None
+
+    @property
+    def run(self) -> tuple[str, int]:
+        """What is equal for all workers of a run: the fingerprint and the number of ranks."""
+        return self.run_hash, len(self.stores)
 
 
 class Plan(NamedTuple):
@@ -83,8 +88,8 @@ class Plan(NamedTuple):
         group: Name of the process group.
         names: Names of all members, in the same order on all of them.
         rank: Rank of this worker.
-        stores: ``"host:port"`` of each member's key-value store; the members of a new group
-            rendezvous at that of the donor.
+        stores: ``"host:port"`` of the key-value store that the rank of each member with this
+            rank's place serves; those of a new group rendezvous at that of the donor.
         is_new: Whether the group has to be created.
         donor: Rank of the member that sends the state to those in ``joining``.
         joining: Ranks of the members that need the state; they have no weight in the round.
@@ -140,8 +145,10 @@ class OtherRun(Exception):
         self.store = store
 
 
-def make_plan(quorum: Quorum, own_name: str) -> Plan:
-    """Return what this worker does in a quorum, whose members are in the same order for all.
+def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> Plan:
+    """Return what a worker does in a quorum, whose members are in the same order for all.
+
+    The plans of its ranks differ in the stores only.
 
     The members with the highest round have the state of the run, and the first of them sends it to
     all others, which take part without weight. If members with the highest round made the previous
@@ -165,9 +172,9 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     donor = with_state[0]
     if newest == NO_STATE:
         with_state = [donor]
-    names = tuple(name for name in infos if infos[name].run_hash == infos[donor].run_hash)
+    names = tuple(name for name in infos if infos[name].run == infos[donor].run)
     if own_name not in names:
-        raise OtherRun(donor, infos[donor].store)
+        raise OtherRun(donor, infos[donor].stores[0])
     members = {name: infos[name] for name in names}
     open_groups = {info.open_group for info in members.values()}
     open_group = min(open_groups)
@@ -178,7 +185,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         group=f"{quorum.id}/{len(names)}" if is_new else open_group,
         names=names,
         rank=names.index(own_name),
-        stores=tuple(info.store for info in members.values()),
+        stores=tuple(info.stores[place] for info in members.values()),
         is_new=is_new,
         donor=names.index(donor),
         joining=tuple(rank for rank, name in enumerate(names) if name not in with_state),

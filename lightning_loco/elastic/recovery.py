@@ -131,6 +131,7 @@ def apply_saved_rounds(engine: Engine) -> None:
         for handle in sync.drop_pending():
             handle.release()
         sync.apply_saved(pending, engine.worker.steps)
+    engine.worker.replica.share()
 
 
 def resume_from_state(
@@ -194,6 +195,7 @@ def adopt_state(engine: Engine, state: RunState) -> None:
             {"state": values, "received": state.tensors.get(name)},
             {"pending": state.values.get(name), "residual": residual, "sent_params": params},
         )
+    replica.reshard()
     replica.layout.write(params)
     replica.buffers.write(state.tensors[_BUFFERS])
     engine.buffers_at_start = replica.buffers.new_flat()

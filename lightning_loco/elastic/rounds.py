@@ -2,7 +2,8 @@
 
 A round asks the lighthouse for a quorum, opens the group of its members and exchanges messages and
 statuses; if a member is lost, it starts over with the remaining ones. A worker that has no state,
-or an outdated one, receives the state of the run as well.
+or an outdated one, receives the state of the run as well. In a worker of several ranks each has
+such a thread and such a group, and they make every step together.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, run_in_thread
+from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
 from lightning_loco.elastic.exchanges import MemberExchange
 from lightning_loco.elastic.group import UNRESPONSIVE_S, MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
+from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import (
     NO_STATE,
     Commit,
@@ -50,6 +53,7 @@ STOP_WAIT_S = 10.0
 """How long a worker that was asked to stop waits for the others to start its round."""
 
 _CHECK_STOP_S, _RETRY_S, _PARTING_S = 0.2, 0.2, 2.0
+_CHECK_ALIVE_S = 5.0
 
 _ALONE = (
     " This worker is alone now and continues from its own state. If the lighthouse received no "
@@ -139,7 +143,8 @@ class RoundThread(BackgroundThread):
     """Runs the requested rounds in order.
 
     Args:
-        lighthouse: Decides which workers take part.
+        lighthouse: Decides which workers take part; the first rank of a worker asks it.
+        places: The ranks of this worker.
         is_stopping: Returns whether this worker was asked to stop: it then waits for no further
             members.
         group: The process group.
@@ -159,6 +164,7 @@ class RoundThread(BackgroundThread):
     def __init__(
         self,
         lighthouse: Lighthouse,
+        places: Places,
         is_stopping: Callable[[], bool],
         group: MemberGroup,
         exchange: MemberExchange,
@@ -171,6 +177,7 @@ class RoundThread(BackgroundThread):
     ) -> None:
         super().__init__("loco-rounds")
         self._lighthouse = lighthouse
+        self._places = places
         self._requester = QuorumRequester(lighthouse, group.live_members, is_stopping, timeout_s)
         self._group = group
         self._exchange = exchange
@@ -231,11 +238,29 @@ class RoundThread(BackgroundThread):
 
     def run(self) -> None:
         """Run rounds until :meth:`close`."""
-        while (request := self._requests.get()) is not None:
+        while (request := self._next_request()) is not None:
             try:
                 self._run_round(request)
             except BaseException as error:  # the training thread raises it
                 request.set_done(error)
+
+    def _next_request(self) -> RoundRequest | None:
+        """Wait for a request; leave the run meanwhile if another rank of this worker is lost.
+
+        The ranks that are left may be blocked in a collective, and cannot make a round any more.
+        """
+        is_watching = self._places.size > 1 and self._places.is_first
+        while True:
+            try:
+                return self._requests.get(timeout=_CHECK_ALIVE_S if is_watching else None)
+            except queue.Empty:
+                pass
+            try:
+                self._places.check_alive()
+            except WorkerFailure as failure:
+                log.error("%s", failure)
+                self._lighthouse.close()
+                is_watching = False
 
     def _run_round(self, request: RoundRequest) -> None:
         """Run a round, again if a member is lost, until it succeeds or the timeout has passed."""
@@ -253,27 +278,50 @@ class RoundThread(BackgroundThread):
             copy = functools.partial(self._copy_state, request, plan)
             copying = run_in_thread(copy) if plan.joining else None  # while the group is created
             try:
-                self._group.open(plan)
                 self._attempt(request, plan, copying)
+            except WorkerFailure:
+                raise
             except RuntimeError as error:
                 self._group.abort()
                 if time.monotonic() - started > self._timeout_s:
                     raise
                 text = str(error).partition("\n")[0]
                 what = "is repeated" if request.commit is None else "may count already"
-                log.warning(
-                    "Round %d %s, since a member was lost: %s", plan.round_index, what, text
-                )
+                self._warn("Round %d %s, since a member was lost: %s", plan.round_index, what, text)
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._places.is_first:
+            log.warning(message, *values)
 
     def _wait_for_members(self, request: RoundRequest, started: float) -> Plan:
         """Ask for quorums until there are enough members; return the plan."""
         while True:
+            quorum = self._request_quorum(request, started)
+            try:
+                plan = make_plan(quorum, self._lighthouse.name, self._places.place)
+            except OtherRun as other:
+                describe = functools.partial(self._describe_difference, other)
+                raise ValueError(self._places.ask_first(describe)) from None
+            self._warn_malformed(plan)
+            is_complete = len(plan.names) >= plan.min_members and not plan.missing
+            if is_complete and (not plan.committed or plan.rank in plan.committed):
+                return plan
+            if not is_complete and self._places.is_first:
+                self._requester.warn_incomplete(request, plan)
+            time.sleep(_RETRY_S)
+
+    def _request_quorum(self, request: RoundRequest, started: float) -> Quorum:
+        """Ask for a quorum, for all ranks of this worker; RuntimeError if it is not complete."""
+        own = self._group.name, self._group.address, self._data_shard.first_unused
+        groups, stores, positions = zip(*self._places.gather(own), strict=True)
+
+        def ask() -> Quorum:
             is_last = self.is_leaving or self._requester.is_stopping()
             info = MemberInfo(
                 request.round_index,
-                self._group.name,
-                self._group.address,
-                self._data_shard.first_unused,
+                groups[0] if len(set(groups)) == 1 else "",
+                list(stores),
+                max(positions),
                 self._run_hash,
                 min_members=1 if is_last else self._min_workers - self._group.num_finished,
                 last_group=self.last_group,
@@ -290,17 +338,10 @@ class RoundThread(BackgroundThread):
                     f"not start round {request.round_index}, for {self._timeout_s:g} s. The page "
                     "of the lighthouse (open its address in a browser) shows which are alive."
                 )
-            try:
-                plan = make_plan(quorum, self._lighthouse.name)
-            except OtherRun as other:
-                raise ValueError(self._describe_difference(other)) from None
-            self._warn_malformed(plan)
-            is_complete = len(plan.names) >= plan.min_members and not plan.missing
-            if is_complete and (not plan.committed or plan.rank in plan.committed):
-                return plan
-            if not is_complete:
-                self._requester.warn_incomplete(request, plan)
-            time.sleep(_RETRY_S)
+            return quorum
+
+        number, members = self._places.ask_first(ask)
+        return Quorum(number, [Member(*member) for member in members])
 
     def _describe_difference(self, other: OtherRun) -> str:
         theirs = self._group.read_run(other.store, other.member)
@@ -312,7 +353,7 @@ class RoundThread(BackgroundThread):
     def _warn_malformed(self, plan: Plan) -> None:
         """Warn once about each worker whose request could not be read."""
         for name in set(plan.malformed) - self._malformed:
-            log.warning(
+            self._warn(
                 "Ignored %.100r: it has asked the lighthouse to take part, but its request is "
                 "malformed, or of another version of lightning_loco. The round continues without "
                 "it.",
@@ -328,7 +369,7 @@ class RoundThread(BackgroundThread):
         before, self._num_finished = self._num_finished, self._group.num_finished
         if len(lost) <= self._num_finished - before:
             return
-        log.warning(
+        self._warn(
             "Round %d goes on without %s: ended, or no heartbeats at the lighthouse.%s",
             plan.round_index,
             ", ".join(sorted(lost)),
@@ -342,23 +383,42 @@ class RoundThread(BackgroundThread):
         request.message_ready.wait()
         return self._exchange.copy_state(request.position, request.message, plan)
 
+    def _compare_states(self, plan: Plan) -> Plan:
+        """Return a plan in which members whose state has drifted receive that of the others."""
+        plan = self._consistency.compare(plan, self._group.all_gather)
+        for rank in plan.drifted:
+            self._warn(
+                "Round %d: the outer parameters or the outer state of %s are not those of the "
+                "other members. It receives theirs, and its message does not count.",
+                plan.round_index,
+                plan.names[rank],
+            )
+        return plan
+
     def _attempt(
         self, request: RoundRequest, plan: Plan, copying: Future[RunState | None] | None
     ) -> None:
         """Exchange once; afterwards send the state, while the training thread continues."""
+        together = self._places.together
+        together(lambda: self._group.open(plan))
         if self._consistency.is_due(plan):
             request.message_ready.wait()
-            plan = self._consistency.compare(plan, self._group.all_gather)
+            plan = together(functools.partial(self._compare_states, plan))
         if copying is None or plan.drifted:
             state = self._copy_state(request, plan)
         else:
             state = copying.result()
         received, statuses = None, None
         if plan.round_index != NO_STATE:
-            received, statuses = self._exchange_messages(request, plan)
-            self._group.confirm()
+            commit = together(lambda: self._exchange_messages(request, plan))
+            if request.round_index == plan.round_index:
+                request.commit = commit
+            received, statuses = commit.received, commit.statuses
+            together(self._group.confirm)
         if plan.is_joining:
-            request.state, received_with_state = self._exchange.receive_state(plan)
+            request.state, received_with_state = together(
+                lambda: self._exchange.receive_state(plan)
+            )
             received = received if received_with_state is None else received_with_state
         elif received is not None:
             received = self._settle(request, received)
@@ -366,7 +426,7 @@ class RoundThread(BackgroundThread):
         if state is not None:
             self._exchange.send_state(state, plan)
 
-    def _exchange_messages(self, request: RoundRequest, plan: Plan) -> tuple[Tensor | None, Tensor]:
+    def _exchange_messages(self, request: RoundRequest, plan: Plan) -> Commit:
         """Return the result of the exchange, and the statuses of all members."""
         status = request.status._replace(round_index=plan.round_index)
         if plan.is_joining:
@@ -382,10 +442,7 @@ class RoundThread(BackgroundThread):
         exchanged = self._exchange.exchange(message, plan)
         request.residual = exchanged.residual
         request.bytes_sent, request.bytes_saved = exchanged.bytes_sent, exchanged.bytes_saved
-        commit = Commit(plan, exchanged.received, wait_for_statuses())
-        if request.round_index == plan.round_index:
-            request.commit = commit
-        return commit.received, commit.statuses
+        return Commit(plan, exchanged.received, wait_for_statuses())
 
     def _finish_committed(self, request: RoundRequest, commit: Commit) -> None:
         """Finish with the result of an exchange that counts although it failed for this worker.
@@ -395,9 +452,7 @@ class RoundThread(BackgroundThread):
         plan, received = commit.plan, commit.received
         if plan.is_joining or received is None:
             return
-        log.warning(
-            "Round %d counts: all members that are left have received it.", plan.round_index
-        )
+        self._warn("Round %d counts: all members that are left have received it.", plan.round_index)
         self._finish(request, plan, self._settle(request, received), commit.statuses)
 
     def _settle(self, request: RoundRequest, received: Tensor) -> Tensor:

@@ -91,22 +91,33 @@ class LoopPosition(Protocol):
 
 
 class DataShard:
-    """This member's positions in the stream of samples that all members share.
+    """The positions of this rank in the stream of samples that all members share.
 
-    Member i of N uses the positions ``base + k N + i``. When the members change, all continue at a
-    new base, beyond every position that any of them may have used, so that no two members ever use
-    the same position.
+    Reader i of N, of all members, uses the positions ``base + k N + i``. When the members change,
+    all continue at a new base, beyond every position that any of them may have used, so that no two
+    readers ever use the same position.
+
+    Args:
+        reader: Number of this rank among the readers of its member. Ranks that read the same data
+            are one reader.
+        num_readers: Number of readers of each member.
 
     Attributes:
         dataset_sizes: Number of samples of each data set that is read this way; equal on all
             members.
+        num_readers: Number of readers of each member.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reader: int = 0, num_readers: int = 1) -> None:
         self._lock = threading.Lock()
         self.dataset_sizes: list[int] = []
-        self._base, self._rank, self._num_members = 0, 0, 1
+        self._base, self._member, self._num_members = 0, 0, 1
         self._used = self._used_before_round = self._most_per_round = 0
+        self.set_reader(reader, num_readers)
+
+    def set_reader(self, reader: int, num_readers: int) -> None:
+        """Set the number of this rank among the readers of its member, and how many they are."""
+        self._reader, self.num_readers = reader, num_readers
 
     def add_dataset(self, size: int) -> None:
         """Register a data set of ``size`` samples, which the stream repeats in every epoch."""
@@ -114,11 +125,11 @@ class DataShard:
             self.dataset_sizes.append(size)
 
     def next_position(self) -> int:
-        """Return the next position of this member."""
+        """Return the next position of this rank."""
         with self._lock:
-            position = self._base + self._used * self._num_members + self._rank
+            row = self._used * self._num_members + self._member
             self._used += 1
-            return position
+            return self._base + row * self.num_readers + self._reader
 
     def start_round(self) -> None:
         """Record how many positions the last round used, to estimate those of the next one."""
@@ -129,16 +140,17 @@ class DataShard:
 
     @property
     def first_unused(self) -> int:
-        """The first position that no member uses before the next round."""
+        """The first position that no reader uses before the next round."""
         with self._lock:
-            return self._base + self._num_members * (self._used + self._most_per_round + 1)
+            rows = self._num_members * (self._used + self._most_per_round + 1)
+            return self._base + rows * self.num_readers
 
     def start_at(self, position: int) -> None:
         """Continue at a position, when a run is resumed."""
         self.reassign(position, 0, 1)
 
-    def reassign(self, base: int, rank: int, num_members: int) -> None:
-        """Continue at a new base, as member ``rank`` of ``num_members``."""
+    def reassign(self, base: int, member: int, num_members: int) -> None:
+        """Continue at a new base, as a reader of this ``member`` of ``num_members``."""
         with self._lock:
-            self._base, self._rank, self._num_members = base, rank, num_members
+            self._base, self._member, self._num_members = base, member, num_members
             self._used = self._used_before_round = 0

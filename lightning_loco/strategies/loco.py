@@ -63,9 +63,10 @@ class RoundStrategy(EngineStrategy):
         connection, membership = self.member_connection, self.settings.membership
         if connection is None or membership is None or not self._trainer.training:
             return super().process_dataloader(dataloader)
-        return shard_dataloader(
-            dataloader, connection.data_shard, membership.min_workers, self._join
-        )
+        reader = self.distributed_sampler_kwargs
+        connection.data_shard.set_reader(reader["rank"], reader["num_replicas"])
+        parts = membership.min_workers * connection.data_shard.num_readers
+        return shard_dataloader(dataloader, connection.data_shard, parts, self._join)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise if another worker has failed; StopIteration if the run to join is over."""
@@ -152,7 +153,8 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
             ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or
             ``ErrorFeedback(Sparse(k=32))`` or ``Compensated(Sparse())``. Default: uncompressed.
         membership: Source of the members, if workers join and leave: ``Elastic("host:port")``.
-            Every job is then one worker. Default: all ranks, during the whole run.
+            Every job is then one worker, of ``replica_size`` ranks. Default: all ranks, during the
+            whole run.
         link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
             ``Link``, a list with one for each worker, or the path of a file that names workers or
             pairs. Default: no emulation.
@@ -194,11 +196,6 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set the arguments of every strategy whose rounds start by local steps."""
-        if membership is not None and common.get("replica_size", 1) != 1:
-            raise ValueError(
-                "With a membership every job is one worker of one rank, got replica_size="
-                f"{common['replica_size']!r}. Leave out one of them."
-            )
         settings = RoundSettings(
             algorithm,
             schedule,

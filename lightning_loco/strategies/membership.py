@@ -40,10 +40,10 @@ class JoiningLoader:
 def shard_dataloader(
     dataloader: object, shard: DataShard, parts: int, join: Callable[[], None]
 ) -> object:
-    """Return a data loader that reads this member's part of the training data.
+    """Return a data loader that reads this rank's part of the training data.
 
     One without Lightning's distributed sampler is returned unchanged, with a warning. ``parts``
-    epochs by one member read the data once; ``join`` does nothing if this job has joined already.
+    epochs by one reader read the data once; ``join`` does nothing if this job has joined already.
     """
     if isinstance(dataloader, DataLoader):
         default = lightning_compat.sampler_of(dataloader)

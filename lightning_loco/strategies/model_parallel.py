@@ -234,11 +234,6 @@ def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> N
             "The method has a replica_size, but the ranks of a worker are data_parallel_size times "
             "tensor_parallel_size. Leave replica_size out."
         )
-    if method.settings.membership is not None:
-        raise ValueError(
-            "Elastic members are workers of one rank. Leave membership out, or use the method "
-            "without LocoModelParallelStrategy."
-        )
     if method.checkpoint_folder != "shared":
         raise ValueError(
             "checkpoint_folder='private' is not supported with shards, whose ranks write into one "

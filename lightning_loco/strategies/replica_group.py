@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
@@ -13,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_loco.distributed import notes
-from lightning_loco.distributed.store import with_timeout
 from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
@@ -50,24 +47,9 @@ class ReplicaGroup:
         size = group.replica_size
         self._ranks = range(group.worker * size, (group.worker + 1) * size)
         with ExplainErrors(group, "the set-up of the groups"):
-            self._control = self._new_group()
-
-    def _new_group(self) -> dist.ProcessGroup:
-        """Make a gloo group of each worker's ranks, for sync points alone.
-
-        One that other collectives use would mix these up with a sync point of other ranks.
-        """
-        size, timeout_s = self._group.replica_size, self._group.timeout_s
-        made = []
-        for first in range(0, self._group.num_workers * size, size):
-            connect = functools.partial(
-                dist.new_group,
-                list(range(first, first + size)),
-                timeout=timedelta(seconds=timeout_s),
-                backend="gloo",
-            )
-            made.append(with_timeout(connect, timeout_s + 1))
-        return made[self._group.worker]
+            # For sync points alone: a group that other collectives use would mix these up with a
+            # sync point of other ranks.
+            self._control: dist.ProcessGroup | None = group.new_inner_group("gloo")
 
     def wrap(self, strategy: DDPStrategy, model: nn.Module) -> nn.Module:
         """Return the model in DDP over these ranks, with the arguments that the strategy has.
@@ -88,6 +70,7 @@ class ReplicaGroup:
         own = f"{purpose} after {steps} local steps"
         names = [self._names[rank] for rank in self._ranks]
         self._group.announce_wait(purpose)
+        assert self._control is not None
         with self.errors_named(own):
             found = notes.all_gather(notes.write(own), self._control, names)
         places = [str(notes.read(one, name)) for one, name in zip(found, names, strict=True)]
@@ -140,8 +123,8 @@ class ReplicaGroup:
         """Destroy the groups, once the model is no longer wrapped."""
         if isinstance(strategy, DDPStrategy):
             lightning_compat.average_gradients_in(strategy, None)
-        groups = [self._control]
-        del self._control
+        assert self._control is not None
+        groups, self._control = [self._control], None
         if has_failed:
             abort_groups(groups)
         else:

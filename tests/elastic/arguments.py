@@ -12,7 +12,9 @@ def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
     """A parser of the arguments for :func:`elastic_of`, and of the log file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
-    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--index", type=int, required=True, help="of this process")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a worker")
+    parser.add_argument("--port", type=int, help="at which they connect")
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--compression")
@@ -28,7 +30,7 @@ def elastic_of(args: argparse.Namespace) -> Elastic:
     return Elastic(
         args.lighthouse,
         min_workers=args.min_workers,
-        name=f"w{args.index}",
+        name=f"w{args.index // args.ranks}",
         host=args.host,
         timeout_s=args.timeout_s,
         check_every=args.check_every,

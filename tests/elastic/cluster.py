@@ -92,6 +92,7 @@ class Cluster:
         folder: Folder of the workers' logs.
         settings: Arguments of every worker.
         program: Main function of every worker.
+        ranks: Number of processes of a worker; process ``index`` is of worker ``index // ranks``.
     """
 
     def __init__(
@@ -100,18 +101,26 @@ class Cluster:
         folder: Path,
         settings: list[str],
         program: Callable[[list[str]], None],
+        ranks: int = 1,
     ) -> None:
         self.lighthouse = lighthouse
+        self.ranks = ranks
         self.processes: dict[int, ForkServerProcess] = {}
         self._folder = folder
         self._settings = settings
         self._program = program
 
-    def start(self, index: int, *settings: str) -> None:
-        """Start a worker; it appends to the log of an earlier one with this index."""
+    def start(self, worker: int, *settings: str) -> None:
+        """Start a worker; it appends to the log of an earlier one with this number."""
+        port = free_ports()[0] if self.ranks > 1 else 0
+        for place in range(self.ranks):
+            self._start(worker * self.ranks + place, [*settings, f"--port={port}"])
+
+    def _start(self, index: int, settings: list[str]) -> None:
         arguments = [
             f"--lighthouse={self.lighthouse.address}",
             f"--index={index}",
+            f"--ranks={self.ranks}",
             f"--log={self._folder / f'{index}.jsonl'}",
             *self._settings,
             *settings,
@@ -205,15 +214,18 @@ class Cluster:
         return len(rounds)
 
     def check_states(self) -> set[int]:
-        """Check that states were equal at the start and end of each round; return the rounds."""
-        states: dict[tuple[int, int], dict[int, int]] = {}
+        """Check that states were equal at the start and end of each round; return the rounds.
+
+        Ranks are compared with those of equal place in the other workers.
+        """
+        states: dict[tuple[int, int, int], dict[int, int]] = {}
         for index in self.processes:
             for line in self.lines(index):
                 at = line["round"], line.get("pending", 0)
-                states.setdefault(at, {})[index] = line["checksum"]
+                states.setdefault((*at, index % self.ranks), {})[index] = line["checksum"]
         for at, found in states.items():
             assert len(set(found.values())) == 1, (at, found)
-        return {round_index for round_index, _ in states}
+        return {round_index for round_index, *_ in states}
 
     def close(self) -> None:
         """Kill the remaining processes."""
@@ -238,10 +250,12 @@ def cluster(
     min_workers: int = 2,
     lighthouse_min: int | None = None,
     program: Callable[[list[str]], None] = worker.main,
+    ranks: int = 1,
 ) -> Iterator[Cluster]:
     """A lighthouse and workers to start; ``lighthouse_min`` is the lighthouse's own minimum."""
     lighthouse = Lighthouse(lighthouse_min or min_workers)
-    workers = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
+    settings = (*settings, f"--min-workers={min_workers}")
+    workers = Cluster(lighthouse, folder, [*settings], program, ranks)
     try:
         yield workers
     finally:

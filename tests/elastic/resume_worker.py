@@ -1,4 +1,4 @@
-"""One elastic worker in its own process that saves often, and may resume."""
+"""One rank of an elastic worker in its own process that saves often, and may resume."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    LocoModelParallelStrategy,
+    LocoStrategy,
+)
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.elastic.trainer_worker import Model, Numbered, RoundLog
+from tests.elastic.trainer_worker import (
+    Model,
+    Numbered,
+    RoundLog,
+    ShardedModel,
+    set_environment_of_rank,
+)
 from tests.elastic.worker import checksum
 from tests.faults.failing import die, failing_at
 from tests.small_model import quiet_trainer
@@ -40,7 +51,8 @@ class SaveOften(Callback):
                 "steps": trainer.global_step,
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
             }
-            (self._folder / "start.json").write_text(json.dumps(start))
+            if trainer.is_global_zero:
+                (self._folder / "start.json").write_text(json.dumps(start))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step % 3 == 0:
@@ -52,6 +64,7 @@ def main(arguments: list[str]) -> None:
     parser = make_parser(timeout_s=60)
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--resume")
+    parser.add_argument("--shard", action="store_true", help="over the ranks of the worker")
     parser.add_argument("--fail-at", help="a fault point")
     parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
     args = parser.parse_args(arguments)
@@ -59,19 +72,28 @@ def main(arguments: list[str]) -> None:
     logging.captureWarnings(False)
     warnings.simplefilter("always")
     torch.manual_seed(args.index)
-    folder = args.log.parent / str(args.index)
+    folder = args.log.parent / str(args.index // args.ranks)
     folder.mkdir(parents=True, exist_ok=True)
+    strategy: LocoStrategy | LocoModelParallelStrategy
     if args.overlap:
         strategy = AsyncDiLoCoStrategy(
             sync_every=SYNC_EVERY,
             outer_momentum=0.3,
             fragments=None,
             membership=elastic_of(args),
+            replica_size=args.ranks,
         )
+    elif args.shard:
+        method = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(args))
+        strategy = LocoModelParallelStrategy(method, data_parallel_size=args.ranks)
     else:
-        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(args))
+        strategy = DiLoCoStrategy(
+            sync_every=SYNC_EVERY, membership=elastic_of(args), replica_size=args.ranks
+        )
+    set_environment_of_rank(args)
     trainer: Trainer = quiet_trainer(
         strategy=strategy,
+        devices=args.ranks,
         max_steps=args.max_steps,
         callbacks=[RoundLog(args.log, 0.03), SaveOften(folder)],
         default_root_dir=folder,
@@ -82,4 +104,4 @@ def main(arguments: list[str]) -> None:
 
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
     with failing_at(args.fail_at, is_time, die) if args.fail_at else nullcontext():
-        trainer.fit(Model(), loader, ckpt_path=args.resume)
+        trainer.fit(ShardedModel() if args.shard else Model(), loader, ckpt_path=args.resume)

@@ -58,7 +58,7 @@ def running(folder: Path, name: str, command: str, *more: str, **environ: str) -
 @pytest.mark.process
 @pytest.mark.soak
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
-    lighthouse, train = commands()
+    lighthouse, train, *_ = commands()
     (port,) = free_ports()
     here = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{port}"}
     bind = (f"--bind=127.0.0.1:{port}", "--heartbeat-timeout=1")

@@ -16,7 +16,7 @@ IN_ROUND = 3
 def info(
     round_index: int, last_group: str = "before/4", received: tuple[str, ...] = ()
 ) -> MemberInfo:
-    return MemberInfo(round_index, "", "host:1", 0, "ours", 1, last_group, list(received), [])
+    return MemberInfo(round_index, "", ["host:1"], 0, "ours", 1, last_group, list(received), [])
 
 
 NOTHING, RECEIVED, APPLIED = (

@@ -22,7 +22,7 @@ def test_a_worker_with_an_invalid_address_is_named_and_ignored(
 ) -> None:
     server = cluster.Lighthouse(2)
     address = server.address
-    request = {**info(7), "store": "somewhere"}
+    request = {**info(7), "stores": ["somewhere"]}
     try:
         other = Lighthouse(address, "mallory")
         requesting = run_in_thread(lambda: other.quorum(lambda: request, TIMEOUT_S))

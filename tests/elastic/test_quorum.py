@@ -31,7 +31,7 @@ def info(
     return {
         "round_index": round_index,
         "open_group": group,
-        "store": f"host:{max(1, round_index + 2)}",
+        "stores": [f"host:{max(1, round_index + 2)}"],
         "data_position": data,
         "run_hash": run,
         "min_members": enough,
@@ -138,6 +138,22 @@ def test_a_worker_with_other_settings_is_refused_and_the_others_continue() -> No
     assert (refused.value.member, refused.value.store) == ("a", "host:7")
 
 
+def test_each_rank_of_a_worker_connects_to_those_of_its_place() -> None:
+    stores = {"a": ["host:1", "host:2"], "b": ["host:3", "host:4"]}
+    members = [Member(name, {**info(5), "stores": found}) for name, found in stores.items()]
+    first, second = (make_plan(Quorum("7.5", members), "a", place) for place in range(2))
+    assert first.stores == ("host:1", "host:3")
+    assert second == first._replace(stores=("host:2", "host:4"))
+
+
+def test_a_worker_of_another_number_of_ranks_is_refused() -> None:
+    other = {**info(NO_STATE), "stores": ["host:8", "host:9"]}
+    quorum = Quorum("7.5", [Member("a", info(5)), Member("b", other)])
+    assert make_plan(quorum, "a").names == ("a",)
+    with pytest.raises(OtherRun):
+        make_plan(quorum, "b")
+
+
 def test_the_first_difference_is_named() -> None:
     own, other = {"algorithm": "DiLoCo", "outer_lr": 0.5}, {"algorithm": "DiLoCo", "outer_lr": 0.7}
     text = describe_difference(own, other, "a")
@@ -152,12 +168,14 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
         {**info(1), "x": 1},
         {**info(1), "received": [1]},
         {**info(1), "awaited": [1]},
-        {**info(1), "store": "somewhere"},
-        {**info(1), "store": "host:-1"},
-        {**info(1), "store": "host:65536"},
-        {**info(1), "store": f"{'x' * 64}.org:1"},
-        {**info(1), "store": "a..b:1"},
-        {**info(1), "store": "ho\0st:1"},
+        {**info(1), "stores": ["somewhere"]},
+        {**info(1), "stores": ["host:-1"]},
+        {**info(1), "stores": ["host:65536"]},
+        {**info(1), "stores": [f"{'x' * 64}.org:1"]},
+        {**info(1), "stores": ["a..b:1"]},
+        {**info(1), "stores": ["ho\0st:1"]},
+        {**info(1), "stores": ["host:1", 2]},
+        {**info(1), "stores": []},
         {**info(1), "round_index": 10**400},
         {**info(1), "data_position": 2**64},
     ):
@@ -173,7 +191,7 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
 def test_addresses_of_all_kinds_are_accepted(subtests: pytest.Subtests) -> None:
     for store in ("10.0.0.1:80", "a-b.c_d.org:65535", "fe80::1%eth0:1", "[::1]:29510", "h.:1"):
         with subtests.test(store=store):
-            assert MemberInfo.parse(Member("a", {**info(1), "store": store})) is not None
+            assert MemberInfo.parse(Member("a", {**info(1), "stores": [store]})) is not None
 
 
 def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:

@@ -17,7 +17,7 @@ from tests.programs import free_ports
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 
-INFO = MemberInfo(3, "", "127.0.0.1:1", 0, "run", 2, "", [], [])
+INFO = MemberInfo(3, "", ["127.0.0.1:1"], 0, "run", 2, "", [], [])
 WAIT_S = 2.0
 
 

@@ -141,9 +141,10 @@ def engine_of_two(rank: int, world: int) -> str:
     return ""
 
 
-def test_jobs_of_several_ranks_are_refused(pool: Pool) -> None:
+def test_jobs_of_several_workers_are_refused(pool: Pool) -> None:
     for message in pool.run(engine_of_two, world=2):
-        assert "every job is one worker, but this one has 2 ranks" in message
+        assert "every job is one worker, but the ranks of this one are 2 workers" in message
+        assert "make all 2 ranks one worker: replica_size=2" in message
 
 
 def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> RoundSettings:

@@ -18,14 +18,17 @@ SCRIPT = ROOT / "examples" / "slurm" / "elastic_array.sbatch"
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_one_is_preempted_and_returns(tmp_path: Path, cluster: dict[str, str]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_is_preempted_and_returns(tmp_path: Path, cluster: dict[str, str], ranks: int) -> None:
     lighthouse = Lighthouse(1)
     batch = ["bash", str(SCRIPT)]
-    job = remote_job(cluster, tasks=1)
+    job = remote_job(cluster, tasks=ranks)
     del job["MASTER_PORT"]  # Lightning's depends on the job
     environ = {
         "TORCHFT_LIGHTHOUSE": lighthouse.address,
-        "CHANGES": f"{TINY} trainer.max_steps=1200 trainer.log_every_n_steps=10",
+        # The one that remains waits, however long the other one takes to start again.
+        "CHANGES": f"{TINY} trainer.max_steps=200 trainer.log_every_n_steps=10 "
+        "membership.min_workers=2",
     }
     first, second = ({**job, **environ, "SLURM_JOB_ID": number} for number in ("101", "102"))
     remaining = Program(batch, tmp_path, **second)

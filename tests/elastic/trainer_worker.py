@@ -1,9 +1,11 @@
-"""One elastic worker in its own process: a fit with a learning rate schedule."""
+"""One rank of an elastic worker in its own process: a fit with a learning rate schedule."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import (
@@ -20,13 +23,15 @@ from lightning_loco import (
     CommunicationMonitor,
     DiLoCoStrategy,
     GASLoCStrategy,
+    LocoModelParallelStrategy,
     LocoStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_loco.parameters.flat import local_tensor
 from lightning_loco.strategies import lightning_compat
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
-from tests.small_model import TinyModule, flat, quiet_trainer
+from tests.small_model import TinyModule, quiet_trainer
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
@@ -53,6 +58,13 @@ class Model(TinyModule):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=1000)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class ShardedModel(Model):
+    """The same, sharded by FSDP2."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
 class RoundLog(Callback):
@@ -120,6 +132,25 @@ class OverwriteWeights(Callback):
                     parameter.zero_()
 
 
+def set_environment_of_rank(args: argparse.Namespace) -> None:
+    """Set what torchrun sets for a rank of a worker of several."""
+    if args.ranks == 1:
+        return
+    rank = str(args.index % args.ranks)
+    os.environ.update(
+        {
+            "TORCHELASTIC_RUN_ID": "none",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(args.port),
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(args.ranks),
+            "LOCAL_WORLD_SIZE": str(args.ranks),
+        }
+    )
+
+
 def main(arguments: list[str]) -> None:
     """Fit."""
     parser = make_parser()
@@ -133,6 +164,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
+    parser.add_argument("--shard", action="store_true", help="over the ranks of the worker")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
@@ -145,9 +177,16 @@ def main(arguments: list[str]) -> None:
         kind = GASLoCStrategy
     if args.stream:
         kind = functools.partial(StreamingDiLoCoStrategy, fragments=2, delay=1)
-    strategy = kind(sync_every=4, membership=elastic_of(args))
+    strategy: LocoStrategy | LocoModelParallelStrategy
+    if args.shard:
+        method = kind(sync_every=4, membership=elastic_of(args))
+        strategy = LocoModelParallelStrategy(method, data_parallel_size=args.ranks)
+    else:
+        strategy = kind(sync_every=4, membership=elastic_of(args), replica_size=args.ranks)
+    set_environment_of_rank(args)
     trainer: Trainer = quiet_trainer(
         strategy=strategy,
+        devices=args.ranks,
         max_steps=args.max_steps,
         limit_train_batches=args.epoch_steps,
         callbacks=[
@@ -162,7 +201,8 @@ def main(arguments: list[str]) -> None:
     loader = DataLoader(
         Numbered(args.samples), batch_size=2, shuffle=True, num_workers=args.num_loaders
     )
-    model = Model()
+    model = ShardedModel() if args.shard else Model()
     trainer.fit(model, loader, ckpt_path=args.resume)
-    end = {"model": flat(model).tolist(), "rounds": strategy.statistics.rounds}
+    held = torch.cat([local_tensor(p).detach().flatten() for p in model.parameters()])
+    end = {"model": held.tolist(), "rounds": strategy.statistics.rounds}
     args.log.with_suffix(".end").write_text(json.dumps(end))

@@ -1,4 +1,4 @@
-"""One elastic worker in its own process: a plain loop that logs every round.
+"""One rank of an elastic worker in its own process: a plain loop that logs every round.
 
 Each line of the log holds round, local steps, members, and a checksum of the outer state.
 """
@@ -12,6 +12,7 @@ import zlib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_loco.algorithms import (
@@ -24,6 +25,7 @@ from lightning_loco.algorithms import (
     NeighborAverage,
     NoLoCo,
 )
+from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
 from lightning_loco.engine.membership import Membership
 from lightning_loco.schedules import Staggered
@@ -97,11 +99,12 @@ def streaming_settings(
 def make_engine(args: argparse.Namespace) -> Engine:
     """The engine of a worker."""
     if args.fragments:
-        layers = Layers(args.numel)
+        layers = Layers(args.numel).to(getattr(torch, args.dtype))
         for p in layers.parameters():
             p.data.normal_()
         layers.register_buffer("mark", torch.zeros(1))
-        return Engine.from_settings(layers, streaming_settings(args, elastic_of(args)))
+        settings = streaming_settings(args, elastic_of(args))
+        return Engine.from_settings(layers, settings, group_of(args))
     model = nn.Linear(args.numel, 1, bias=False, dtype=getattr(torch, args.dtype))
     model.register_buffer("mark", torch.zeros(1))
     return StepEngine(
@@ -113,7 +116,17 @@ def make_engine(args: argparse.Namespace) -> Engine:
         topology=TOPOLOGIES.get(args.algorithm),
         compression=args.compression,
         membership=elastic_of(args),
+        group=group_of(args),
     )
+
+
+def group_of(args: argparse.Namespace) -> WorkerGroup | None:
+    """Connect the ranks of a worker; None for one rank."""
+    if args.ranks == 1:
+        return None
+    address, rank = f"tcp://127.0.0.1:{args.port}", args.index % args.ranks
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=args.ranks)
+    return WorkerGroup.create(timeout_s=args.timeout_s, replica_size=args.ranks)
 
 
 def main(arguments: list[str]) -> None:
@@ -130,6 +143,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--numel", type=int, default=1000)
     parser.add_argument("--fail", choices=KINDS)
     parser.add_argument("--fail-at", help="a fault point")
+    parser.add_argument("--fail-place", type=int, default=0, help="of the rank that fails")
     parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument(
         "--fail-among", type=int, default=0, help="after a round of so many members"
@@ -169,6 +183,8 @@ def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[
         members = 0 if last is None else len(last.plan.names)
         return worker.round_index >= args.fail_in and members >= args.fail_among
 
+    if args.index % args.ranks != args.fail_place:
+        return nullcontext()
     if args.fail:
         return failing_at(args.fail_at, is_time, KINDS[args.fail])
     if args.lose_in:
@@ -214,7 +230,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
         while counted_from is None or progress() - counted_from < (args.steps or args.rounds):
             with torch.no_grad():
                 for p in model.parameters():
-                    p.lerp_(torch.full_like(p, args.index + 1), PULL)
+                    p.lerp_(torch.full_like(p, args.index // args.ranks + 1), PULL)
                     if engine.worker.round_index == args.nan_in:
                         p.fill_(torch.nan)
             time.sleep(args.step_s)

@@ -32,7 +32,6 @@ from tests.strategies.sharded_runs import Run, ShardedModule, loaders
 
 
 def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
-    members = loco.Elastic("127.0.0.1:1234")
     for method, sizes, error, message in (
         (PairwiseGossipStrategy(), (), TypeError, "a strategy with rounds such as DiLoCoStrategy"),
         (RemoteOptimizerStrategy(), (), TypeError, "method must be a strategy with rounds"),
@@ -40,7 +39,6 @@ def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
         ("diloco", (), TypeError, "method must be .*, got 'diloco'"),
         (DiLoCoStrategy(replica_size=2), (), ValueError, "Leave replica_size out"),
         (DiLoCoStrategy(replica_size="node"), (), ValueError, "Leave replica_size out"),
-        (DiLoCoStrategy(membership=members), (), ValueError, "Leave membership out"),
         (DiLoCoStrategy(checkpoint_folder="private"), (), ValueError, "checkpoint_folder='shared'"),
         (DiLoCoStrategy(static_graph=True), (), ValueError, "static_graph=True, which only DDP"),
         (DiLoCoStrategy(start_method="spawn"), (), ValueError, "start_method='spawn'"),

@@ -31,7 +31,6 @@ from lightning_loco import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
     DiLoCoStrategy,
-    Elastic,
     GASLoCStrategy,
     LocalSGDStrategy,
     NoLoCoStrategy,
@@ -535,8 +534,6 @@ def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
             LocalSGDStrategy(replica_size=value)
         with subtests.test(f"{value} of gossip"), pytest.raises(kind, match=text):
             PairwiseGossipStrategy(replica_size=value)
-    with pytest.raises(ValueError, match="one worker of one rank, got replica_size='node'"):
-        DiLoCoStrategy(membership=Elastic("localhost:1"), replica_size="node")
 
 
 def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
