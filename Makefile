@@ -9,7 +9,7 @@ AT_ONCE := --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(AT_ONCE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-faults soak test-versions
+.PHONY: help setup demo check docs test test-faults soak test-versions
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv,"
@@ -40,6 +40,9 @@ check: .venv/.installed ## Lint, check the formatting, the layers of imports and
 	$(RUN) -m ruff format --check .
 	.venv/bin/lint-imports --no-cache
 	$(RUN) -m mypy
+
+docs: .venv/.installed ## Build the documentation into build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Done again only when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
