@@ -1,17 +1,21 @@
-"""What `make docs` adds to MkDocs: pages for files outside of docs/, and formulas as MathML.
+"""What `make docs` adds to MkDocs: pages for files outside of docs/, formulas, and docstrings.
 
-Pages link to examples, benchmarks and other files of the repository. Here each of these files becomes
-a page of the site, so that all links stay within it. Formulas need no JavaScript and no network.
+Pages link to examples, benchmarks and other files of the repository. Each of these files becomes a
+page of the site, so that all links stay within it. Formulas are MathML, which needs neither
+JavaScript nor a network. Roles and examples of docstrings are written as mkdocstrings expects them.
 """
 
 from __future__ import annotations
 
 import html
+import inspect
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -23,6 +27,17 @@ LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_ROLE = re.compile(r":(?:attr|class|data|func|meth):`~?([^`]+)`")
+_CODE_EXAMPLE = re.compile(r"^( *)Example::\n\n((?:\1 +\S.*\n?|\n)+)", re.MULTILINE)
+_MATH = re.compile(r"^( *)\.\. math::(.*\n(?:\1 +\S.*\n?)*)", re.MULTILINE)
+_ROLE_OF_MATH = re.compile(r":math:`([^`]+)`")
+_KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: griffe.ParameterKind.positional_only,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
+    inspect.Parameter.VAR_POSITIONAL: griffe.ParameterKind.var_positional,
+    inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
+    inspect.Parameter.VAR_KEYWORD: griffe.ParameterKind.var_keyword,
+}
 
 
 def site_path(path: Path) -> str:
@@ -104,3 +119,56 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         return convert(html.unescape(match[2]).strip(), display=display)
 
     return _FORMULA.sub(replace, content)
+
+
+def _annotation_of(parameter: inspect.Parameter) -> str | None:
+    """The type of a parameter, without the modules of names."""
+    if parameter.annotation is parameter.empty:
+        return None
+    written = inspect.formatannotation(parameter.annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written.strip("'"))
+
+
+def as_markdown(docstring: str) -> str:
+    """A docstring with Markdown in place of reStructuredText."""
+    docstring = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", docstring)
+    docstring = _ROLE_OF_MATH.sub(r"$\1$", docstring)
+    docstring = _MATH.sub(lambda math: f"{math[1]}$${' '.join(math[2].split())}$$\n", docstring)
+    docstring = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
+
+    def fenced(match: re.Match[str]) -> str:
+        indent = match[1] + "    "
+        return f"{match[1]}Examples:\n{indent}```python\n{match[2].rstrip()}\n{indent}```\n\n"
+
+    return _CODE_EXAMPLE.sub(fenced, docstring)
+
+
+class RuntimeSignatures(griffe.Extension):
+    """Gives griffe what this package has at run time: signatures, and docstrings as Markdown."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite a docstring; an attribute that is no property has that of its value's type."""
+        if obj.is_attribute and "property" not in obj.labels:
+            obj.docstring = None
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_class_members(
+        self, *, node: griffe.ObjectNode, cls: griffe.Class, **kwargs: Any
+    ) -> None:
+        """Take the arguments of a constructor from its signature, as `help` does."""
+        constructor = cls.members.get("__init__")
+        if isinstance(constructor, griffe.Function):
+            constructor.parameters = griffe.Parameters(
+                *(
+                    griffe.Parameter(
+                        parameter.name,
+                        annotation=_annotation_of(parameter),
+                        kind=_KINDS[parameter.kind],
+                        default=None
+                        if parameter.default is parameter.empty
+                        else repr(parameter.default),
+                    )
+                    for parameter in inspect.signature(node.obj.__init__).parameters.values()
+                )
+            )
