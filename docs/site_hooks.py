@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -70,6 +71,22 @@ def with_site_links(markdown: str, path: Path) -> str:
     return _LINK.sub(replace, markdown)
 
 
+def blocks_of(notebook: dict[str, Any]) -> Iterator[str]:
+    """The Markdown, the code and the kept outputs of a notebook."""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source
+            continue
+        yield f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            if "text" in output:
+                yield f"```text\n{''.join(output['text']).rstrip()}\n```"
+            else:
+                picture = output["data"]["image/png"]
+                yield f'<img alt="Figure" src="data:image/png;base64,{picture}">'
+
+
 def page_of(path: Path) -> str:
     """The Markdown of the page for a file or folder outside of docs/."""
     name = path.relative_to(ROOT).as_posix()
@@ -82,6 +99,8 @@ def page_of(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return with_site_links(text, path)
+    if path.suffix == ".ipynb":
+        return with_site_links("\n\n".join(blocks_of(json.loads(text))), path)
     return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n````\n"
 
 
