@@ -35,6 +35,12 @@ PYTHON = {
     for page in PAGES
     for number, code in enumerate(page.blocks("python"), start=1)
 }
+NAMED_FILES = {
+    name.group(1): block
+    for page in PAGES
+    for block in page.blocks("yaml")
+    if (name := re.match(r"# ([\w/]+\.yaml)$", block, re.MULTILINE))
+}
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
 
 
@@ -57,7 +63,7 @@ def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, obj
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             kind = eval(called, names) if called.split(".")[0] in names else None
-            if getattr(kind, "__module__", "").startswith("lightning"):
+            if str(getattr(kind, "__module__", "")).startswith("lightning"):
                 yield node, kind, names
 
 
@@ -94,10 +100,11 @@ def test_methods_that_are_called_exist(subtests: pytest.Subtests) -> None:
 
 @pytest.fixture
 def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of nodes that a page shows, and a key file, in the working folder."""
+    """The YAML files that pages show with their names, and a key file, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    (nodes,) = [block for page in PAGES for block in page.blocks("yaml") if "nodes.yaml" in block]
-    Path("nodes.yaml").write_text(nodes)
+    for name, text in NAMED_FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
     write_certificate("job.pem")
 
 
@@ -150,7 +157,11 @@ def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
     with initialize_config_dir(train.conf_dir(), version_base="1.3"):
         for command in NEW_COMMANDS[page]:
             with subtests.test(command):
-                for overrides in each_of_a_sweep(overrides_of(command)):
+                own = [
+                    f"hydra.searchpath=[{Path(folder).absolute()}]"
+                    for folder in re.findall(r"--config-dir=(\S+)", command)
+                ]
+                for overrides in each_of_a_sweep([*overrides_of(command), *own]):
                     files = [one for one in overrides if one.startswith("topology.path=")]
                     config = compose("train", overrides)
                     if not files:  # FILE stands for a file of the reader's
@@ -232,7 +243,8 @@ def known_arguments() -> set[str]:
         for module in (parameter_server, topology, compression)
         for name in module.__all__
     ]
-    kinds += [algorithms.TrimmedMean, algorithms.GeometricMedian]
+    kinds += [algorithms.TrimmedMean, algorithms.GeometricMedian, algorithms.Cosine]
+    kinds += [lightning_strategies.DDPStrategy]
     kinds += [Trainer, Trainer.fit, ModelCheckpoint, LightningModule.log, StatefulDataLoader]
     known = {"strategy", *(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())}
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))

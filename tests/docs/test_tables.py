@@ -137,4 +137,5 @@ def test_the_groups_of_the_command_line() -> None:
 def test_every_example_is_listed() -> None:
     index = doc("README.md")
     listed = {index.target(link) for _, link in index.links}
-    assert set((ROOT / "examples").glob("*.py")) <= listed
+    examples = ROOT / "examples"
+    assert {*examples.glob("*.py"), *examples.glob("*.ipynb"), *examples.rglob("*.yaml")} <= listed
