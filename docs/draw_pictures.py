@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -69,14 +70,14 @@ def all_to_all(axes: Axes, time: float) -> None:
     axes.plot([time] * WORKERS, range(WORKERS), "o", color=MESSAGE, markersize=4)
 
 
-def draw_ddp(axes: Axes) -> None:
+def draw_every_step(axes: Axes, exchange: float = 0.45) -> None:
     time = 0.0
-    while time + max(PACE) + 0.45 < END:
+    while time + max(PACE) + exchange < END:
         for worker, pace in enumerate(PACE):
             end = steps(axes, worker, time, 1, pace)
-            wait(axes, worker, end, time + max(PACE) + 0.45)
-        time += max(PACE) + 0.45
-        all_to_all(axes, time - 0.24)
+            wait(axes, worker, end, time + max(PACE) + exchange)
+        time += max(PACE) + exchange
+        all_to_all(axes, time - exchange / 2)
 
 
 def draw_diloco(axes: Axes) -> None:
@@ -91,7 +92,36 @@ def draw_diloco(axes: Axes) -> None:
         steps(axes, worker, time, 4, pace)
 
 
-def draw_async_diloco(axes: Axes) -> None:
+def draw_delayed_nesterov(axes: Axes) -> None:
+    draw_diloco(axes)
+    for number, what in ((1, "plain step"), (2, "step with momentum")):
+        middle = number * (4 * max(PACE) + 1) - 0.5
+        axes.text(middle, lane(WORKERS - 1) - 0.68, what, ha="center", va="center", fontsize=9,
+                  color=MESSAGE)  # fmt: skip
+
+
+def draw_fragments(axes: Axes, fragments: int, every: int, delay: int) -> None:
+    """Rounds of fragments in turn, one every so many local steps, each late by a delay."""
+    pace, below = 0.96, -0.85
+    for worker in range(WORKERS):
+        steps(axes, worker, 0.0, 12, pace)
+    for index in range(12 // every):
+        sent = (index + 1) * every * pace
+        applied = sent + delay * pace
+        if applied > END:
+            break
+        axes.plot([sent] * WORKERS, range(WORKERS), "o", color=MESSAGE, markersize=4)
+        arrow(axes, (sent, lane(0) + 0.42), (sent, below))
+        arrived = applied - 0.25
+        axes.add_patch(Rectangle((sent, below - 0.22), arrived - sent, 0.44, color=MESSAGE))
+        axes.text(
+            (sent + arrived) / 2, below - 0.02, f"part {index % fragments + 1}",
+            color="white", ha="center", va="center", fontsize=8,
+        )  # fmt: skip
+        arrow(axes, (applied - 0.08, below), (applied - 0.08, lane(0) + 0.42))
+
+
+def draw_a_phase_late(axes: Axes) -> None:
     pace, gap, below = 0.96, 0.3, -0.85
     phase = 4 * pace + gap
     for worker in range(WORKERS):
@@ -130,6 +160,21 @@ def draw_gasloc(axes: Axes) -> None:
                     arrow(axes, (end[worker] + 0.06, lane(worker)), (end[worker] + 0.6, last))
     axes.text(END, lane(WORKERS - 1) - 0.72, "workers 0 and 3 are neighbours, too",
               ha="right", va="center", fontsize=9, color=TEXT)  # fmt: skip
+
+
+def draw_pairs(axes: Axes) -> None:
+    """Rounds of random pairs: two workers wait for each other only."""
+    start = [0.0] * WORKERS
+    for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
+        end = [steps(axes, w, start[w], 4, PACE[w]) for w in range(WORKERS)]
+        for pair in pairs:
+            latest = max(end[worker] for worker in pair)
+            if latest > END - 0.7:
+                continue
+            for worker in pair:
+                start[worker] = latest + 0.5
+                wait(axes, worker, end[worker], start[worker])
+            arrow(axes, (latest + 0.25, lane(pair[0])), (latest + 0.25, lane(pair[1])), "<|-|>")
 
 
 def ends_of_steps(worker: int) -> list[float]:
@@ -178,8 +223,10 @@ def draw_pairwise_gossip(axes: Axes) -> None:
         arrow(axes, (end - 0.75, lane(peer)), (end, lane(reader)))
 
 
+Timeline = Callable[[Axes], None]
+
 PANELS = (
-    ("DDP", "gradients, among all workers, after every step", draw_ddp, 0.6, 0.6),
+    ("DDP", "gradients, among all workers, after every step", draw_every_step, 0.6, 0.6),
     (
         "Local SGD, DiLoCo",
         "parameters or their change, among all workers, every sync_every steps (here 4)",
@@ -187,8 +234,8 @@ PANELS = (
     ),
     (
         "Async DiLoCo",
-        "the same, while the next local steps go on; the mean is applied one round late",
-        draw_async_diloco, 1.2, 0.6,
+        "the same, a quarter at a time, while local steps go on; no worker waits",
+        partial(draw_fragments, fragments=4, every=2, delay=2), 1.2, 0.6,
     ),
     (
         "GASLoC on a ring",
@@ -229,6 +276,34 @@ def save(figure: Figure, file: Path) -> None:
     figure.savefig(file, dpi=100, metadata=metadata)
 
 
+def add_timeline(axes: Axes, timeline: Timeline, below: float, above: float) -> None:
+    """Draw a timeline with the names of the workers."""
+    axes.set(xlim=(0, END), ylim=(-below, WORKERS - 1 + above))
+    axes.set_axis_off()
+    timeline(axes)
+    for worker in range(WORKERS):
+        axes.text(-0.12, lane(worker), f"worker {worker}", ha="right", va="center",
+                  fontsize=9, color=TEXT)  # fmt: skip
+
+
+def add_legend(figure: Figure, axes: Axes, bottom: float, arrow_at: float) -> None:
+    """Say what the colours mean, and where time goes."""
+    figure.legend(
+        handles=[
+            Patch(color=STEP, label="one local step"),
+            Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting"),
+            Patch(color=MESSAGE, label="what travels"),
+        ],
+        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, bottom),
+        labelcolor=TEXT,
+    )  # fmt: skip
+    figure.text(0.9, arrow_at, "time", ha="right", va="center", fontsize=10, color=TEXT)
+    axes.annotate(
+        "", (0.97, arrow_at), (0.91, arrow_at), "figure fraction", "figure fraction",
+        arrowprops={"arrowstyle": "-|>", "color": TEXT},
+    )  # fmt: skip
+
+
 def draw(file: Path) -> None:
     """Draw all timelines."""
     figure = card(10, 13.5, "what travels when")
@@ -239,30 +314,22 @@ def draw(file: Path) -> None:
     )  # fmt: skip
     for cell, (name, what, timeline, below, above) in zip(grid, PANELS, strict=True):
         axes = figure.add_subplot(cell)
-        axes.set(xlim=(0, END), ylim=(-below, WORKERS - 1 + above))
-        axes.set_axis_off()
-        timeline(axes)
-        for worker in range(WORKERS):
-            axes.text(-0.12, lane(worker), f"worker {worker}", ha="right", va="center",
-                      fontsize=9, color=TEXT)  # fmt: skip
+        add_timeline(axes, timeline, below, above)
         title = axes.annotate(f"{name}:", (0, 1), (0, 5), "axes fraction", "offset points",
                               fontsize=11, fontweight="bold", color=TEXT)  # fmt: skip
         axes.annotate(what, (1, 0), (6, 0), title, "offset points", fontsize=10, color=TEXT,
                       va="bottom")  # fmt: skip
-    figure.legend(
-        handles=[
-            Patch(color=STEP, label="one local step"),
-            Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting"),
-            Patch(color=MESSAGE, label="what travels"),
-        ],
-        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, 0.012),
-        labelcolor=TEXT,
-    )  # fmt: skip
-    figure.text(0.9, 0.024, "time", ha="right", va="center", fontsize=10, color=TEXT)
-    axes.annotate(
-        "", (0.97, 0.024), (0.91, 0.024), "figure fraction", "figure fraction",
-        arrowprops={"arrowstyle": "-|>", "color": TEXT},
-    )  # fmt: skip
+    add_legend(figure, axes, 0.012, 0.024)
+    save(figure, file)
+
+
+def draw_method(file: Path, timeline: Timeline, below: float = 0.6, above: float = 0.6) -> None:
+    """Draw the timeline of one method."""
+    height = 0.5 * (WORKERS - 1 + below + above) + 0.6
+    figure = card(10, height, file.stem)
+    axes = figure.add_axes((0.1, 0.45 / height, 0.87, 1 - 0.6 / height))
+    add_timeline(axes, timeline, below, above)
+    add_legend(figure, axes, 0.08 / height, 0.24 / height)
     save(figure, file)
 
 
@@ -437,14 +504,32 @@ def draw_columns_and_places(file: Path) -> None:
     save(figure, file)
 
 
+METHODS: dict[str, Callable[[Path], None]] = {
+    "diloco": partial(draw_method, timeline=draw_diloco),
+    "async_diloco": partial(
+        draw_method, timeline=partial(draw_fragments, fragments=4, every=2, delay=2), below=1.2
+    ),
+    "streaming_diloco": partial(
+        draw_method, timeline=partial(draw_fragments, fragments=2, every=4, delay=2), below=1.2
+    ),
+    "eager_diloco": partial(draw_method, timeline=draw_a_phase_late, below=1.2),
+    "delayed_nesterov": partial(draw_method, timeline=draw_delayed_nesterov, below=0.9),
+    "gasloc": partial(draw_method, timeline=draw_gasloc, below=0.95, above=0.95),
+    "noloco": partial(draw_method, timeline=draw_pairs),
+    "sparta": partial(draw_method, timeline=partial(draw_every_step, exchange=0.25)),
+    "async_model_average": partial(draw_method, timeline=draw_async_model_average, below=1.2),
+    "pairwise_gossip": partial(draw_method, timeline=draw_pairwise_gossip),
+}
 PICTURES: dict[str, Callable[[Path], None]] = {
     "what_travels_when": draw,
     "remote_optimizer": draw_remote_optimizer,
     "columns_and_places": draw_columns_and_places,
+    **{f"methods/{name}": function for name, function in METHODS.items()},
 }
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
     suffix = sys.argv[2] if len(sys.argv) > 2 else "svg"
+    (folder / "methods").mkdir(exist_ok=True)
     for picture, function in PICTURES.items():
         function(folder / f"{picture}.{suffix}")

@@ -40,14 +40,16 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))
 
 
-@pytest.mark.parametrize("name", ["what_travels_when", "remote_optimizer", "columns_and_places"])
-def test_a_picture_can_be_drawn_again(tmp_path: Path, name: str) -> None:
+def test_pictures_can_be_drawn_again(tmp_path: Path, subtests: pytest.Subtests) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))
-    with matplotlib.rc_context():
-        script["PICTURES"][name](tmp_path / "again.svg")
-    again, kept = (
-        ET.parse(file).getroot() for file in (tmp_path / "again.svg", ROOT / "docs" / f"{name}.svg")
-    )
-    assert again.tag == kept.tag == "{http://www.w3.org/2000/svg}svg"
-    assert len(list(again.iter())) == len(list(kept.iter()))
+    kept_files = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.svg")}
+    assert kept_files == {Path(f"{name}.svg") for name in script["PICTURES"]}
+    for name, draw in script["PICTURES"].items():
+        with subtests.test(name):
+            file = tmp_path / f"{Path(name).name}.svg"
+            with matplotlib.rc_context():
+                draw(file)
+            again, kept = (ET.parse(one).getroot() for one in (file, ROOT / "docs" / f"{name}.svg"))
+            assert again.tag == kept.tag == "{http://www.w3.org/2000/svg}svg"
+            assert len(list(again.iter())) == len(list(kept.iter()))

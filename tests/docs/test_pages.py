@@ -198,7 +198,7 @@ def test_links_lead_somewhere(subtests: pytest.Subtests) -> None:
 
 def test_pictures_are_shown() -> None:
     shown = {page.target(link).name for page in PAGES for _, link in page.links}
-    assert {picture.name for picture in (ROOT / "docs").glob("*.svg")} <= shown
+    assert {picture.name for picture in (ROOT / "docs").rglob("*.svg")} <= shown
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

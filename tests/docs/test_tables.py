@@ -46,6 +46,8 @@ def test_a_method_page_names_its_strategy(subtests: pytest.Subtests) -> None:
             assert "https://" in head  # the source
             limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
             assert limits <= page.anchors
+            assert any(link.endswith(".svg") for _, link in page.links)  # what travels when
+            assert "$$" in page.text
 
 
 def test_arguments_of_a_method(subtests: pytest.Subtests) -> None:
