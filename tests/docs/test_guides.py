@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from tests.conftest import ROOT
 from tests.docs.pages import DOCS, doc
 from tests.docs.test_pages import NAMED_FILES
 from tests.pool import Pool, PoolEnvironment
-from tests.programs import Program
+from tests.programs import Program, free_ports
 from tests.small_model import quiet_trainer
 
 NOTEBOOK = ROOT / "examples" / "compare_methods.ipynb"
@@ -184,12 +186,17 @@ def test_the_reference_has_every_public_name() -> None:
 # ------------------------------------------------------------------- Kubernetes
 
 
+def manifest() -> list[dict[str, Any]]:
+    """The Service and the Job."""
+    return list(yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")))
+
+
 def test_the_manifest_for_kubernetes() -> None:
-    service, job = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
+    service, job = manifest()
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    command = container["command"]
+    command = shlex.split(container["args"][0])
     options = dict(word[2:].split("=") for word in command if word.startswith("--"))
 
     assert (service["kind"], job["kind"]) == ("Service", "Job")
@@ -199,7 +206,7 @@ def test_the_manifest_for_kubernetes() -> None:
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(options["nnodes"])
     first_pod = f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert options["rdzv-endpoint"].partition(":")[0] == first_pod
+    assert options["master-addr"] == first_pod
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
@@ -208,3 +215,32 @@ def test_the_manifest_for_kubernetes() -> None:
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert any(folder.startswith(f"{mount}/") for mount in mounts)
     assert f"ckpt_path={folder}/checkpoints/last.ckpt" in doc("tutorials/kubernetes.md").text
+
+
+@pytest.mark.process
+def test_the_command_of_the_manifest_runs(tmp_path: Path) -> None:
+    """Two pods are two processes of this machine: smaller ones, without GPUs."""
+    (container,) = manifest()[1]["spec"]["template"]["spec"]["containers"]
+    (port,) = free_ports(1)
+    script = container["args"][0]
+    for old, new in (
+        ("--nproc-per-node=4", "--nproc-per-node=1"),
+        ("loco-0.loco", "127.0.0.1"),
+        ("29500", str(port)),
+        ("train.py", str(ROOT / "train.py")),
+        ("trainer=gpu", "experiment=smoke"),
+        ("sync_every=100", "sync_every=5"),
+        ("/runs/loco", str(tmp_path / "run")),
+    ):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    pods = [
+        Program(
+            [*container["command"], script], tmp_path, JOB_COMPLETION_INDEX=str(index), PATH=path
+        )
+        for index in range(2)
+    ]
+    output, _ = (pod.succeed(120.0) for pod in pods)
+    assert re.search(r"workers +2", output), output
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()

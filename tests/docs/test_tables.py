@@ -10,9 +10,11 @@ import pytest
 from torch import nn
 
 import lightning_loco as loco
+from benchmarks.curves import Curve
 from lightning_loco.algorithms.outer_lr import Linear
 from lightning_loco.distributed import Statistics
 from lightning_loco.engine import StepEngine
+from lightning_loco.links import LINKS
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
@@ -127,6 +129,22 @@ def test_arguments_that_users_ask_for_are_documented() -> None:
                  "replica_size", "compression", "min_workers", "overlap"):  # fmt: skip
         assert any(f"`{name}" in page.text for page in PAGES), name
         assert name in parameters
+
+
+def test_the_first_screen_repeats_the_results() -> None:
+    quality = doc("results/quality.md").text
+    rows = re.findall(
+        r"^\| (.+) \| ([\d.]+) \| (.*?) ?\| ([\d,]+) MB \| (\d+) s \|$",
+        doc("README.md").text,
+        re.MULTILINE,
+    )
+    assert len(rows) == 4
+    for name, loss, gap, megabytes, seconds in rows:
+        cells = " | ".join([loss, gap, f"{megabytes} MB"]).replace("|  |", "| |")
+        assert f"| {cells} |" in quality, name
+        sent = float(megabytes.replace(",", "")) * 1e6
+        curve = Curve(name, [(3000, float(loss))], sent, is_hidden="Streaming" in name)
+        assert round(3000 * curve.seconds_of_a_step(LINKS["wan"], compute_s=0.02)) == int(seconds)
 
 
 def test_the_groups_of_the_command_line() -> None:
