@@ -26,6 +26,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
 
+_NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth):`~?([^`]+)`")
@@ -101,7 +102,8 @@ def page_of(path: Path) -> str:
         return with_site_links(text, path)
     if path.suffix == ".ipynb":
         return with_site_links("\n\n".join(blocks_of(json.loads(text))), path)
-    return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n````\n"
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"{_NO_SEARCH}# {name}\n\n````{language}\n{text.rstrip()}\n````\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
