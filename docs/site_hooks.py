@@ -146,8 +146,9 @@ def _annotation_of(parameter: inspect.Parameter) -> str | None:
     """The type of a parameter, without the modules of names."""
     if parameter.annotation is parameter.empty:
         return None
-    written = inspect.formatannotation(parameter.annotation)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written.strip("'"))
+    annotation = parameter.annotation
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written)
 
 
 def as_markdown(docstring: str) -> str:
