@@ -25,11 +25,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import networkx as nx  # type: ignore[import-untyped]
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = 1e-6
 """How far a sum may be from 1 and a matrix from symmetric: leaves room for float32 input."""
@@ -85,6 +86,8 @@ class Topology(ABC):
 
     def mixing_matrix(self, num_workers: int, round_index: int = 0) -> Tensor:
         """Return the mixing matrix of a round, ``(N, N)`` float64."""
+        import torch
+
         matrix = torch.zeros(num_workers, num_workers, dtype=torch.float64)
         for worker in range(num_workers):
             row = self.weights(worker, num_workers, round_index)

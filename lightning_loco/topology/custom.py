@@ -10,11 +10,9 @@ import os
 import reprlib
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import networkx as nx  # type: ignore[import-untyped]
-import torch
-from torch import Tensor
 
 from lightning_loco.topology.base import (
     TOLERANCE,
@@ -23,6 +21,9 @@ from lightning_loco.topology.base import (
     check_count,
     check_doubly_stochastic,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EdgeWeighting = Literal["metropolis", "uniform", "edges"]
 Row = dict[int, float]
@@ -82,6 +83,8 @@ class FromMatrix(CustomTopology):
     directed: bool = False
 
     def __post_init__(self, matrix: Any) -> None:
+        import torch
+
         try:
             numbers = (
                 matrix.tolist() if hasattr(matrix, "tolist") else [list(row) for row in matrix]
@@ -217,6 +220,8 @@ def _check_symmetric(dense: Tensor) -> None:
 
 def _check_converges(what: str, dense: Tensor) -> None:
     """Raise unless the powers of a doubly stochastic matrix converge to the mean."""
+    import torch
+
     rest = dense - 1 / len(dense)
     symmetric = torch.equal(rest, rest.T)
     eigenvalues = torch.linalg.eigvalsh(rest) if symmetric else torch.linalg.eigvals(rest)
@@ -274,6 +279,8 @@ def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
     if graph.is_directed():
         check_doubly_stochastic("The directed graph", rows)
     if weighting == "edges":
+        import torch
+
         dense = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         for worker, row in enumerate(rows):
             dense[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import cmath
 import math
-from typing import Literal, NamedTuple, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from lightning_loco.topology.base import Topology
 from lightning_loco.topology.matchings import RandomTopology
 from lightning_loco.topology.spectral import cycle_length, extreme_modes, laplacian_modes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MomentumOn = Literal["local", "gossiped"]
 
@@ -99,6 +99,8 @@ def gossip_radius(
     if period == 1:
         factors = (1 - gossip_step * mode for mode in laplacian_modes(topology, num_workers, 0))
         return max(_largest_root(factor, momentum, momentum_on) for factor in factors)
+    import torch
+
     product = torch.eye(2 * num_workers, dtype=torch.float64)
     for round_index in range(period):
         product = (
@@ -131,6 +133,8 @@ def _momentum_step(
     J is subtracted from ``A`` to remove the mode of the mean. Its remaining factor is at most
     sqrt(momentum) under ``local``, where no disagreement shrinks faster, and 0 under ``gossiped``.
     """
+    import torch
+
     identity = torch.eye(num_workers, dtype=torch.float64)
     laplacian = topology.laplacian_scale * (
         identity - topology.mixing_matrix(num_workers, round_index)
@@ -153,6 +157,8 @@ def _mean_square_radius(
     local, y the previous x:      x' = A x + g (x - y),       y' = x
     gossiped, y the previous z:   x' = (1 + g) A x - g y,     y' = A x
     """
+    import torch
+
     g = momentum
     if momentum_on == "local":
         rows = [

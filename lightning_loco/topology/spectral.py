@@ -7,12 +7,13 @@ dense linear algebra on ``(N, N)``, for up to a few thousand workers, once befor
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lightning_loco.topology.base import TOLERANCE, Topology
 from lightning_loco.topology.matchings import RandomTopology
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def consensus_rate(topology: Topology, num_workers: int) -> float:
@@ -40,6 +41,8 @@ def consensus_rate(topology: Topology, num_workers: int) -> float:
     if isinstance(topology, RandomTopology):
         return math.sqrt(topology.moments(num_workers, 1 / topology.laplacian_scale)[1])
     period = cycle_length(topology, num_workers)
+    import torch
+
     product = torch.eye(num_workers, dtype=torch.float64)
     for round_index in range(period):
         product = topology.mixing_matrix(num_workers, round_index) @ product
@@ -118,6 +121,8 @@ def cycle_length(topology: Topology, num_workers: int) -> int:
 
 
 def _eigenvalues(matrix: Tensor) -> Tensor:
+    import torch
+
     symmetric = torch.allclose(matrix, matrix.T, rtol=0, atol=TOLERANCE)
     values: Tensor = (
         torch.linalg.eigvalsh((matrix + matrix.T) / 2)
