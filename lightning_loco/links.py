@@ -1,27 +1,34 @@
-"""Emulated network links of workers: bandwidth, latency, jitter, and how long messages take."""
+"""Links of workers: bandwidth, latency, jitter, and how long messages take.
+
+The emulator and the simulation take all times from here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import yaml  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 
-from lightning_loco.topology import Topology
+from lightning_loco.topology import Matching, Topology
 
-_KEYS = ("default", "workers", "pairs", "seed")
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+_KEYS = ("default", "workers", "pairs", "sites", "between_sites", "seed")
 _PAIR = re.compile(r"\s*(\d+)\s*(-|->)\s*(\d+)\s*")
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    r"""The network link of a worker, to be emulated on machines with a faster network.
+    r"""The network link of a worker.
 
     Sending a message of B bytes takes :math:`8 B / (10^6\,` ``mbit_per_s`` :math:`)` seconds, and
     it arrives ``latency_s`` later, plus a random delay of up to ``jitter_s``.
@@ -94,9 +101,14 @@ class Links:
         pairs: Sender, receiver, and a link that only messages between these two use.
         seed: Seed of the jitter.
         num_workers: Number of workers that the links are for; None for any.
+        sites: Number of sites, such as data centres. The first N / ``sites`` workers are at the
+            first one, and so on.
+        between_sites: Link that any two workers at different sites have for themselves, unless it
+            is in ``pairs``. None if ``sites`` is 1.
 
     Raises:
-        TypeError: If the seed is not an integer.
+        TypeError: If the seed or the number of sites is not an integer.
+        ValueError: If ``sites`` and ``between_sites`` do not fit each other.
     """
 
     default: Link
@@ -104,10 +116,19 @@ class Links:
     pairs: tuple[tuple[int, int, Link], ...] = ()
     seed: int = 0
     num_workers: int | None = None
+    sites: int = 1
+    between_sites: Link | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed of the links must be an integer, got {self.seed!r}.")
+        for name in ("seed", "sites"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} of the links must be an integer, got {value!r}.")
+        if self.sites < 1 or (self.sites > 1) != (self.between_sites is not None):
+            raise ValueError(
+                "sites is a number from 1 on, and several sites need between_sites, the link "
+                f"between them; got sites={self.sites}, between_sites={self.between_sites}."
+            )
 
     def check(self, num_workers: int) -> None:
         """Raise ValueError if the links do not fit the number of workers."""
@@ -124,20 +145,60 @@ class Links:
                     f"link names worker {worker}, but there are {num_workers} workers, numbered "
                     f"0 to {num_workers - 1}."
                 )
+        if self.sites > num_workers:
+            raise ValueError(
+                f"link has {self.sites} sites, but there are {num_workers} workers. Give at most "
+                "as many sites as workers."
+            )
+
+    def of_size(self, num_workers: int) -> Links:
+        """Return the links for this number of workers, which says who is at which site."""
+        return dataclasses.replace(self, num_workers=num_workers)
+
+    @functools.cached_property
+    def _by_worker(self) -> dict[int, Link]:
+        return dict(self.workers)
+
+    @functools.cached_property
+    def _by_pair(self) -> dict[tuple[int, int], Link]:
+        return {(sender, receiver): link for sender, receiver, link in self.pairs}
 
     def of_worker(self, worker: int) -> Link:
         """Return the link of a worker, for messages to and from all others."""
-        return dict(self.workers).get(worker, self.default)
+        return self._by_worker.get(worker, self.default)
 
     def of_pair(self, sender: int, receiver: int) -> Link | None:
-        """Return the link that only messages between these two use, or None."""
-        return {(first, second): link for first, second, link in self.pairs}.get((sender, receiver))
+        """Return the link that only messages between these two use, or None.
+
+        Raises:
+            ValueError: If there are several sites and the number of workers is not known.
+        """
+        if (link := self._by_pair.get((sender, receiver))) is not None:
+            return link
+        if self.sites > 1 and self.site_of(sender) != self.site_of(receiver):
+            return self.between_sites
+        return None
+
+    def site_of(self, worker: int) -> int:
+        """Return the index of the site of a worker; ValueError if N is not known."""
+        if self.num_workers is None:
+            raise ValueError(
+                "Sites divide a known number of workers. Use links.of_size(num_workers)."
+            )
+        return worker * self.sites // self.num_workers
 
     def between(self, sender: int, receiver: int) -> Link:
         """Return the link that a message between these two passes through."""
         pair_link = self.of_pair(sender, receiver)
         return pair_link or self.of_worker(sender).slower(self.of_worker(receiver))
 
+
+NETWORKS = {
+    "two_datacentres": Links(LINKS["datacentre"], sites=2, between_sites=Link(1000, 0.03, 0.003)),
+    "one_slow_link": Links(LINKS["lan"], workers=((0, LINKS["dsl"]),)),
+}
+"""Links of all workers by name: two halves with a link of their own for any two workers between
+them; all within a building, but worker 0 at home."""
 
 LinkLike: TypeAlias = Link | Links | str | Path | Sequence[Any] | Mapping[str, Any]
 """Values that :func:`as_links` converts."""
@@ -147,9 +208,9 @@ def as_links(value: LinkLike | None) -> Links | None:
     """Convert a user's description of links.
 
     Args:
-        value: A name (``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``), a :class:`Link`, a list
-            with one of these for each worker, a map as in :func:`read_links`, the path of such a
-            file, or None.
+        value: A name of :data:`LINKS` or :data:`NETWORKS`, a :class:`Link`, a list with a link or
+            its name for each worker, a map as in :func:`read_links`, the path of such a file, or
+            None.
 
     Raises:
         TypeError: If it is something else, or a number has the wrong type.
@@ -163,6 +224,8 @@ def as_links(value: LinkLike | None) -> Links | None:
     """
     if value is None or isinstance(value, Links):
         return value
+    if isinstance(value, str) and value in NETWORKS:
+        return NETWORKS[value]
     if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
         return read_links(value)
     if isinstance(value, Mapping) and not set(value) <= _FIELDS:
@@ -185,6 +248,8 @@ def read_links(path: str | Path) -> Links:
         pairs:
           0-1: lan                                    # in both directions
           1->2: {mbit_per_s: 10}                      # from worker 1 to worker 2
+        sites: 2                                      # the first and the second half of the workers
+        between_sites: wan                            # for any two workers at different sites
         seed: 0                                       # seed of the jitter
 
     The file may also hold a list with one link for each worker, or a single link for all.
@@ -198,12 +263,12 @@ def read_links(path: str | Path) -> Links:
     except FileNotFoundError:
         raise FileNotFoundError(
             f"There is no file of links {str(path)!r}. Pass the path of one, or one of "
-            f"{', '.join(LINKS)}."
+            f"{', '.join((*LINKS, *NETWORKS))}."
         ) from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"The file of links {str(path)!r} cannot be read: {error}") from None
     try:
-        if content is None or (isinstance(content, str) and content not in LINKS):
+        if content is None or (isinstance(content, str) and content not in (*LINKS, *NETWORKS)):
             raise ValueError(f"there is no link in it, only {content!r}.")
         links = as_links(content)
     except (ValueError, TypeError) as error:
@@ -224,8 +289,9 @@ def _as_link(value: object, where: str) -> Link:
         return value
     if isinstance(value, str):
         if value not in LINKS:
+            names = (*LINKS, *NETWORKS) if where == "link" else LINKS
             raise ValueError(
-                f"{where} must be one of {', '.join(LINKS)}, a Link(...) or the path of a .yaml or "
+                f"{where} must be one of {', '.join(names)}, a Link(...) or the path of a .yaml or "
                 f".json file, got {value!r}."
             )
         return LINKS[value]
@@ -264,7 +330,15 @@ def _from_map(content: Mapping[str, Any]) -> Links:
         if match[2] == "-":
             pairs.append((int(match[3]), int(match[1]), link))
     default = _as_link(content["default"], "link.default")
-    return Links(default, tuple(workers), tuple(pairs), content.get("seed", 0))
+    between = content.get("between_sites")
+    return Links(
+        default,
+        tuple(workers),
+        tuple(pairs),
+        content.get("seed", 0),
+        sites=content.get("sites", 1),
+        between_sites=None if between is None else _as_link(between, "link.between_sites"),
+    )
 
 
 def _worker_number(worker: object) -> int:
@@ -289,6 +363,43 @@ class TransferTime(NamedTuple):
         return self.busy_s + self.latency_s
 
 
+class TransferTimes(NamedTuple):
+    """What :class:`TransferTime` is, for all workers at once.
+
+    Attributes:
+        busy_s: By worker, ``(N,)``, in seconds.
+        latency_s: By worker, ``(N,)``, in seconds.
+    """
+
+    busy_s: Array
+    latency_s: Array
+
+    def of_worker(self, worker: int) -> TransferTime:
+        """Return the time of one worker."""
+        return TransferTime(float(self.busy_s[worker]), float(self.latency_s[worker]))
+
+
+class Route(NamedTuple):
+    """The links that messages pass through, by message.
+
+    Attributes:
+        mbit_per_s: Bandwidth.
+        latency_s: Latency without jitter.
+        jitter_s: Largest additional delay.
+        is_shared: Whether the message shares the links of sender and receiver with others, and has
+            no link of its own.
+    """
+
+    mbit_per_s: Array
+    latency_s: Array
+    jitter_s: Array
+    is_shared: NDArray[np.bool_]
+
+    def seconds(self, num_bytes: float) -> Array:
+        """Return how long sending ``num_bytes`` takes, without the latency."""
+        return 8e-6 * num_bytes / self.mbit_per_s
+
+
 @dataclasses.dataclass(frozen=True)
 class LinkTimes:
     r"""How long exchanges of ``num_workers`` workers take on their links.
@@ -311,6 +422,9 @@ class LinkTimes:
     links: Links
     num_workers: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", self.links.of_size(self.num_workers))
+
     def mean(self, num_bytes: float, hops: int, round_index: int) -> TransferTime:
         r"""Return the time of a collective of all workers; the slowest link determines it.
 
@@ -322,12 +436,18 @@ class LinkTimes:
             hops: Number of messages in sequence, each of which adds a latency.
             round_index: Index of the round, for the jitter.
         """
-        n = self.num_workers
-        if n == 1:
+        return self.mean_of(range(self.num_workers), num_bytes, hops, round_index)
+
+    def mean_of(
+        self, workers: Sequence[int], num_bytes: float, hops: int, round_index: int
+    ) -> TransferTime:
+        """Return the time of a collective of some workers; as :meth:`mean` otherwise."""
+        if len(workers) < 2:
             return TransferTime(0.0, 0.0)
-        ring = [(worker, (worker + 1) % n) for worker in range(n)]
-        busy_s = max(self.links.between(*pair).seconds(num_bytes) for pair in ring)
-        return TransferTime(busy_s, hops * self._longest_latency(ring, round_index))
+        senders = np.asarray(workers)
+        route = self._route(senders, np.roll(senders, -1))
+        latency_s = self._latency_s(senders, route, round_index)
+        return TransferTime(float(route.seconds(num_bytes).max()), hops * float(latency_s.max()))
 
     def neighbors(
         self, worker: int, num_bytes: float, topology: Topology, round_index: int
@@ -336,45 +456,113 @@ class LinkTimes:
 
         A message has ``num_bytes``; ``round_index`` is for the topology and the jitter.
         """
-        links, n = self.links, self.num_workers
+        n = self.num_workers
+        row = topology.weights(worker, n, round_index)
+        pairs = [
+            (sender, receiver)
+            for sender in {worker, *row}
+            for receiver in topology.receivers(sender, n, round_index)
+        ]
+        senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return self._messages(senders, receivers, num_bytes, round_index).of_worker(worker)
 
-        def sent_by(sender: int) -> list[tuple[int, int]]:
-            return [(sender, other) for other in topology.receivers(sender, n, round_index)]
-
-        def count_shared(pairs: Iterable[tuple[int, int]]) -> int:
-            return sum(links.of_pair(*pair) is None for pair in pairs)
-
-        senders = [other for other in topology.weights(worker, n, round_index) if other != worker]
-        received = [(sender, worker) for sender in senders]
-        sent = sent_by(worker)
-        num_shared = max(count_shared(received), count_shared(sent))
-        busy = [links.of_worker(worker).seconds(num_bytes * num_shared)]
-        for pair in (*received, *sent):
-            if (pair_link := links.of_pair(*pair)) is not None:
-                busy.append(pair_link.seconds(num_bytes))
-        for sender, _ in received:
-            if links.of_pair(sender, worker) is None:
-                num_shared = count_shared(sent_by(sender))
-                busy.append(links.of_worker(sender).seconds(num_bytes * num_shared))
-        return TransferTime(max(busy), self._longest_latency(received, round_index))
+    def all_neighbors(
+        self, num_bytes: float, topology: Topology, round_index: int
+    ) -> TransferTimes:
+        """Return what :meth:`neighbors` returns for each worker, much faster for many of them."""
+        senders, receivers = messages_of(topology, self.num_workers, round_index)
+        return self._messages(senders, receivers, num_bytes, round_index)
 
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
         """Return the time of a request to a peer and its reply of ``num_bytes``.
 
         ``count`` is the number of this worker's fetch, for the jitter.
         """
-        request, reply = (worker, peer), (peer, worker)
-        latency_s = self._longest_latency([request], count) + self._longest_latency([reply], count)
-        return TransferTime(self.links.between(*reply).seconds(num_bytes), latency_s)
+        senders = np.array([worker, peer])
+        route = self._route(senders, senders[::-1])
+        latency_s = float(self._latency_s(senders, route, count).sum())
+        return TransferTime(float(route.seconds(num_bytes)[1]), latency_s)
 
-    def _longest_latency(self, pairs: Iterable[tuple[int, int]], index: int) -> float:
-        """Return the longest latency, with jitter, of messages between pairs."""
-        longest_s = 0.0
-        for sender, receiver in pairs:
-            link = self.links.between(sender, receiver)
-            jitter_s = link.jitter_s and link.jitter_s * self._draw(sender, index)
-            longest_s = max(longest_s, link.latency_s + jitter_s)
-        return longest_s
+    def _messages(
+        self, senders: Indices, receivers: Indices, num_bytes: float, round_index: int
+    ) -> TransferTimes:
+        """Return the times of messages, by worker: until it has received and sent its own.
 
-    def _draw(self, sender: int, index: int) -> float:
-        return random.Random(f"{self.links.seed} {index} {sender}").random()
+        Those of a worker are right if ``senders`` and ``receivers`` have all messages to it and
+        from it, and all messages of those that send to it.
+        """
+        n, route = self.num_workers, self._route(senders, receivers)
+        shared = route.is_shared
+        sent = np.bincount(senders[shared], minlength=n)
+        received = np.bincount(receivers[shared], minlength=n)
+        own_mbit_per_s = self._own[:, 0]
+        busy_s = 8e-6 * (num_bytes * np.maximum(sent, received)) / own_mbit_per_s
+        sending_s = 8e-6 * (num_bytes * sent) / own_mbit_per_s
+        message_s = np.where(shared, sending_s[senders], route.seconds(num_bytes))
+        np.maximum.at(busy_s, receivers, message_s)
+        np.maximum.at(busy_s, senders[~shared], message_s[~shared])
+        latency_s = np.zeros(n)
+        np.maximum.at(latency_s, receivers, self._latency_s(senders, route, round_index))
+        return TransferTimes(busy_s, latency_s)
+
+    @functools.cached_property
+    def _own(self) -> Array:
+        """The links of the workers: bandwidth, latency, jitter; ``(N, 3)``."""
+        own = np.tile(np.array(dataclasses.astuple(self.links.default)), (self.num_workers, 1))
+        for worker, link in self.links.workers:
+            own[worker] = dataclasses.astuple(link)
+        return own.astype(np.float64)
+
+    def _route(self, senders: Indices, receivers: Indices) -> Route:
+        links, first, second = self.links, self._own[senders], self._own[receivers]
+        found = np.maximum(first, second)
+        found[:, 0] = np.minimum(first[:, 0], second[:, 0])
+        is_shared = np.ones(len(found), dtype=bool)
+        if links.between_sites is not None:
+            n = self.num_workers
+            is_shared = senders * links.sites // n == receivers * links.sites // n
+            found[~is_shared] = dataclasses.astuple(links.between_sites)
+        for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
+            if not links.pairs:
+                break
+            if (link := links.of_pair(*pair)) is not None:
+                found[index], is_shared[index] = dataclasses.astuple(link), False
+        return Route(found[:, 0], found[:, 1], found[:, 2], is_shared)
+
+    def _latency_s(self, senders: Indices, route: Route, index: int) -> Array:
+        """Return the latency of messages, with the jitter of round ``index``."""
+        if not route.jitter_s.any():
+            return route.latency_s
+        draws = draw(self.links.seed, index, self.num_workers)
+        return route.latency_s + route.jitter_s * draws[senders]
+
+
+@functools.lru_cache(maxsize=256)
+def draw(seed: int, index: int, num_workers: int) -> Array:
+    """Return a random number from 0 to 1 for each worker, ``(N,)``; ``index`` is from 0 on."""
+    return np.random.default_rng((seed % 2**64, index)).random(num_workers)
+
+
+def messages_of(topology: Topology, num_workers: int, round_index: int) -> tuple[Indices, Indices]:
+    """Return the senders and the receivers of all messages of a round of gossip.
+
+    Example:
+        >>> from lightning_loco.topology import Star
+        >>> senders, receivers = messages_of(Star(), 3, 0)
+        >>> list(zip(senders.tolist(), receivers.tolist()))
+        [(0, 1), (0, 2), (1, 0), (2, 0)]
+    """
+    period = topology.period(num_workers)
+    return _messages_of(topology, num_workers, round_index % period if period else round_index)
+
+
+@functools.lru_cache(maxsize=8)
+def _messages_of(topology: Topology, num_workers: int, round_index: int) -> tuple[Indices, Indices]:
+    workers = range(num_workers)
+    if isinstance(topology, Matching):
+        partners = np.array([topology.partner(w, num_workers, round_index) for w in workers])
+        senders = np.flatnonzero(partners != np.arange(num_workers))
+        return senders, partners[senders]
+    to = [topology.receivers(worker, num_workers, round_index) for worker in workers]
+    senders = np.repeat(np.arange(num_workers), [len(receivers) for receivers in to])
+    return senders, np.array([peer for receivers in to for peer in receivers], dtype=np.int64)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_loco import Link, Topology, get_topology
-from lightning_loco.links import LINKS, Links, LinkTimes, as_links, read_links
+from lightning_loco.links import LINKS, NETWORKS, Links, LinkTimes, as_links, read_links
+from lightning_loco.topology import TOPOLOGIES
 
 NAN = math.nan
 WAN, DSL, LAN = LINKS["wan"], LINKS["dsl"], LINKS["lan"]
@@ -125,7 +126,7 @@ def test_invalid_descriptions_are_an_error(subtests: pytest.Subtests) -> None:
         (["wan", 3], TypeError, r"link\[1\] must be a name .* got 3"),
         ({"mbit_per_s": -3}, ValueError, "mbit_per_s of a link must be positive .*, got -3"),
         ({"latency_s": 0.1}, ValueError, "link needs mbit_per_s, got {'latency_s': 0.1}"),
-        ({"speed": 3}, ValueError, "link has no 'speed'. Use default, workers, pairs, seed"),
+        ({"speed": 3}, ValueError, "link has no 'speed'. Use default, workers, pairs, sites, "),
         ({"workers": {0: "wan"}}, ValueError, "link needs 'default'"),
         ({"default": "wan", "workers": ["wan"]}, ValueError, "link.workers must be a map, got"),
         ({"default": "wan", "workers": {"a": "dsl"}}, ValueError, "workers' numbers from 0 on"),
@@ -133,6 +134,14 @@ def test_invalid_descriptions_are_an_error(subtests: pytest.Subtests) -> None:
         ({"default": "wan", "pairs": {"0": "dsl"}}, ValueError, "as in 0-1 or 0->1, got '0'"),
         ({"default": "wan", "pairs": {"1-1": "dsl"}}, ValueError, "two workers, .* got '1-1'"),
         ({"default": "wan", "pairs": {"0-1": {"mbit": 1}}}, ValueError, r"\[0-1\] has no 'mbit'"),
+        (
+            {"default": "wan", "sites": 2},
+            ValueError,
+            "several sites need between_sites, .* sites=2",
+        ),
+        ({"default": "wan", "between_sites": "lan"}, ValueError, "sites need between_sites, "),
+        ({"default": "wan", "sites": 0}, ValueError, "sites is a number from 1 on"),
+        ({"default": "wan", "sites": "2"}, TypeError, "sites of the links must be an integer"),
         ({"default": "wan", "seed": "x"}, TypeError, "seed of the links must be an integer"),
         ("no/such.yaml", FileNotFoundError, "There is no file of links 'no/such.yaml'"),
         (Path("nowhere"), FileNotFoundError, "There is no file of links 'nowhere'"),
@@ -239,6 +248,52 @@ def test_messages_to_neighbors_share_links(subtests: pytest.Subtests) -> None:
                 time = times.neighbors(worker, BYTES, topology, t)
                 assert time.busy_s == pytest.approx(busy_seconds(links, n, worker, topology, t))
                 assert time.latency_s == 0
+
+
+def test_all_neighbors_at_once_are_the_same(subtests: pytest.Subtests) -> None:
+    for name, seed in itertools.product((*TOPOLOGIES,), range(3)):
+        with subtests.test(name, seed=seed):
+            draw = random.Random(seed)
+            n, topology = draw.choice([4, 8]), get_topology(name)
+            pairs = tuple(
+                (*pair, Link(draw.uniform(1, 200), draw.random()))
+                for pair in itertools.permutations(range(n), 2)
+                if draw.random() < 0.2
+            )
+            workers = ((1, Link(draw.uniform(1, 50), draw.random())),)
+            between = Link(draw.uniform(1, 50), draw.random(), draw.random())
+            links = Links(Link(30, 0.1, 0.2), workers, pairs, seed, sites=2, between_sites=between)
+            times = LinkTimes(links, n)
+            for t in range(3):
+                found = times.all_neighbors(BYTES, topology, t)
+                for worker in range(n):
+                    expected = times.neighbors(worker, BYTES, topology, t)
+                    assert found.of_worker(worker) == expected
+
+
+def test_workers_at_different_sites_have_a_link_for_themselves() -> None:
+    links = as_links({"default": "lan", "sites": 2, "between_sites": "wan"})
+    assert links is not None
+    with pytest.raises(ValueError, match=r"known number of workers. Use links.of_size"):
+        links.between(0, 1)
+    of_five = links.of_size(5)
+    assert [of_five.site_of(worker) for worker in range(5)] == [0, 0, 0, 1, 1]
+    assert of_five.between(0, 2) == LAN
+    assert of_five.between(2, 3) == of_five.of_pair(3, 2) == WAN
+    # Pairs of workers do not share the links between the sites, and the ring crosses them.
+    times = LinkTimes(links, 4)
+    assert times.mean(BYTES, 1, 0).busy_s == WAN.seconds(BYTES)
+    assert times.neighbors(0, BYTES, get_topology("complete"), 0).busy_s == WAN.seconds(BYTES)
+    with pytest.raises(ValueError, match="link has 2 sites, but there are 1 workers"):
+        links.check(1)
+
+
+def test_networks_by_name() -> None:
+    for name, network in NETWORKS.items():
+        assert as_links(name) is network
+        network.check(4)
+    slow = LinkTimes(NETWORKS["one_slow_link"], 8).mean(BYTES, 1, 0)
+    assert slow == LinkTimes(Links(DSL), 8).mean(BYTES, 1, 0)._replace(latency_s=slow.latency_s)
 
 
 def test_the_latency_of_neighbors_is_the_longest() -> None:
