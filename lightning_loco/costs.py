@@ -174,6 +174,12 @@ class StepTimes:
         """The mean seconds of a local step, by worker."""
         return np.array(self.step_s)
 
+    def seconds(self, worker: int, step: int) -> float:
+        """Return the seconds of a step of one worker."""
+        if not self.jitter:
+            return self.step_s[worker]
+        return float(self.of_step(step)[worker])
+
     def of_step(self, step: int) -> Array:
         """Return the seconds of a step of each worker, counted from 0."""
         if not self.jitter:
@@ -311,6 +317,7 @@ class _Sent:
         began_at: Local steps when it began.
         begun_s: When each worker has begun it.
         known_s: When all messages for a worker have been sent.
+        sending_s: Until when its link sends its own message, if it waits for nobody.
         link_free_s: When its link is free again, if nothing else is sent.
         arrives_s: When the result is there.
     """
@@ -318,6 +325,7 @@ class _Sent:
     began_at: int
     begun_s: Array
     known_s: Array
+    sending_s: Array
     link_free_s: Array
     arrives_s: Array
 
@@ -399,9 +407,8 @@ def estimate(
             now = np.maximum(now, before.arrives_s)
         link_free_s = now
         for sent in last:
-            link_free_s = np.where(
-                sent.known_s <= now, np.maximum(link_free_s, sent.link_free_s), link_free_s
-            )
+            free_s = np.where(sent.known_s <= now, sent.link_free_s, sent.sending_s)
+            link_free_s = np.maximum(link_free_s, free_s)
         sent = _send(method, traffics[turn], times, index, made, begun_s, link_free_s)
         last = [*last[-count:], sent]
         sent_bytes = sent_bytes + _bytes_sent(method, traffics[turn], n, index)
@@ -440,7 +447,8 @@ def _send(
         last_s = sent_s.copy()
         np.maximum.at(last_s, receivers, sent_s[senders])
     busy_s, latency_s = traffic.seconds(times, method.topology, index)
-    return _Sent(began_at, begun_s, last_s, last_s + busy_s, last_s + busy_s + latency_s)
+    free_s = last_s + busy_s
+    return _Sent(began_at, begun_s, last_s, sent_s + busy_s, free_s, free_s + latency_s)
 
 
 def _bytes_sent(method: Method, traffic: Traffic, num_workers: int, index: int) -> Array:

@@ -363,6 +363,27 @@ class TransferTime(NamedTuple):
         return self.busy_s + self.latency_s
 
 
+class LinkQueue:
+    """The messages on one worker's link, which are sent one after the other.
+
+    Attributes:
+        free_at: When all messages so far have left the link, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def departure(self, now_s: float) -> float:
+        """Return when a message can be sent that is ready now."""
+        return max(now_s, self.free_at)
+
+    def send(self, sent_s: float, time: TransferTime) -> float:
+        """Occupy the link from ``sent_s`` on, and return when the message arrives."""
+        busy_until = sent_s + time.busy_s
+        self.free_at = max(self.free_at, busy_until)
+        return busy_until + time.latency_s
+
+
 class TransferTimes(NamedTuple):
     """What :class:`TransferTime` is, for all workers at once.
 
@@ -467,10 +488,20 @@ class LinkTimes:
         return self._messages(senders, receivers, num_bytes, round_index).of_worker(worker)
 
     def all_neighbors(
-        self, num_bytes: float, topology: Topology, round_index: int
+        self,
+        num_bytes: float,
+        topology: Topology,
+        round_index: int,
+        workers: Sequence[int] | None = None,
     ) -> TransferTimes:
-        """Return what :meth:`neighbors` returns for each worker, much faster for many of them."""
-        senders, receivers = messages_of(topology, self.num_workers, round_index)
+        """Return what :meth:`neighbors` returns for each worker, much faster for many of them.
+
+        ``workers`` are those that take part, in the order of the topology. Default: all.
+        """
+        count = self.num_workers if workers is None else len(workers)
+        senders, receivers = messages_of(topology, count, round_index)
+        if workers is not None:
+            senders, receivers = np.asarray(workers)[senders], np.asarray(workers)[receivers]
         return self._messages(senders, receivers, num_bytes, round_index)
 
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:

@@ -100,28 +100,11 @@ class Elastic:
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
         """Fill in ``"auto"``; see :class:`lightning_loco.engine.membership.Membership`."""
-        if algorithm.exchange == "neighbors" and topology is not None:
-            return prepare_for_any_number(algorithm, topology)
-        prepared = algorithm.prepare(1, topology, is_late=is_late)
-        if prepared != algorithm.prepare(3, topology):
-            raise ValueError(
-                "membership=Elastic(...) needs an algorithm that does the same with any number of "
-                f"workers, got {type(algorithm).__name__}. Use DiLoCo (algorithm=async_diloco)."
-            )
-        return prepared
+        return prepare_for_members(algorithm, topology, is_late)
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
         """Connect an engine; see :class:`lightning_loco.engine.membership.Membership`."""
-        algorithm = settings.algorithm
-        sends_scalars = type(algorithm).scalars is not Algorithm.scalars
-        is_pull = algorithm.exchange == "pull"
-        if is_pull or algorithm.gathers or sends_scalars or settings.is_partial:
-            raise ValueError(
-                "membership=Elastic(...) needs an algorithm that averages over all workers or "
-                "neighbours, sends all parameters, and exchanges no numbers of its own, got "
-                f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
-            )
-        check_schedule(settings)
+        check_settings(settings)
         if group.num_workers > 1:
             num_ranks = group.num_workers * group.replica_size
             raise ValueError(
@@ -138,6 +121,35 @@ class Elastic:
         from lightning_loco.elastic.connection import ElasticConnection
 
         return ElasticConnection(self, settings, group)
+
+
+def prepare_for_members(
+    algorithm: Algorithm, topology: Topology | None, is_late: bool
+) -> Algorithm:
+    """Prepare an algorithm for members that come and go; ValueError if it is not for them."""
+    if algorithm.exchange == "neighbors" and topology is not None:
+        return prepare_for_any_number(algorithm, topology)
+    prepared = algorithm.prepare(1, topology, is_late=is_late)
+    if prepared != algorithm.prepare(3, topology):
+        raise ValueError(
+            "membership=Elastic(...) needs an algorithm that does the same with any number of "
+            f"workers, got {type(algorithm).__name__}. Use DiLoCo (algorithm=async_diloco)."
+        )
+    return prepared
+
+
+def check_settings(settings: RoundSettings) -> None:
+    """Raise ValueError for algorithms and schedules that members cannot follow."""
+    algorithm = settings.algorithm
+    sends_scalars = type(algorithm).scalars is not Algorithm.scalars
+    is_pull = algorithm.exchange == "pull"
+    if is_pull or algorithm.gathers or sends_scalars or settings.is_partial:
+        raise ValueError(
+            "membership=Elastic(...) needs an algorithm that averages over all workers or "
+            "neighbours, sends all parameters, and exchanges no numbers of its own, got "
+            f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
+        )
+    check_schedule(settings)
 
 
 def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from lightning_loco.distributed import notes
-from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.fault_points import reach
+
+if TYPE_CHECKING:
+    from lightning_loco.elastic.group import MemberGroup
 
 MAX_DESCRIPTION_BYTES = 64 * 2**20
 """Largest description of a state."""

@@ -18,7 +18,7 @@ from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
 from lightning_loco.engine.exchanges.gather import Gather
-from lightning_loco.links import Links, LinkTimes, TransferTime
+from lightning_loco.links import LinkQueue, Links, LinkTimes, TransferTime
 from lightning_loco.topology import Topology
 
 _SLOTS = 1024
@@ -96,7 +96,7 @@ class LinkEmulator:
         group, number = self._group, self._count
         self._count += 1
         label, began = f"round {round_index}", group.clock.wall_time()
-        send_time = max(began, self._link.free_at)
+        send_time = self._link.queue.departure(began)
         with ExplainErrors(group, label):
             self._send_times.record(number, send_time)
         before = self._link.statistics.bytes_sent
@@ -119,7 +119,7 @@ class LinkEmulator:
                 return self._send_times.latest(number, others, send_time)
 
         first = span(num_bytes)
-        self._link.free_at = send_time + first.busy_s
+        self._link.queue.send(send_time, first)
         return EmulatedHandle(handle, self._link, group, first, began, span, last_send_time)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
@@ -175,12 +175,12 @@ class LinkEmulator:
 class LinkUse:
     """The use of one worker's link: how much of its time was waited for, and when it is free.
 
-    All messages so far have left it at ``free_at``, by the clock's ``wall_time``.
+    Times of the ``queue`` are those of the clock's ``wall_time``.
     """
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
-        self.free_at = 0.0
+        self.queue = LinkQueue()
         self._counted_until = 0.0
         statistics.start_emulation()
 
@@ -270,9 +270,7 @@ class EmulatedHandle:
         if not self._is_known:
             end = self._sent_at = self._last_send_time()
             for sent_at, span in self._parts:
-                busy_until = max(end, sent_at) + span.busy_s
-                self._link.free_at = max(self._link.free_at, busy_until)
-                end = busy_until + span.latency_s
+                end = self._link.queue.send(max(end, sent_at), span)
             self._arrives_at, self._is_known = end, True
         return self._arrives_at
 

@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.costs import Encoding, StepTimes
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.elastic.recovery import resume_from_state
 from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.links import LinkLike, LinkTimes, as_links
 from lightning_loco.parameters.ownership import find_ownership
 from lightning_loco.parameters.schema import check_model, first_difference
 from lightning_loco.schedules import SyncEvery, by_steps
+from lightning_loco.simulation.failures import Failure, MembersOfSimulation, state_of_run
 from lightning_loco.simulation.hub import Hub, VirtualClock
+from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
 from lightning_loco.worker import Worker, exchanged_parameters, make_replica
 
 Part = HasArrived | None
 """Whether what a worker waits for has arrived; None if it only lets others go first."""
+
+LocalStep = Callable[[int], Any]
+"""Makes a local step of the worker with this index; may return the training loss."""
+
+
+EventKind = Literal["run", "arrival", "death", "noticed", "return"]
+
+_FAILURES = ("death", "noticed", "return")
+
+
+class _Event(NamedTuple):
+    """Something that happens to a worker at a time. Events of one time keep their order.
+
+    Attributes:
+        time_s: When.
+        order: Number of the event.
+        worker: To whom.
+        kind: ``"run"``: it goes on; ``"arrival"``: what it waits for may have arrived;
+            ``"death"``, ``"noticed"``, ``"return"``: of a failure.
+        life: How often the worker had died when the event was planned.
+    """
+
+    time_s: float
+    order: int
+    worker: int
+    kind: EventKind
+    life: int = 0
 
 
 class Simulation:
@@ -32,7 +65,13 @@ class Simulation:
 
     It makes the same rounds at the same local steps as the processes of a real run, and computes
     the same numbers; only the messages stay in memory. All workers start from the parameters of the
-    first one. Time passes in local steps, at the speed of each worker; messages take none.
+    first one. Time passes in local steps, at the speed of each worker, and while messages are on
+    their links: an all-reduce waits for the slowest of all links, gossip for the neighbors, and
+    each link sends one message after the other.
+
+    With ``failures`` workers die and come back, as members of an elastic run do. Rounds go on with
+    those present, once they have noticed. A worker that returns takes the state of another one, or
+    with gossip the mean of the others, and takes part in its first round with weight 0.
 
     Args:
         models: One module per worker, all with the same parameters.
@@ -44,11 +83,18 @@ class Simulation:
         compression: How messages are encoded, as in ``LocoStrategy``.
         speeds: Local steps per second of each worker. Default: local steps take no time, and
             workers take turns from round to round.
+        jitter: Largest part by which a local step takes longer or shorter, from 0 to less than 1;
+            see :class:`~lightning_loco.costs.StepTimes`.
+        links: Links of the workers, as in ``LocoStrategy(link=...)``. Default: messages take no
+            time.
+        failures: When workers die and come back.
+        seed: Of the jitter.
 
     Attributes:
         engines: The engine of each worker.
         algorithm: Prepared for these workers.
         settings: Prepared for these workers.
+        losses: What ``local_step`` has returned, if anything, in order of the virtual time.
 
     Raises:
         ValueError: If there is no model, or the settings are invalid for these workers.
@@ -57,12 +103,14 @@ class Simulation:
         >>> import torch
         >>> from lightning_loco.algorithms import LocalSGD
         >>> models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
-        >>> simulation = Simulation(models, LocalSGD(), sync_every=1)
+        >>> simulation = Simulation(models, LocalSGD(), speeds=[1.0, 0.5], links="wan")
         >>> def local_step(worker):
         ...     models[worker].weight.data.fill_(float(worker))
         >>> simulation.run(local_step, num_rounds=1)
         >>> [model.weight.item() for model in models]
         [0.5, 0.5]
+        >>> [round(costs.utilisation, 2) for costs in simulation.costs]
+        [0.48, 0.97]
     """
 
     def __init__(
@@ -76,9 +124,14 @@ class Simulation:
         topology: Any | None = None,
         compression: Any | None = None,
         speeds: Sequence[float] | None = None,
+        jitter: float = 0.0,
+        links: LinkLike | None = None,
+        failures: Sequence[Failure] = (),
+        seed: int = 0,
     ) -> None:
         schedule = by_steps(sync_every, overlap, warm_start)
-        self._set_up(models, RoundSettings(algorithm, schedule, topology, compression), speeds)
+        settings = RoundSettings(algorithm, schedule, topology, compression)
+        self._set_up(models, settings, speeds, jitter, links, failures, seed)
 
     @classmethod
     def from_settings(
@@ -87,6 +140,10 @@ class Simulation:
         settings: RoundSettings,
         *,
         speeds: Sequence[float] | None = None,
+        jitter: float = 0.0,
+        links: LinkLike | None = None,
+        failures: Sequence[Failure] = (),
+        seed: int = 0,
     ) -> Simulation:
         """Create a simulation with any schedule, compression and merge policy.
 
@@ -95,46 +152,103 @@ class Simulation:
                 class.
         """
         simulation = cls.__new__(cls)
-        simulation._set_up(models, settings, speeds)  # noqa: SLF001
+        simulation._set_up(  # noqa: SLF001
+            models, settings, speeds, jitter, links, failures, seed
+        )
         return simulation
 
     def _set_up(
-        self, models: Sequence[nn.Module], settings: RoundSettings, speeds: Sequence[float] | None
+        self,
+        models: Sequence[nn.Module],
+        settings: RoundSettings,
+        speeds: Sequence[float] | None,
+        jitter: float,
+        links: LinkLike | None,
+        failures: Sequence[Failure],
+        seed: int,
     ) -> None:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
         num_workers = len(models)
+        if failures:
+            members = MembersOfSimulation(tuple(failures))
+            members.check(num_workers)
+            settings = dataclasses.replace(settings, membership=members)
         self.settings = settings.prepare(num_workers, torch.initial_seed() % 2**31)
+        if failures:
+            members.check_settings(self.settings)
         self.algorithm = self.settings.algorithm
-        self._step_s = _seconds_per_step(speeds, num_workers)
+        self._step_times = _step_times(speeds, num_workers, jitter, seed)
         if speeds is None and self.settings.schedule.sync_every_of(0) is None:
             raise ValueError(
                 f"{self.settings.schedule} needs to know how long local steps take. Give speeds, "
                 "the local steps per second of each worker."
             )
+        if (known := as_links(links)) is not None:
+            known.check(num_workers)
+        self._times = None if known is None else LinkTimes(known, num_workers)
+        self._models = models
         self._clocks = [VirtualClock() for _ in models]
+        self._timeline = Timeline(num_workers)
         workers = _make_workers(models, self.settings, self._clocks)
-        self._hub = _make_hub(workers, self.settings)
-        self.engines = [
-            Engine.of_worker(worker, self.settings, self._hub.of_worker(number, clock))
-            for number, (worker, clock) in enumerate(zip(workers, self._clocks, strict=True))
+        self._statistics = [worker.statistics for worker in workers]
+        self._hub = self._make_hub(workers[0], bool(failures))
+        self.engines = [self._make_engine(worker) for worker in workers]
+        self.losses: list[LossPoint] = []
+        self._made, self._rounds = [0] * num_workers, [0] * num_workers
+        self._alive, self._returned = set(range(num_workers)), set[int]()
+        self._lives = [0] * num_workers
+        self._transfer_s = [0.0] * num_workers
+        self._order = itertools.count()
+        self._failures = [
+            self._event(time_s, failure.worker, kind)
+            for failure in failures
+            for kind, time_s in failure.events()
         ]
         self._unfinished: list[Iterator[Part]] = [iter(()) for _ in models]
+        self._waiting: dict[int, HasArrived] = {}
+        self._waiting_since = [0.0] * num_workers
         self._ended_s = 0.0
+
+    def _make_hub(self, worker: Worker, has_failures: bool) -> Hub:
+        settings, layout = self.settings, worker.replica.layout
+        alone = WorkerGroup(0, 1), Statistics()
+        topology, compression = settings.topology, settings.compression
+        encoding = None
+        if compression is not None:
+            codec = compression.codec
+            encoding = Encoding(codec.block, codec.row_bytes, codec.is_sparse)
+        return Hub(
+            make_exchange(settings.algorithm, *alone, topology, compression),
+            self.num_workers,
+            settings.bucket_elements(layout.numel, layout.dtype.itemsize),
+            compression is not None and compression.has_feedback,
+            encoding=encoding,
+            times=self._times,
+            topology=topology if settings.algorithm.exchange == "neighbors" else None,
+            timeline=self._timeline,
+            admit=self._admit if has_failures else None,
+        )
+
+    def _make_engine(self, worker: Worker) -> Engine:
+        number = worker.group.worker
+        worker.statistics = self._statistics[number]
+        exchange = self._hub.of_worker(number, self._clocks[number], worker.statistics)
+        return Engine.of_worker(worker, self.settings, exchange)
 
     @property
     def num_workers(self) -> int:
         """Number of workers N."""
-        return len(self.engines)
+        return len(self._models)
 
     @property
     def round_index(self) -> int:
-        """Number of rounds that all workers have begun."""
-        return min(engine.worker.round_index for engine in self.engines)
+        """Number of rounds that all workers have begun, without those that are dead."""
+        return min(self.engines[worker].worker.round_index for worker in self._alive)
 
     @property
     def steps(self) -> list[int]:
-        """The local steps of each worker so far."""
+        """The local steps of each worker so far; one that has returned counts those of the run."""
         return [engine.worker.steps for engine in self.engines]
 
     @property
@@ -151,69 +265,100 @@ class Simulation:
 
     def run(
         self,
-        local_step: Callable[[int], None],
+        local_step: LocalStep,
         num_rounds: int | None = None,
         *,
         seconds: float | None = None,
+        on_return: Callable[[int], None] | None = None,
     ) -> None:
         """Make local steps and the rounds that are due.
 
         Args:
             local_step: Called with the index of a worker; must make one optimizer step of its
-                model.
+                model. It may return the loss, for :attr:`losses`.
             num_rounds: Rounds that each worker begins.
             seconds: Instead of rounds, time that passes; local steps that would end later are not
                 made.
+            on_return: Called with the index of a worker that was dead and has the state of the
+                others now, to make a new optimizer, for example.
 
         Raises:
             ValueError: If both or neither are given, or ``seconds`` without speeds.
+            RuntimeError: If all workers are dead.
         """
         if (num_rounds is None) == (seconds is None):
             raise ValueError("Give num_rounds or seconds, and not both.")
-        if seconds is not None and min(self._step_s) == 0:
+        if seconds is not None and min(self._step_times.step_s) == 0:
             raise ValueError("Local steps take no time without speeds. Give num_rounds instead.")
         rounds = math.inf if num_rounds is None else self.round_index + num_rounds
         end_s = math.inf if seconds is None else self._ended_s + seconds
 
         def is_over(worker: int) -> bool:
-            has_rounds = self.engines[worker].worker.round_index >= rounds
-            return has_rounds or self._clocks[worker].time_s + self._step_s[worker] > end_s
+            engine = self.engines[worker]
+            if engine.worker.round_index >= rounds:
+                return True
+            return self._clocks[worker].time_s + self._step_s(worker) > end_s
 
-        self._interleave([self._train(w, local_step, is_over) for w in range(self.num_workers)])
+        def train(worker: int) -> Iterator[Part]:
+            return self._train(worker, local_step, is_over)
+
+        def come_back(worker: int) -> Iterator[Part]:
+            def rest() -> Iterator[Part]:
+                if on_return is not None:
+                    on_return(worker)
+                return train(worker)
+
+            return self._join(worker, rest)
+
+        self._interleave(train, end_s, come_back)
         self._ended_s = end_s if end_s < math.inf else max(self.time_s)
 
+    def _step_s(self, worker: int) -> float:
+        """Seconds that the next local step of a worker takes."""
+        return self._step_times.seconds(worker, self._made[worker])
+
     def _train(
-        self, worker: int, local_step: Callable[[int], None], is_over: Callable[[int], bool]
+        self, worker: int, local_step: LocalStep, is_over: Callable[[int], bool]
     ) -> Iterator[Part]:
-        engine, clock, step_s = self.engines[worker], self._clocks[worker], self._step_s[worker]
+        engine, clock = self.engines[worker], self._clocks[worker]
         yield from self._finish_round(worker)
         while not is_over(worker):
-            if step_s:
-                clock.advance_to(clock.time_s + step_s)
+            if step_s := self._step_s(worker):
+                began_s = clock.time_s
+                clock.advance_to(began_s + step_s)
                 yield None
-            local_step(worker)
+                self._timeline.add(worker, "compute", began_s, clock.time_s)
+            loss = local_step(worker)
+            self._made[worker] += 1
             engine.count_step()
+            if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.ndim == 0):
+                point = LossPoint(worker, engine.worker.steps, clock.time_s, float(loss))
+                self.losses.append(point)
             if engine.is_due:
+                before = engine.worker.round_index
                 self._unfinished[worker] = engine.round_in_parts()
                 yield from self._finish_round(worker)
+                self._rounds[worker] += engine.worker.round_index - before
                 yield None
 
     def _finish_round(self, worker: int) -> Iterator[Part]:
         """Go on with a round that may have been waiting when the last run ended."""
+        if (waiting := self._waiting.pop(worker, None)) is not None:
+            yield waiting
         for part in self._unfinished[worker]:  # noqa: UP028  # `yield from` would close it
             yield part
 
     def make_round(self) -> None:
         """Begin one round of all workers, at once."""
-        for engine in self.engines:
-            for fragment in engine.fragments:
+        for worker in self._alive:
+            for fragment in self.engines[worker].fragments:
                 fragment.fresh_at = -1  # the caller has moved the parameters, if anyone
-        self._interleave([engine.round_in_parts() for engine in self.engines])
+        self._interleave(lambda worker: self.engines[worker].round_in_parts())
 
     def drain(self) -> None:
         """Apply all pending rounds; workers that have begun fewer rounds begin the missing ones."""
-        most = max(engine.worker.round_index for engine in self.engines)
-        self._interleave([self._drain(w, most) for w in range(self.num_workers)])
+        most = max(self.engines[worker].worker.round_index for worker in self._alive)
+        self._interleave(lambda worker: self._drain(worker, most))
 
     def _drain(self, worker: int, num_rounds: int) -> Iterator[Part]:
         engine = self.engines[worker]
@@ -222,58 +367,177 @@ class Simulation:
             yield from engine.round_in_parts()
         yield from engine.apply_all_in_parts()
 
-    def _interleave(self, parts: Sequence[Iterator[Part]]) -> None:
+    # ------------------------------------------------------------------ the virtual clock
+
+    def _event(self, time_s: float, worker: int, kind: EventKind) -> _Event:
+        return _Event(time_s, next(self._order), worker, kind, self._lives[worker])
+
+    def _interleave(
+        self,
+        begin: Callable[[int], Iterator[Part]],
+        end_s: float = math.inf,
+        come_back: Callable[[int], Iterator[Part]] | None = None,
+    ) -> None:
         """Run what each worker does, always the one whose time is first.
 
         A worker that waits goes on when what it waits for has arrived, at the time when it has.
+
+        Args:
+            begin: Returns what a worker does.
+            end_s: Failures after this time are left for the next call.
+            come_back: Returns what a worker does that returns. Default: it waits for the next call.
         """
-        order = itertools.count()
-        ready = [(clock.time_s, next(order), w) for w, clock in enumerate(self._clocks)]
-        heapq.heapify(ready)
-        waiting: dict[int, HasArrived] = {}
+        parts = {worker: begin(worker) for worker in sorted(self._alive)}
+        if come_back is not None:
+            parts |= {worker: come_back(worker) for worker in sorted(self._returned)}
+        events = [self._event(self._clocks[w].time_s, w, "run") for w in parts]
+        events += [event for event in self._failures if event.time_s <= end_s]
+        self._failures = [event for event in self._failures if event.time_s > end_s]
+        heapq.heapify(events)
 
-        def resume(worker: int, time_s: float) -> None:
-            self._clocks[worker].advance_to(time_s)
-            heapq.heappush(ready, (self._clocks[worker].time_s, next(order), worker))
+        def plan(time_s: float, worker: int, kind: EventKind) -> None:
+            heapq.heappush(events, self._event(time_s, worker, kind))
 
-        while ready:
-            now_s, _, worker = heapq.heappop(ready)
-            for part in itertools.islice(parts[worker], 1):
-                if part is None:
-                    resume(worker, now_s)
-                else:
-                    waiting[worker] = part
-                    self._hub.reached.add(worker)
-            reached, self._hub.reached = self._hub.reached, set()
-            for other in [w for w in waiting if w in reached and waiting[w]()]:
-                del waiting[other]
-                resume(other, now_s)
+        while events:
+            event = heapq.heappop(events)
+            now_s, _, worker, kind, life = event
+            clock = self._clocks[worker]
+            if kind in _FAILURES:
+                if not self._waiting.keys() & self._alive and not any(
+                    other.kind == "run" for other in events
+                ):
+                    self._failures.append(event)
+                    continue
+                if kind == "return" and come_back is not None:
+                    parts[worker] = come_back(worker)
+                self._fail(worker, kind, now_s)
+                if kind == "return" and worker in parts:
+                    plan(now_s, worker, "run")
+                elif kind == "death":
+                    parts.pop(worker, None)
+            elif life == self._lives[worker] and worker in parts:
+                if kind == "arrival":
+                    if worker not in self._waiting:
+                        continue
+                    clock.advance_to(now_s)
+                    if not self._waiting[worker]():
+                        continue
+                    del self._waiting[worker]
+                    self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
+                for part in itertools.islice(parts[worker], 1):
+                    if part is None:
+                        plan(clock.time_s, worker, "run")
+                    else:
+                        self._waiting[worker] = part
+                        self._waiting_since[worker] = clock.time_s
+                        self._hub.wake([worker], clock.time_s)
+            wakeups, self._hub.wakeups = self._hub.wakeups, []
+            for time_s, other in wakeups:
+                plan(time_s, other, "arrival")
+
+    # --------------------------------------------------------------------- failures
+
+    def _fail(self, worker: int, kind: EventKind, now_s: float) -> None:
+        """A worker dies, is noticed to be dead, or returns."""
+        if kind == "death" and worker in self._alive:
+            self._alive.remove(worker)
+            self._lives[worker] += 1
+            self._clocks[worker].time_s = now_s
+            self._waiting.pop(worker, None)
+            self._unfinished[worker] = iter(())
+            self._hub.lose(worker, now_s)
+        elif kind == "noticed":
+            self._hub.leave(worker, now_s)
+            if not self._hub.present:
+                raise RuntimeError(
+                    f"All workers are dead at {now_s:g} s, and the state of the run is lost."
+                )
+        elif kind == "return":
+            self._timeline.add(worker, "away", self._clocks[worker].time_s, now_s)
+            self._clocks[worker].advance_to(now_s)
+            self._returned.add(worker)
+
+    def _join(self, worker: int, rest: Callable[[], Iterator[Part]]) -> Iterator[Part]:
+        """Wait for the next round, take part in it without weight, and do the ``rest``."""
+        clock = self._clocks[worker]
+        yield lambda: worker in self._alive
+        self._unfinished[worker] = self.engines[worker].round_in_parts()
+        yield from self._finish_round(worker)
+        began_s = clock.time_s
+        clock.advance_to(began_s + self._transfer_s[worker])
+        self._timeline.add(worker, "wait", began_s, clock.time_s)
+        yield from rest()
+
+    def _admit(self, round_index: int, donor: int) -> list[int]:
+        """Give the workers that have returned the state at the start of a round."""
+        joining = sorted(self._returned)
+        self._returned.clear()
+        if joining:
+            members = [self.engines[worker] for worker in sorted(self._hub.present)]
+            state = state_of_run(self.engines[donor], members, round_index)
+        for worker in joining:
+            self.engines[worker] = self._make_engine(
+                _make_worker(self._models[worker], worker, self.settings, self._clocks[worker])
+            )
+            resume_from_state(self.engines[worker], None, state, f"worker {donor}")
+            if self._times is not None:
+                size = sum(tensor.nbytes for tensor in state.tensors.values())
+                time = self._times.fetch(worker, donor, size, round_index)
+                self._transfer_s[worker] = time.seconds
+            self._alive.add(worker)
+        self._hub.wake(joining, self._clocks[donor].time_s)
+        return joining
 
     # ------------------------------------------------------------------------ results
+
+    @property
+    def timeline(self) -> list[TimelineEvent]:
+        """What each worker did and when; local steps that follow each other are one event."""
+        return list(self._timeline.events)
+
+    @property
+    def costs(self) -> list[WorkerCosts]:
+        """What each worker has done so far, and sent."""
+        return [
+            WorkerCosts(
+                worker,
+                self._made[worker],
+                self._rounds[worker],
+                self._statistics[worker].bytes_sent,
+                self._clocks[worker].time_s,
+                self._timeline.seconds[worker]["compute"],
+                self._timeline.seconds[worker]["wait"],
+            )
+            for worker in range(self.num_workers)
+        ]
 
     def params(self) -> list[Tensor]:
         """Return a flat copy of each worker's parameters, ``(P,)``."""
         return [engine.worker.replica.layout.new_flat() for engine in self.engines]
 
     def consensus(self) -> Tensor:
-        """Return the consensus parameters ``(P,)``: the mean over the workers."""
-        return torch.stack(self.params()).mean(0)
+        """Return the consensus parameters ``(P,)``: the mean over the workers that are alive."""
+        params = self.params()
+        return torch.stack([params[worker] for worker in sorted(self._alive)]).mean(0)
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the workers' parameters to their mean."""
-        params = torch.stack(self.params()).double()
+        every = self.params()
+        params = torch.stack([every[worker] for worker in sorted(self._alive)]).double()
         return math.sqrt(float((params - params.mean(0)).square().sum(1).mean()))
 
 
-def _seconds_per_step(speeds: Sequence[float] | None, num_workers: int) -> list[float]:
+def _step_times(
+    speeds: Sequence[float] | None, num_workers: int, jitter: float, seed: int
+) -> StepTimes:
     if speeds is None:
-        return [0.0] * num_workers
+        return StepTimes([0.0] * num_workers, jitter, seed)
     if len(speeds) != num_workers or not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(
             "speeds are the local steps per second of each worker, all positive, got "
             f"{list(speeds)} for {num_workers} workers."
         )
-    return [1 / speed for speed in speeds]
+    return StepTimes([1 / speed for speed in speeds], jitter, seed)
 
 
 def _make_workers(
@@ -282,25 +546,23 @@ def _make_workers(
     workers: list[Worker] = []
     for number, (model, clock) in enumerate(zip(models, clocks, strict=True)):
         check_model(model)
-        named, group = exchanged_parameters(model), WorkerGroup(number, len(models), clock=clock)
-        slices = settings.fragment_slices({name: p.numel() for name, p in named.items()})
-        ownership = find_ownership(named, slices, settings.granularity, group)
-        replica = make_replica(model, settings, named, ownership)
-        schema = replica.layout.schema()
+        worker = _make_worker(model, number, settings, clock)
+        schema = worker.replica.layout.schema()
         if workers and schema != (first := workers[0].replica.layout.schema()):
             raise ValueError(
                 f"Worker {number} holds a different model than worker 0: "
                 f"{first_difference(schema, first)}. Build the same model for every worker."
             )
         model.load_state_dict(models[0].state_dict())
-        workers.append(Worker(group, replica, checksum=0))
+        workers.append(worker)
     return workers
 
 
-def _make_hub(workers: Sequence[Worker], settings: RoundSettings) -> Hub:
-    layout = workers[0].replica.layout
-    alone = WorkerGroup(0, 1), Statistics()
-    exchange = make_exchange(settings.algorithm, *alone, settings.topology, settings.compression)
-    has_feedback = settings.compression is not None and settings.compression.has_feedback
-    longest = settings.bucket_elements(layout.numel, layout.dtype.itemsize)
-    return Hub(exchange, len(workers), longest, has_feedback)
+def _make_worker(
+    model: nn.Module, number: int, settings: RoundSettings, clock: VirtualClock
+) -> Worker:
+    named = exchanged_parameters(model)
+    group = WorkerGroup(number, settings.num_workers, clock=clock)
+    slices = settings.fragment_slices({name: p.numel() for name, p in named.items()})
+    ownership = find_ownership(named, slices, settings.granularity, group)
+    return Worker(group, make_replica(model, settings, named, ownership), checksum=0)

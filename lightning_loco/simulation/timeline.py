@@ -1,0 +1,105 @@
+"""What simulated workers have done and what it has cost: plain values for tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+Kind = Literal["compute", "wait", "send", "away"]
+"""Local steps; waiting for others or for a link; a message on its way; dead."""
+
+
+class TimelineEvent(NamedTuple):
+    """What a worker has done for some time.
+
+    Messages are sent beside local steps if rounds are overlapped, so ``"send"`` may be at the same
+    time as another kind; all other kinds follow each other.
+
+    Attributes:
+        worker: Index of the worker.
+        kind: What it did.
+        start_s: When it began, in seconds from the start of the simulation.
+        end_s: When it ended.
+    """
+
+    worker: int
+    kind: Kind
+    start_s: float
+    end_s: float
+
+
+class LossPoint(NamedTuple):
+    """The training loss of a local step.
+
+    Attributes:
+        worker: Index of the worker.
+        step: Local steps of that worker, this one included.
+        time_s: When the step ended, in seconds from the start of the simulation.
+        loss: What the ``local_step`` of the simulation has returned.
+    """
+
+    worker: int
+    step: int
+    time_s: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerCosts:
+    """What one worker has done.
+
+    Attributes:
+        worker: Index of the worker.
+        steps: Local steps.
+        rounds: Rounds that it has begun.
+        bytes_sent: Bytes of its messages; a ring all-reduce of B bytes counts as
+            2 (N - 1) / N * B.
+        time_s: Its time, in seconds from the start of the simulation.
+        compute_s: Seconds of local steps.
+        wait_s: Seconds for which it waited for others or for a link.
+    """
+
+    worker: int
+    steps: int
+    rounds: int
+    bytes_sent: int
+    time_s: float
+    compute_s: float
+    wait_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of its time that the worker has computed, from 0 to 1."""
+        return self.compute_s / self.time_s if self.time_s else 0.0
+
+
+class Timeline:
+    """Records what all workers do. Local steps that follow each other are one event.
+
+    Args:
+        num_workers: Number of workers N.
+
+    Attributes:
+        events: In the order in which they ended, about.
+        seconds: Sum of the seconds of each worker, by kind.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.events: list[TimelineEvent] = []
+        self.seconds: list[dict[Kind, float]] = [
+            dict.fromkeys(("compute", "wait", "send", "away"), 0.0) for _ in range(num_workers)
+        ]
+        self._open: dict[int, int] = {}
+
+    def add(self, worker: int, kind: Kind, start_s: float, end_s: float) -> None:
+        """Add what a worker did; nothing if it took no time."""
+        if not end_s > start_s:
+            return
+        self.seconds[worker][kind] += end_s - start_s
+        last = self._open.get(worker) if kind == "compute" else None
+        if last is not None and self.events[last].end_s == start_s:
+            self.events[last] = self.events[last]._replace(end_s=end_s)
+            return
+        if kind == "compute":
+            self._open[worker] = len(self.events)
+        self.events.append(TimelineEvent(worker, kind, start_s, end_s))
