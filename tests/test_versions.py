@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from lightning_loco import __version__
 from tests import versions
 from tests.conftest import ROOT
 from tests.docs.pages import doc
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+
+
+RELEASE = yaml.safe_load(
+    (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+)
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
 def oldest(package: str) -> str:
@@ -50,6 +59,34 @@ def test_the_workflow_has_the_oldest_torch() -> None:
     lines = [step.get("run", "") for step in WORKFLOW["jobs"]["oldest-torch"]["steps"]]
     for package in ("torch", "torchdata"):
         assert any(f'"{package}=={oldest(package)}.0"' in line for line in lines)
+
+
+def test_the_citation_is_that_of_this_version_and_license() -> None:
+    assert {"cff-version", "message", "title", "authors"} <= CITATION.keys()  # the required ones
+    assert CITATION["cff-version"] == "1.2.0"
+    assert CITATION["version"] == __version__
+    assert f'license = "{CITATION["license"]}"' in PYPROJECT
+
+
+def test_a_release_checks_its_tag_against_the_files(tmp_path: Path) -> None:
+    """The commands of the workflow pass for the version of the files, and for no other one."""
+    build = RELEASE["jobs"]["build"]["steps"]
+    (check,) = [step["run"] for step in build if step.get("name", "").startswith("The tag is")]
+    (tmp_path / "lightning_loco").mkdir()
+    for name in ("lightning_loco/__about__.py", "CITATION.cff"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
+    (tmp_path / "CHANGELOG.md").write_text(f"## [{__version__}] - 2026-01-01\n")
+    for tag, passes in ((f"v{__version__}", True), ("v9.9.9", False)):
+        environ = {**os.environ, "GITHUB_REF_NAME": tag}
+        done = subprocess.run(["bash", "-ec", check], cwd=tmp_path, env=environ, check=False)
+        assert (done.returncode == 0) == passes, tag
+
+
+def test_a_release_is_published_without_a_password() -> None:
+    publish = RELEASE["jobs"]["publish"]
+    assert publish["needs"] == "build"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "password" not in str(publish)
 
 
 def test_the_page_has_each_version() -> None:
