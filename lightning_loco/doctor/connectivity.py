@@ -108,8 +108,12 @@ CONNECT_SHARE = 0.35
 LARGE_PACKETS_SHARE = 0.65
 """Share of the time for all checks after which the exchange of large packets has failed."""
 
+TRANSFER_SHARE = 0.6
+"""Share of the time for measuring the bandwidth in which data is sent; the rest is for replies."""
+
 _LARGE_BYTES = 10_000  # more than the largest packets of usual networks
 _MAX_LINE_BYTES = 2**11
+_BLOCK_BYTES = 2**18
 _MAX_CONNECTION_S = 10.0
 _NUM_ROUND_TRIPS = 4
 
@@ -137,11 +141,13 @@ class Results:
         rank: Rank of this machine.
         connections: The results of the connections to all others.
         slow_names: Addresses whose names took too long to look up.
+        mbit_per_s: Bandwidth to the next machine, in megabits per second; 0 if not measured.
     """
 
     rank: int
     connections: tuple[ConnectionResult, ...]
     slow_names: tuple[str, ...]
+    mbit_per_s: float
 
     def are_valid(self, rank: int, present: Collection[int]) -> bool:
         """Whether these can be the results of machine ``rank`` if those in ``present`` joined."""
@@ -150,6 +156,7 @@ class Results:
             self.rank == rank
             and sorted([rank, *targets]) == sorted(present)
             and all(one.failure in ("", *FAILURES) for one in self.connections)
+            and self.mbit_per_s >= 0
         )
 
 
@@ -159,6 +166,21 @@ class Identity:
 
     rank: int
     name: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a machine sends before data that goes on for ``seconds``."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Received:
+    """The reply to a :class:`Transfer`: the bytes of its second half, and how long that took."""
+
+    num_bytes: int
+    seconds: float
 
 
 class ConnectError(Exception):
@@ -194,9 +216,14 @@ async def _answer(
         writer.write(identity)
         await reader.readexactly(_LARGE_BYTES)
         writer.write(identity)
-        while await reader.read(1):
+        while (byte := await reader.read(1)) == b".":
             writer.write(b".")
             await writer.drain()
+        if byte:
+            writer.write(encode(await _count(reader)))
+            await writer.drain()
+            while await reader.read(_BLOCK_BYTES):  # until the other machine has the reply
+                pass
 
     with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
         await asyncio.wait_for(serve(), _MAX_CONNECTION_S)
@@ -245,6 +272,52 @@ async def _test_connection(target: Facts, checks_s: float) -> ConnectionResult:
     finally:
         writer.transport.abort()
     return ConnectionResult(target.rank, failure, 0.0)
+
+
+async def measure_bandwidth(target: Facts, seconds: float) -> float:
+    """Send data to another machine; return megabits per second, 0 if it fails within ``seconds``.
+
+    The other machine counts in the second half only, when TCP has reached its full rate.
+    """
+    with contextlib.suppress(ConnectError, BadMessageError, OSError, *TIMEOUTS):
+        received = await asyncio.wait_for(_transfer(target, seconds), seconds)
+        return 8e-6 * received.num_bytes / received.seconds if received.seconds > 0 else 0.0
+    return 0.0
+
+
+async def _transfer(target: Facts, limit_s: float) -> Received:
+    reader, writer = await connect(target.address, target.port, limit_s)
+    sending = asyncio.ensure_future(_send(writer, TRANSFER_SHARE * limit_s))
+    try:
+        for _ in range(2):
+            await receive(reader, limit_s, Identity)
+        return await receive(reader, limit_s, Received)
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.transport.abort()
+
+
+async def _send(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """Announce a transfer, and send until cancelled."""
+    writer.write(bytes(_LARGE_BYTES) + b"t" + encode(Transfer(seconds)))
+    block = bytes(_BLOCK_BYTES)
+    while True:
+        writer.write(block)
+        await writer.drain()
+
+
+async def _count(reader: asyncio.StreamReader) -> Received:
+    """Count the bytes of the second half of a transfer that has been announced."""
+    transfer = await receive(reader, _MAX_CONNECTION_S, Transfer)
+    now = time.monotonic()
+    half, end, num_bytes = now + transfer.seconds / 2, now + transfer.seconds, 0
+    while now < end:
+        with contextlib.suppress(*TIMEOUTS):
+            data = await asyncio.wait_for(reader.read(_BLOCK_BYTES), end - now)
+            num_bytes += len(data) if now >= half else 0
+        now = time.monotonic()
+    return Received(num_bytes, now - half)
 
 
 async def _measure_round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:

@@ -25,6 +25,7 @@ from lightning_loco.doctor.connectivity import (
     connect_to_all,
     encode,
     listen,
+    measure_bandwidth,
     receive,
 )
 from lightning_loco.doctor.facts import (
@@ -42,6 +43,12 @@ MAX_CHECKS_S = 5.0
 
 RESULTS_SHARE = 0.85
 """Share of the time for the checks after which machine 0 waits for no more results."""
+
+BANDWIDTH_SHARE = 0.4
+"""Share of the time for the checks in which the bandwidth is measured, after the connections.
+
+It is not measured if the connections have taken longer than that.
+"""
 
 SLOW_NAME_S = 0.5
 """A name server that takes longer than this is reported."""
@@ -72,6 +79,7 @@ class RendezvousSettings:
         host: Host name or address of machine 0.
         port: Port on machine 0.
         timeout_s: Seconds for everything.
+        measures: Whether machine 0 asks all to measure the bandwidth.
         started: Time of the monotonic clock at which ``timeout_s`` starts.
 
     Raises:
@@ -83,6 +91,7 @@ class RendezvousSettings:
     host: str
     port: int
     timeout_s: float
+    measures: bool = False
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -137,9 +146,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Participants:
-    """The reply to a machine that has joined: the facts of all machines that have."""
+    """The reply to a machine that has joined: the facts of all machines that have.
+
+    Each of them measures the bandwidth to the next one for ``bandwidth_s`` seconds, 0 for not.
+    """
 
     facts: tuple[Facts, ...]
+    bandwidth_s: float
 
 
 @dataclass(frozen=True)
@@ -233,8 +246,9 @@ class RendezvousServer:
         is_complete = len(self._present) == self._settings.world
         self._start_checks_in(0 if is_complete else hello.max_wait_s)
         await self._all_joined.wait()
-        present = tuple(facts for _, facts in sorted(self._present.items()))
-        writer.write(encode(Participants(present)))
+        present = self.present
+        bandwidth_s = BANDWIDTH_SHARE * self._settings.checks_s * self._settings.measures
+        writer.write(encode(Participants(present, bandwidth_s)))
         results = None
         with contextlib.suppress(BadMessageError, OSError):
             results = await receive(reader, RESULTS_SHARE * self._settings.checks_s, Results)
@@ -246,9 +260,19 @@ class RendezvousServer:
         await self._finished.wait()
         writer.write(self._findings)
 
+    @property
+    def present(self) -> tuple[Facts, ...]:
+        """The facts of all machines that have joined, in the order of their ranks."""
+        return tuple(facts for _, facts in sorted(self._present.items()))
+
+    @property
+    def results(self) -> list[Results]:
+        """The results of all machines that have sent them, in the order of their ranks."""
+        return [one for _, one in sorted(self._results.items()) if one is not None]
+
     def _judge(self, present: Sequence[Facts]) -> bytes:
         """Return the last message to all machines, from the results of all."""
-        received = [one for _, one in sorted(self._results.items()) if one is not None]
+        received = self.results
         findings = judge(self._settings.world, present, received, self._refusals)
         return encode(Findings(tuple(findings), tuple(matrix(present, received))))
 
@@ -283,11 +307,16 @@ async def join(settings: RendezvousSettings, facts: Facts) -> tuple[Facts, Findi
         if settings.rank == 0:
             looked_up |= {one.route_address for one in reply.facts}
         others = [one for one in reply.facts if one.rank != settings.rank]
+        started = time.monotonic()
         connections, slow_names = await asyncio.gather(
             connect_to_all(others, settings.checks_s),
             slow_names_of(sorted(looked_up), min(SLOW_NAME_S, CONNECT_SHARE * settings.checks_s)),
         )
-        writer.write(encode(Results(settings.rank, connections, slow_names)))
+        took_s, mbit_per_s = time.monotonic() - started, 0.0
+        if others and took_s < reply.bandwidth_s and all(not one.failure for one in connections):
+            following = next((one for one in others if one.rank > settings.rank), others[0])
+            mbit_per_s = await measure_bandwidth(following, reply.bandwidth_s)
+        writer.write(encode(Results(settings.rank, connections, slow_names, mbit_per_s)))
         return facts, await receive(reader, settings.deadline - time.monotonic(), Findings)
     except (BadMessageError, OSError) as error:
         raise RendezvousError(

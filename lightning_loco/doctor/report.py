@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
 
 from lightning_loco.doctor.connectivity import FAILURES, Results
 from lightning_loco.doctor.facts import Facts
@@ -116,6 +119,11 @@ def _judge_connections(present: Sequence[Facts], results: Sequence[Results]) -> 
         longest = f"{1000 * longest_s:.2f} ms, from machine {source} to machine {to}"
         text = f"all {len(connections)} are open; the longest round trip is {longest}"
         yield Finding("connections", OK, text)
+    measured = [(one.mbit_per_s, one.rank) for one in results if one.mbit_per_s]
+    if measured:
+        slowest, source = min(measured)
+        text = f"at least {slowest:,.0f} Mbit/s to the next machine, from machine {source}"
+        yield Finding("bandwidth", OK, text)
 
 
 def _explain(target: Facts, failure: str) -> str:
@@ -228,7 +236,7 @@ def report(head: str, own: Facts, findings: Sequence[Finding], table: Sequence[s
     }
     checked = {one.check for one in findings}
     shown = [*findings, *(Finding(one, OK, facts[one]) for one in facts if one not in checked)]
-    order = ["machines", "connections", "name server", *facts]
+    order = ["machines", "connections", "bandwidth", "name server", *facts]
     shown.sort(key=lambda one: [*order, one.check].index(one.check))
     rows = [f"{one.check:<14}{one.status:<9}{one.text}" for one in shown]
     num_failed = sum(one.status == FAILED for one in shown)
@@ -238,3 +246,39 @@ def report(head: str, own: Facts, findings: Sequence[Finding], table: Sequence[s
         end += f", {num_warnings} warning{'s' * (num_warnings > 1)}"
     lines = [f"lightning-loco doctor: {head}", "", *rows, ""]
     return "\n".join([*lines, *table, *[""] * bool(table), end])
+
+
+def write_json(
+    path: str, present: Sequence[Facts], results: Sequence[Results], findings: Sequence[Finding]
+) -> None:
+    """Write machines, findings and the measured links; ``links`` has the form of a file of links.
+
+    The bandwidth of a machine is the larger one of its connections to the next machine and from
+    the one before; its latency is half of its longest round trip. ``links`` is null if the
+    bandwidth of a connection was not measured. ValueError if the file cannot be written.
+    """
+    content = {
+        "machines": [{"rank": one.rank, "name": one.name} for one in present],
+        "findings": [asdict(one) for one in findings],
+        "links": _links(results) if len(results) == len(present) > 1 else None,
+    }
+    try:
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json cannot write {path}: {error.strerror}.") from error
+
+
+def _links(results: Sequence[Results]) -> dict[str, Any] | None:
+    if any(one.failure for own in results for one in own.connections) or any(
+        own.mbit_per_s == 0 for own in results
+    ):
+        return None
+    links = [
+        {
+            "mbit_per_s": round(max(own.mbit_per_s, before.mbit_per_s), 3),
+            "latency_s": max(one.round_trip_s for one in own.connections) / 2,
+        }
+        for before, own in zip([results[-1], *results[:-1]], results, strict=True)
+    ]
+    slowest = min(links, key=lambda link: link["mbit_per_s"])
+    return {"default": slowest, "workers": dict(enumerate(links))}

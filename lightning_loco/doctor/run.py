@@ -10,10 +10,10 @@ import asyncio
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from lightning_loco.doctor.connectivity import answering, listen
+from lightning_loco.doctor.connectivity import Results, answering, listen
 from lightning_loco.doctor.facts import Facts, gather_facts
 from lightning_loco.doctor.rendezvous import (
     Findings,
@@ -22,7 +22,7 @@ from lightning_loco.doctor.rendezvous import (
     RendezvousSettings,
     join,
 )
-from lightning_loco.doctor.report import FAILED, Finding, judge_facts, report
+from lightning_loco.doctor.report import FAILED, Finding, judge_facts, report, write_json
 
 DEFAULT_PORT = 29500
 
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="seconds for everything, including the wait for machines started later; default 10",
     )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="machine 0 has all machines measure the bandwidth as well, each to the next one at "
+        "the same time, and writes machines, findings and links to FILE; other machines ignore it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     settings = find_settings(args, os.environ)
     if args.rank is None and not is_first(os.environ):
         return 0
-    return asyncio.run(_check(settings, os.environ))
+    return asyncio.run(_check(settings, os.environ, args.json))
 
 
 # ------------------------------------------------------------------ which machine this is
@@ -83,7 +89,7 @@ def find_settings(
         given = {"--master": host, "--rank": rank is not None, "--world": world is not None}
         missing = " ".join(name for name, value in given.items() if not value)
         raise ValueError(f"missing: {missing}, which no launcher has set either.")
-    return RendezvousSettings(rank, world, host, port, args.timeout)
+    return RendezvousSettings(rank, world, host, port, args.timeout, bool(args.json))
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
@@ -138,25 +144,36 @@ def _split(master: str) -> tuple[str, int]:
 # ----------------------------------------------------------------------------- the checks
 
 
-async def _check(settings: RendezvousSettings | None, environ: Mapping[str, str]) -> int:
+async def _check(
+    settings: RendezvousSettings | None, environ: Mapping[str, str], path: str | None
+) -> int:
     rank, world = (settings.rank, settings.world) if settings else (0, 1)
     facts = await gather_facts(rank, world, environ)
     found = Findings(tuple(judge_facts([facts])), ())
+    present: Sequence[Facts] = [facts]
+    results: Sequence[Results] = ()
     head = f"{facts.name} alone"
     if settings is not None:
         rendezvous = f"{settings.host}:{settings.port}"
         head = f"machine {rank} of {world} ({facts.name}), rendezvous at {rendezvous}"
         try:
-            facts, found = await _check_together(settings, facts)
+            facts, found, present, results = await _check_together(settings, facts)
         except RendezvousError as error:
             failed = Finding("machines", FAILED, str(error))
             found = Findings((failed, *found.findings), ())
     print(report(head, facts, found.findings, found.matrix), flush=True)
+    if path and rank == 0:
+        write_json(path, present, results, found.findings)
     return int(any(one.status == FAILED for one in found.findings))
 
 
-async def _check_together(settings: RendezvousSettings, facts: Facts) -> tuple[Facts, Findings]:
-    """Join the rendezvous, which runs on machine 0 at the same time."""
+async def _check_together(
+    settings: RendezvousSettings, facts: Facts
+) -> tuple[Facts, Findings, Sequence[Facts], Sequence[Results]]:
+    """Join the rendezvous, which runs on machine 0 at the same time.
+
+    Returns the facts of this machine, the findings and, on machine 0, facts and results of all.
+    """
     try:
         listener = listen(facts.address, 0)
     except OSError as error:
@@ -167,6 +184,7 @@ async def _check_together(settings: RendezvousSettings, facts: Facts) -> tuple[F
     facts = dataclasses.replace(facts, port=listener.getsockname()[1])
     async with answering(facts, listener):
         if settings.rank:
-            return await join(settings, facts)
-        _, result = await asyncio.gather(RendezvousServer(settings).serve(), join(settings, facts))
-        return result
+            return *await join(settings, facts), (), ()
+        server = RendezvousServer(settings)
+        _, result = await asyncio.gather(server.serve(), join(settings, facts))
+        return *result, server.present, server.results

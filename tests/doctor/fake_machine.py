@@ -79,7 +79,7 @@ class FakeMachine(threading.Thread):
                     facts.rank for facts in participants.facts if facts.rank != self._facts.rank
                 ]
                 results = tuple(ConnectionResult(rank, "", 0.001) for rank in ranks)
-                connection.sendall(encode(Results(self._facts.rank, results, ())))
+                connection.sendall(encode(Results(self._facts.rank, results, (), 0.0)))
             self.reply = decode(lines.readline(), Findings)
 
     def _connect(self) -> socket.socket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_loco.doctor.rendezvous import Findings, Refusal
+from lightning_loco.links import as_links
 from tests.conftest import ROOT
 from tests.doctor.fake_machine import FakeMachine, facts_of
 from tests.doctor.machines import COMMAND, LIMIT_S, Machines, check_together
@@ -42,6 +45,30 @@ def test_all_well() -> None:
             assert cells.pop(source) == "-"
             assert all(float(cell) > 0 for cell in cells)
         assert "all well" in one.text
+
+
+def test_bandwidth_is_measured_and_written(tmp_path: Path) -> None:
+    """Only machine 0 is asked for it. The file of links in it can be used for a run."""
+    path = tmp_path / "machines.json"
+    with Machines(3) as machines:
+        machines.start(0, "--json", str(path))
+        machines.start(1)
+        machines.start(2, "--json", str(tmp_path / "ignored.json"))
+        outputs = machines.finish()
+    for one in outputs.values():
+        assert one.status == 0, one.text
+        ((status, text),) = one.rows("bandwidth")
+        assert status == "ok"
+        assert re.match(r"at least [\d,]+ Mbit/s to the next machine, from machine \d$", text)
+    assert [file.name for file in tmp_path.iterdir()] == ["machines.json"]
+    content = json.loads(path.read_text())
+    assert [one["rank"] for one in content["machines"]] == [0, 1, 2]
+    assert {one["status"] for one in content["findings"]} == {"ok"}
+    links = as_links(content["links"])
+    assert links is not None
+    for worker in range(3):
+        assert links.of_worker(worker).mbit_per_s > 10
+        assert links.of_worker(worker).latency_s > 0
 
 
 def test_one_machine_alone() -> None:
@@ -246,6 +273,11 @@ class TestCommand:
         done = run(*COMMAND, "--rank", "0")
         assert done.returncode == 2
         assert "missing: --master --world, which no launcher has set either" in done.stdout
+
+    def test_error_names_a_file_that_cannot_be_written(self) -> None:
+        done = run(*COMMAND, "--json", "/nowhere/machines.json")
+        assert done.returncode == 2
+        assert "cannot write /nowhere/machines.json: No such file or directory" in done.stdout
 
     def test_help(self) -> None:
         done = run(*COMMAND, "--help")

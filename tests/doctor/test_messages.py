@@ -24,8 +24,8 @@ from tests.doctor.fake_machine import facts_of
 MESSAGES = [
     Identity(1, "node-1"),
     Hello(facts_of(1, 2), 3.5),
-    Participants((facts_of(0, 2), facts_of(1, 2, faults=("a", "b")))),
-    Results(0, (ConnectionResult(1, "silent", 0.0),), ("::ffff:10.0.0.1",)),
+    Participants((facts_of(0, 2), facts_of(1, 2, faults=("a", "b"))), 2.0),
+    Results(0, (ConnectionResult(1, "silent", 0.0),), ("::ffff:10.0.0.1",), 0.0),
     Findings((Finding("machines", "ok", "2 of 2"),), ()),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,18 @@ def test_slow_links_are_not_failures(network: Network) -> None:
     for one in check_all(network):
         assert one.status == 0, one.text
         assert one.seconds < 15
+
+
+def test_the_bandwidth_of_slow_links(network: Network, tmp_path: Path) -> None:
+    network.slow_down("20mbit")
+    path = tmp_path / "machines.json"
+    programs = [start(network, rank, "--json", str(path)) for rank in range(3)]
+    for program in programs:
+        status, text = program.finish(LIMIT_S)
+        assert status == 0, text
+    links = json.loads(path.read_text())["links"]
+    measured = [link["mbit_per_s"] for link in links["workers"].values()]
+    assert all(13 < one < 27 for one in measured), measured
 
 
 def test_link_that_loses_large_packets(network: Network) -> None:

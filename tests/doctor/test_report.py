@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,7 @@ from lightning_loco.doctor.report import (
     judge_facts,
     matrix,
     report,
+    write_json,
 )
 from tests.doctor.fake_machine import facts_of
 
@@ -46,6 +51,7 @@ def results(
                 if target != source
             ),
             (),
+            0.0,
         )
         for source in range(world)
     ]
@@ -171,7 +177,7 @@ def test_variables_that_match_no_interface() -> None:
 
 
 def test_slow_name_server() -> None:
-    received = [*results()[:2], Results(2, results()[2].connections, ("::ffff:10.0.0.1",))]
+    received = [*results()[:2], Results(2, results()[2].connections, ("::ffff:10.0.0.1",), 0.0)]
     text = only(problems(received=received), "name server", WARNING)
     assert text.startswith("machine 2 (node-2): no name for ::ffff:10.0.0.1 within half a second")
 
@@ -204,11 +210,11 @@ class TestResults:
     def test_invalid(self, subtests: pytest.Subtests) -> None:
         right, other = ConnectionResult(1, "", 0.1), ConnectionResult(2, "", 0.1)
         for wrong in (
-            Results(1, (right, other), ()),  # of another machine
-            Results(0, (right,), ()),
-            Results(0, (right, right), ()),
-            Results(0, (right, other, ConnectionResult(7, "", 0.1)), ()),
-            Results(0, (right, ConnectionResult(2, "tired", 0.1)), ()),
+            Results(1, (right, other), (), 0.0),  # of another machine
+            Results(0, (right,), (), 0.0),
+            Results(0, (right, right), (), 0.0),
+            Results(0, (right, other, ConnectionResult(7, "", 0.1)), (), 0.0),
+            Results(0, (right, ConnectionResult(2, "tired", 0.1)), (), 0.0),
         ):
             with subtests.test(wrong=wrong):
                 assert not wrong.are_valid(0, range(WORLD))
@@ -260,3 +266,32 @@ def test_report_with_a_warning() -> None:
     text = report("alone", own, judge_facts([own]), [])
     assert text.endswith("\n\nall well, 1 warning")
     assert "\nconnections " not in text
+
+
+class TestJson:
+    def links(self, tmp_path: Path, received: Sequence[Results]) -> Any:
+        path = tmp_path / "machines.json"
+        write_json(str(path), machines(), received, [Finding("disk", OK, "much")])
+        content = json.loads(path.read_text())
+        assert content["machines"][1] == {"rank": 1, "name": "node-1"}
+        assert content["findings"] == [{"check": "disk", "status": "ok", "text": "much"}]
+        return content["links"]
+
+    def test_a_machine_has_the_better_one_of_two_connections(self, tmp_path: Path) -> None:
+        """The slow link of machine 1 limits what 0 sends to 1 and what 1 sends to 2."""
+        rates = (10.0, 11.0, 100.0)
+        received = [
+            replace(one, mbit_per_s=rate) for one, rate in zip(results(), rates, strict=True)
+        ]
+        links = self.links(tmp_path, received)
+        assert links["workers"]["0"] == {"mbit_per_s": 100.0, "latency_s": 0.0035}
+        assert links["workers"]["1"] == {"mbit_per_s": 11.0, "latency_s": 0.004}
+        assert links["workers"]["2"]["mbit_per_s"] == 100.0
+        assert links["default"] == links["workers"]["1"]
+
+    def test_no_links_unless_all_are_measured(self, tmp_path: Path) -> None:
+        assert self.links(tmp_path, results()) is None
+        measured = [replace(one, mbit_per_s=5.0) for one in results()]
+        assert self.links(tmp_path, measured[:2]) is None
+        failed = [replace(one, mbit_per_s=5.0) for one in results({(0, 1): "silent"})]
+        assert self.links(tmp_path, failed) is None
