@@ -15,6 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+MODULES = {"doctor": "doctor.run", "topology": "topology_report"}
+"""Modules of commands: their ``run`` takes the arguments and returns the exit status."""
+
 
 def import_submodule(name: str) -> ModuleType:
     """Import a module of ``lightning_loco`` without its ``__init__``, which imports PyTorch.
@@ -56,6 +59,22 @@ def add_lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         metavar="SECONDS",
         help="longest wait for a live worker that does not join a round; default %(default)g",
+    )
+
+
+def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the report of a topology, which imports PyTorch when it runs."""
+    parser.add_argument(
+        "topology",
+        metavar="NAME|FILE",
+        help="a name of conf/topology, such as ring, torus, hypercube or random_matching; or the "
+        "path of an edge-list file",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", required=True, help="number of workers, from 2 on"
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", help="draw the graph (needs the extra 'report', for matplotlib)"
     )
 
 
@@ -116,6 +135,13 @@ def main() -> int:
         "run, so keep it inside your network.",
     )
     add_lighthouse_arguments(lighthouse)
+    topology = commands.add_parser(
+        "topology",
+        help="show a graph of gossip: neighbours, spectral gap, chi, settings of GASLoC, picture",
+        description="Prints who exchanges with whom on a graph, how fast averaging brings the "
+        "workers to their mean, and the settings that GASLoC chooses on it.",
+    )
+    add_topology_arguments(topology)
     keys = commands.add_parser(
         "keys",
         help="write a key file, which protects parameters sent between machines",
@@ -130,9 +156,9 @@ def main() -> int:
     if args.command == "keys":
         return write_keys(args.file)
     try:
-        status: int = import_submodule("doctor.run").run(args)
+        status: int = import_submodule(MODULES[args.command]).run(args)
     except ValueError as error:
-        doctor.error(str(error))
+        commands.choices[args.command].error(str(error))
     except KeyboardInterrupt:
         return 130
     return status
