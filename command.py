@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-MODULES = {"doctor": "doctor.run", "topology": "topology_report"}
+MODULES = {"doctor": "doctor.run", "plan": "plan.run", "topology": "topology_report"}
 """Modules of commands: their ``run`` takes the arguments and returns the exit status."""
 
 
@@ -126,6 +126,15 @@ def main() -> int:
         "checks only this machine. Exit status: 0 if no check has failed, else 1.",
     )
     import_submodule("doctor.run").add_arguments(doctor)
+    plan = commands.add_parser(
+        "plan",
+        help="recommend a method and its settings for a cluster: time, bytes, expected loss",
+        description="Estimates how long a run takes with each method, how much it sends, and how "
+        "much higher than DDP's its loss is expected to be; recommends one, with the command to "
+        "run and the arithmetic. Nothing is trained. Example: lightning-loco plan --parameters "
+        "124e6 --workers 2 --step-s 0.5 --tokens-per-step 16384 --link lan",
+    )
+    import_submodule("plan.run").add_arguments(plan)
     lighthouse = commands.add_parser(
         "lighthouse",
         help="let workers join and leave a run (membership=elastic)",

@@ -1,4 +1,4 @@
-"""Values of settings: checks of types and ranges, and a plain form to compare and store them."""
+"""Values of settings: checks of types and ranges, a plain form to compare, bytes as text."""
 
 from __future__ import annotations
 
@@ -139,3 +139,13 @@ def plain(value: Any) -> Any:
         return [type(value).__qualname__, plain(fields)]
     has_own_text = "__repr__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
     return repr(value) if has_own_text else [type(value).__qualname__, plain(vars(value))]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a number of bytes with a decimal unit, such as 12.3 MB."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"

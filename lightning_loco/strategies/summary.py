@@ -12,6 +12,7 @@ from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
+from lightning_loco.values import format_bytes as format_bytes
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine
@@ -155,16 +156,6 @@ def bytes_of_ddp(num_ranks: int, num_bytes: int, steps: int) -> int:
     A ring all-reduce over ``R`` ranks sends ``2 (R - 1) / R`` times the bytes of the gradients.
     """
     return 2 * (num_ranks - 1) * num_bytes * steps // num_ranks
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Format a number of bytes with a decimal unit, such as 12.3 MB."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def format_link_time(sent_s: float, waited_s: float) -> str:
