@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     from lightning_loco.plan.planner import Job, make_plan
     from lightning_loco.plan.report import as_json, report
 
-    links = as_links(_links(args))
+    try:
+        links = as_links(_links(args))
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
     assert links is not None
     num_workers = links.num_workers if args.workers is None else args.workers
     if num_workers is None:
@@ -127,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     """Convert a number such as 124e6 to an integer."""
-    number = float(text)
-    if not number.is_integer():
-        raise ValueError(f"{text} is not a whole number")
-    return int(number)
+    with contextlib.suppress(ValueError):
+        if (number := float(text)).is_integer():
+            return int(number)
+    raise argparse.ArgumentTypeError(f"must be a whole number, such as 124e6, got {text!r}")
 
 
 def _links(args: argparse.Namespace) -> Any:

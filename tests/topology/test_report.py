@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from lightning_loco.algorithms import GASLoC
 from lightning_loco.topology import chi, get_topology, optimal_gossip, spectral_gap
-from lightning_loco.topology_report import describe
+from lightning_loco.topology_report import describe, run
 from tests.conftest import ROOT
 from tests.programs import environment
 
@@ -60,7 +61,7 @@ def test_graphs_that_change() -> None:
         assert text["chi"].startswith("not defined: the graph changes")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "command.py"), "topology", *arguments],
         cwd=ROOT,
@@ -77,21 +78,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_file_and_a_picture(tmp_path: Path) -> None:
     edges, picture = tmp_path / "edges.txt", tmp_path / "graph.png"
     edges.write_text("0 1\n1 2\n2 0\n")
-    done = run(str(edges), "--workers", "3", "--png", str(picture))
+    done = run_command(str(edges), "--workers", "3", "--png", str(picture))
     assert done.returncode == 0, done.stdout
     assert f"topology=file topology.path={edges} trainer.devices=3" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.process
 def test_errors_name_what_is_wrong(subtests: pytest.Subtests) -> None:
-    for arguments, message in (
-        ("rings --workers 4", "Did you mean 'ring'?"),
-        ("hypercube --workers 6", "needs a power of two workers, got 6"),
-        ("ring --workers 1", "--workers must be from 2 to"),
-        ("ring --workers 4 --png /nowhere/graph.png", "--png cannot write /nowhere/graph.png"),
+    for name, workers, png, message in (
+        ("rings", 4, None, "Did you mean 'ring'?"),
+        ("hypercube", 6, None, "needs a power of two workers, got 6"),
+        ("ring", 1, None, "--workers must be from 2 to"),
+        ("ring", 4, "/nowhere/graph.png", "--png cannot write /nowhere/graph.png"),
     ):
-        with subtests.test(arguments):
-            done = run(*arguments.split())
-            assert done.returncode == 2
-            assert message in done.stdout
+        with subtests.test(message), pytest.raises(ValueError, match=re.escape(message)):
+            run(argparse.Namespace(topology=name, workers=workers, png=png))
