@@ -310,14 +310,14 @@ async def _send(writer: asyncio.StreamWriter, seconds: float) -> None:
 async def _count(reader: asyncio.StreamReader) -> Received:
     """Count the bytes of the second half of a transfer that has been announced."""
     transfer = await receive(reader, _MAX_CONNECTION_S, Transfer)
+    seconds = min(transfer.seconds, _MAX_CONNECTION_S)
     now = time.monotonic()
-    half, end, num_bytes = now + transfer.seconds / 2, now + transfer.seconds, 0
-    while now < end:
-        with contextlib.suppress(*TIMEOUTS):
-            data = await asyncio.wait_for(reader.read(_BLOCK_BYTES), end - now)
-            num_bytes += len(data) if now >= half else 0
-        now = time.monotonic()
-    return Received(num_bytes, now - half)
+    half, end, num_bytes = now + seconds / 2, now + seconds, 0
+    with contextlib.suppress(*TIMEOUTS):
+        while now < end and (data := await asyncio.wait_for(reader.read(_BLOCK_BYTES), end - now)):
+            now = time.monotonic()
+            num_bytes += len(data) if now > half else 0
+    return Received(num_bytes, max(time.monotonic() - half, 0.0))
 
 
 async def _measure_round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:

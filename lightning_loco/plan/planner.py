@@ -44,7 +44,10 @@ EQUAL_PERCENT = 0.1
 """Smaller differences between expected losses are no reason to choose a method."""
 
 _MUCH_FASTER = 0.95
-"""Share of the time that an option must take at most to be an alternative."""
+"""Share of the time that an option must take at most to be shown as faster."""
+
+_LITTLE_SLOWER = 1.25
+"""Share of the time that an option may take at most to be shown as better."""
 
 _COUNTED_ROUNDS = 4
 """Rounds of which the mean time is computed, since the latency of links may vary."""
@@ -225,7 +228,7 @@ class Plan:
     reason: str
 
     @property
-    def alternatives(self) -> list[Option]:
+    def faster(self) -> list[Option]:
         """Options that take far less time: one as good as the chosen one, one that may not be.
 
         The first has about the same expected loss, or is missing. The second has a loss that is not
@@ -242,6 +245,17 @@ class Plan:
                 found.append(next(one for one in options if one.time_s < 1.01 * shortest_s))
                 time_s = _MUCH_FASTER * shortest_s
         return found
+
+    @property
+    def better(self) -> Option | None:
+        """The fastest option with a lower expected loss, if it takes little more time."""
+        assert self.chosen.gap is not None
+        limit = self.chosen.gap.percent - EQUAL_PERCENT
+        lower = [one for one in self.options if one.gap is not None and one.gap.percent < limit]
+        best = min(lower, key=lambda one: one.time_s, default=None)
+        if best is None or best.time_s > _LITTLE_SLOWER * self.chosen.time_s:
+            return None
+        return best
 
 
 def make_plan(job: Job) -> Plan:

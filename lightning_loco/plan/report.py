@@ -39,7 +39,10 @@ def report(plan: Plan) -> str:
         f"Recommended: {_settings(plan.chosen)}.",
         f"Reason: {plan.reason}.",
     ]
-    for option in plan.alternatives:
+    if (better := plan.better) is not None:
+        loss = "nothing is lost" if better.candidate.method == "ddp" else f"loss {better.gap}"
+        lines += [f"Better: {_settings(better)}: {format_seconds(better.time_s)}, {loss}."]
+    for option in plan.faster:
         loss = "but its loss is not known" if option.gap is None else f"loss {option.gap}"
         lines += [f"Faster: {_settings(option)}: {format_seconds(option.time_s)}, {loss}."]
     lines += ["", *(f"  {line}" for line in commands(plan)), "", "Arithmetic:"]

@@ -99,7 +99,7 @@ def test_no_more_local_steps_per_round_than_needed(subtests: pytest.Subtests) ->
 def test_a_rack_needs_no_other_method_than_ddp() -> None:
     plan = make_plan(job("datacentre"))
     assert plan.chosen.candidate.title == "DDP"
-    assert plan.alternatives == []
+    assert (plan.faster, plan.better) == ([], None)
 
 
 def test_two_machines_in_a_building() -> None:
@@ -108,7 +108,16 @@ def test_two_machines_in_a_building() -> None:
     assert option(plan, "DDP").time_s > 4 * plan.job.one_worker_s
     assert plan.chosen.candidate.title == "DiLoCo, int8"
     assert plan.chosen.sync_every == 30
-    assert [one.candidate.title for one in plan.alternatives] == ["Streaming DiLoCo"]
+    assert [one.candidate.title for one in plan.faster] == ["Streaming DiLoCo"]
+
+
+def test_ddp_is_shown_if_it_takes_little_more_time() -> None:
+    plan = make_plan(job(Link(9000)))
+    ddp = option(plan, "DDP")
+    assert ddp.utilisation < 0.9
+    assert plan.chosen.candidate.title == "DiLoCo"
+    assert plan.better is ddp
+    assert make_plan(job(Link(7000))).better is None
 
 
 def test_data_centres_and_machines_at_home_need_hidden_rounds() -> None:

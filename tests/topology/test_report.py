@@ -14,6 +14,7 @@ from lightning_loco.algorithms import GASLoC
 from lightning_loco.topology import chi, get_topology, optimal_gossip, spectral_gap
 from lightning_loco.topology_report import describe, run
 from tests.conftest import ROOT
+from tests.docs.pages import doc
 from tests.programs import environment
 
 
@@ -37,6 +38,11 @@ def test_a_fixed_graph() -> None:
     step, momentum, _ = optimal_gossip(ring, 16)
     found = numbers(text["without local steps"])
     assert found[:2] == pytest.approx([step, momentum], rel=1e-3)
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    (shown,) = doc("topologies.md").blocks("text")
+    assert shown.strip() == describe(get_topology("ring"), 16, "ring")
 
 
 def test_the_settings_are_those_that_gasloc_chooses(subtests: pytest.Subtests) -> None:
