@@ -2,6 +2,6 @@
 
 ``run`` reads the command line. ``planner`` estimates what each method costs on the cluster, with
 the functions of ``lightning_loco.costs`` that the simulation uses, and chooses; ``loss`` says how
-much of the loss is expected to be lost; ``report`` prints tables and arithmetic. PyTorch is not
-imported.
+much higher the loss is expected to be than DDP's; ``report`` makes the tables and the arithmetic.
+PyTorch is not imported.
 """

@@ -1,14 +1,14 @@
 r"""How much higher the loss of DiLoCo is expected to be than that of DDP on the same tokens.
 
 Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly:
-Scaling Laws for DiLoCo" (arXiv:2503.09799), trained models of N = 35M to 2.4B parameters with DDP
-and with DiLoCo of M = 1, 2, 4 and 8 workers, 30 local steps per round, 20 tokens per parameter,
-each with its best learning rates and batch size. Their joint law L = 19.226 N^-0.0985 M^0.0116
-misses their table of losses by up to 1.1 % relative to DDP, because the effect of M is smaller for
-larger models. So the ratio to DDP of the same table was fitted here by least squares:
+Scaling Laws for DiLoCo" (arXiv:2503.09799), trained models of P = 35M to 2.4B parameters with DDP
+and with DiLoCo of N = 1, 2, 4 and 8 workers, 30 local steps per round, 20 tokens per parameter,
+each with its best learning rates and batch size. Their joint law L = 19.226 P^-0.0985 N^0.0116
+misses the ratios to DDP in their table of losses by up to 1.1 %, because the effect of N is smaller
+for larger models. So these ratios were fitted here by least squares:
 
 .. math::
-    \ln (L_{DiLoCo} / L_{DDP}) = -0.00422 + 0.00813 \, \ln M \, (N / 10^9)^{-0.257}
+    \ln (L_{DiLoCo} / L_{DDP}) = -0.00422 + 0.00813 \, \ln N \, (P / 10^9)^{-0.257}
 
 Its residuals have a standard deviation of 0.21 % and are at most 0.34 %. What the paper does not
 cover is marked, and widens the range.
@@ -71,15 +71,15 @@ def diloco_gap(
     r"""Return the expected gap of DiLoCo; None if it is not known.
 
     It is not known for results that are applied more than ``MAX_SHORT_DELAY`` local steps late.
-    For another number of local steps H than the paper's 30, the part that depends on M is
+    For another number of local steps H than the paper's 30, the part that depends on N is
     multiplied by :math:`\ln H / \ln 30`: an assumption, by which nothing is lost at H = 1.
 
     The range is the two standard deviations of the fit and, in both directions, the difference to
-    the nearest experiment of the paper, in N and M, and the difference to H = 30.
+    the nearest experiment of the paper, in P and N, and the difference to H = 30.
 
     Args:
-        num_parameters: Parameters N of the model.
-        num_workers: Number of workers M.
+        num_parameters: Parameters P of the model.
+        num_workers: Number of workers N.
         sync_every: Local steps H per round.
         tokens_per_parameter: Tokens of the whole run, over the parameters; only marked if it
             differs from the paper's 20 by more than a factor of two.

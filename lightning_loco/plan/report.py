@@ -40,8 +40,8 @@ def report(plan: Plan) -> str:
         f"Reason: {plan.reason}.",
     ]
     if (better := plan.better) is not None:
-        loss = "nothing is lost" if better.candidate.method == "ddp" else f"loss {better.gap}"
-        lines += [f"Better: {_settings(better)}: {format_seconds(better.time_s)}, {loss}."]
+        loss = "" if better.candidate.method == "ddp" else f", loss {better.gap}"
+        lines += [f"Lower loss: {_settings(better)}: {format_seconds(better.time_s)}{loss}."]
     for option in plan.faster:
         loss = "but its loss is not known" if option.gap is None else f"loss {option.gap}"
         lines += [f"Faster: {_settings(option)}: {format_seconds(option.time_s)}, {loss}."]
@@ -256,6 +256,8 @@ def _loss(job: Job, option: Option) -> list[tuple[str, str]]:
     ]
     if option.gap.outside:
         rows += [("* outside the fit", ", ".join(option.gap.outside))]
+    if option.candidate.method == "streaming_diloco":
+        rows += [("fragments", f"by layers: the model needs at least {option.fragments}")]
     if option.delay:
         within = f"up to 0.2 % more for a delay of up to {MAX_SHORT_DELAY} (arXiv:2501.18512)"
         rows += [("delay", within)]
