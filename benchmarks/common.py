@@ -104,11 +104,15 @@ def _work(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
-    # NCCL takes the workers for machines then, which may share one GPU.
-    os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo")
+    let_nccl_share_the_gpu(rank)
     store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
     result = fn(Worker(rank, num_workers, store, barrier, device), *args)
     store.set(f"result{rank}", pickle.dumps(result))
+
+
+def let_nccl_share_the_gpu(rank: int) -> None:
+    """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
+    os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:

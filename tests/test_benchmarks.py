@@ -5,17 +5,21 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import math
 import os
 import re
 import runpy
 import secrets
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_loco.compression import CODECS
+from tests.limits import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -278,7 +282,44 @@ def test_a_hostile_worker_is_compared_with_three_honest_ones() -> None:
     judge(float(lines[1][4]), lines[1][5])
 
 
-SHARED = ("common", "curves", "equal_time", "local_phase")
+@pytest.mark.process
+def test_the_checks_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
+    output = run("gpu_checks", "--device", "cpu", "--quick", "--out", str(tmp_path))
+    checks = json.loads((tmp_path / "gpu_checks.json").read_text())["checks"]
+    found = {check["check"]: check["result"] for check in checks}
+    assert found == {
+        "1 numbers": "PASS",
+        "2 overlap": "PASS",
+        "3 syncs": "SKIP",
+        "4 memory": "SKIP",
+        "5 time": "SKIP",  # it runs, and is not judged
+        "6 failure": "PASS",
+        "7 compiled": "PASS",
+    }
+    for check in checks:
+        assert cells(output, check["check"])[1] == check["result"]
+    assert 0 < checks[0]["numbers"]["apart"] < 1e-3
+    assert checks[4]["numbers"]["ratio"] > 0
+
+
+def fail_or_hang(rank: Any, settings: None) -> None:
+    if rank.number == 1:
+        raise LookupError("trouble")
+    time.sleep(4 * LONG_S)
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_a_rank_that_hangs_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    processes = importlib.import_module("ranks").Processes("cpu", time.monotonic() + 2 * LONG_S)
+    hanging, failing = processes.outcomes(fail_or_hang, None, 2, 1, {}, 1.0, start_method="spawn")
+    assert "still running at the limit, after 0 local steps" in hanging.error
+    assert "LookupError: trouble" in failing.error
+    assert hanging.ended_at == math.inf
+
+
+SHARED = ("common", "curves", "equal_time", "local_phase", "ranks")
 
 
 def test_help_says_how_to_read_it(

@@ -1,0 +1,602 @@
+"""Seven checks of workers that shard the model, with all ranks on one GPU.
+
+Four ranks, two workers of two, share the first GPU; an option of NCCL makes it take each for a
+machine of its own.
+
+  1 numbers   2 x 2 ranks with FSDP2 in float32 end where two workers of one rank do, which read the
+              rows of both of their ranks
+  2 overlap   rounds that are pending beside the collectives of FSDP2, with
+              CUDA_DEVICE_MAX_CONNECTIONS 1 and 8: no hang, finite, all ranks end with the same
+  3 syncs     a local step waits for the GPU as often as one of plain FSDP2, that is Lightning's
+              ModelParallelStrategy without its broadcast before every batch
+  4 memory    of a model of 302M parameters in float32 that computes in bfloat16, with DiLoCo and
+              AdamW, against docs/workers_of_several_ranks.md, for both values of outer_device
+  5 time      of a local step of a GPT with 126M parameters, against two jobs of Lightning's
+              ModelParallelStrategy with 2 ranks each at the same time, in turns
+  6 failure   a rank is killed: all others end in time and name it
+  7 compiled  compiled blocks end where blocks that are not compiled do
+
+Each check has processes of its own and its own limit in seconds; all together end within 9 minutes.
+A check whose ranks are still running at its limit has failed: then the stacks of all their threads
+are printed.
+
+How to read it: "apart" is the distance between the final parameters of two runs, divided by the
+distance from the start, of the tensor where it is largest. "between steps" is what PyTorch has
+allocated at the start of a batch, against the formula. "peak" is the most while steps and rounds
+are made, against the formula and the parameters and gradients of two layers in bfloat16, which are
+gathered during a step. "ratio" is the median over the turns, with the lowest and the highest. The
+exit status is 1 if a check has failed.
+
+With --device cpu the ranks use gloo. There the syncs and the memory are left out; memory.py
+measures the memory on CPUs. With --quick as well it shows that the script runs: models are tiny,
+the time is not judged, and the ranks of the failure have a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from common import add_device, make_parser, print_machine, print_table
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from ranks import Processes, Rank, RankFailed
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, LocoModelParallelStrategy
+from lightning_loco.demo.model import ByteGPT
+from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies.lightning_compat import remove_lockstep
+
+NUM_RANKS, SIZE = 4, 2  # of all workers, and of one
+ALL_S = 9 * 60.0
+TIMEOUT_S, FAILURE_TIMEOUT_S = 30.0, 5.0
+BATCH_SIZE = 4
+VICTIM, VICTIM_NAME = 2, "worker 1, place 0 (rank 2)"
+DROPPED_STEPS = 3  # before counting, measuring and timing
+APART, MEMORY_WITHIN, RATIO, LATEST_S = 1e-3, 0.05, 1.10, 6.0
+BUCKET_BYTES = 64 * 2**20
+NEVER = 10**6
+
+Sizes = dict[str, int]
+Parameters = dict[str, np.ndarray]
+TINY: Sizes = {"num_layers": 2, "num_heads": 2, "width": 32, "context": 16}
+SMALL: Sizes = {"num_layers": 2, "num_heads": 4, "width": 256, "context": 64}
+GPT_126M: Sizes = {"num_layers": 10, "num_heads": 16, "width": 1024, "context": 256}
+GPT_302M: Sizes = {"num_layers": 24, "num_heads": 16, "width": 1024, "context": 8}
+
+
+# ------------------------------------------------------------------- what is trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the ranks of a job train, and how.
+
+    Args:
+        sizes: Of the model.
+        steps: Local steps.
+        kind: Workers that shard the model, workers of one rank, or Lightning's own strategy.
+        method: Makes the method of workers.
+        has_adamw: AdamW, instead of SGD.
+        is_mixed: FSDP2 gathers layers in bfloat16.
+        compiler: Backend that compiles the blocks; empty if none does.
+    """
+
+    sizes: Sizes
+    steps: int
+    kind: Literal["sharded", "whole", "plain"] = "sharded"
+    method: Callable[[], LocoStrategy] = partial(
+        DiLoCoStrategy, sync_every=5, timeout_s=TIMEOUT_S, summary=False
+    )
+    has_adamw: bool = False
+    is_mixed: bool = False
+    compiler: str = ""
+
+    def strategy(self) -> Strategy:
+        """A new strategy for one rank."""
+        if self.kind == "plain":
+            return ModelParallelStrategy(data_parallel_size=SIZE, tensor_parallel_size=1)
+        method = self.method()
+        if self.kind == "whole":
+            return method
+        return LocoModelParallelStrategy(method, data_parallel_size=SIZE)
+
+    def batches(self, reader: int) -> Tensor:
+        """Windows of random bytes, (steps, rows, context + 1), for a rank of a sharded worker."""
+        generator = torch.Generator().manual_seed(reader)
+        shape = (self.steps, BATCH_SIZE, self.sizes["context"] + 1)
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+class Model(LightningModule):
+    """The demo's GPT, sharded as a user would."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = ByteGPT(**run.sizes)
+        self.settings = run
+
+    def configure_model(self) -> None:
+        """Shard each block and the rest, unless there is no mesh or it has been done."""
+        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
+            return
+        dtype = torch.bfloat16 if self.settings.is_mixed else None
+        shard = partial(
+            fully_shard,
+            mesh=self.device_mesh["data_parallel"],
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
+        )
+        for block in self.gpt.blocks:
+            if self.settings.compiler:
+                block.compile(backend=self.settings.compiler)
+            shard(block)
+        shard(self.gpt)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean cross-entropy."""
+        return self.gpt.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The fused AdamW needs no memory during a step, unlike the default one on a GPU."""
+        if self.settings.has_adamw:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountSteps(Callback):
+    """Lets the process that waits for this rank know how far it is."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the number of steps."""
+        self.rank.steps[self.rank.process] = trainer.global_step
+
+
+def fit(rank: Rank, run: Run, *callbacks: Callback) -> Trainer:
+    """Train on this rank; its device is the only one of its machine to Lightning."""
+    size = SIZE if run.kind == "whole" else 1
+    batches = [run.batches(size * rank.process + place) for place in range(size)]
+    rows = torch.cat(batches, dim=1)
+    trainer = Trainer(
+        strategy=run.strategy(),
+        accelerator="gpu" if rank.device == "cuda" else "cpu",
+        devices=1,
+        num_nodes=rank.num_ranks,
+        max_steps=run.steps,
+        callbacks=[CountSteps(rank), *callbacks],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader: Any = DataLoader(rows.flatten(0, 1), batch_size=size * BATCH_SIZE)  # type: ignore[arg-type]
+    trainer.fit(Model(run), loader)
+    return trainer
+
+
+# -------------------------------------------------- what is recorded, in a process of a rank
+
+
+class Collect(Callback):
+    """Collects the consensus at the end of training; whole tensors on all ranks."""
+
+    found: Parameters
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Gather the parameters."""
+        self.found = {}
+        for name, parameter in module.named_parameters():
+            values: Tensor = parameter.detach()
+            whole = values.full_tensor() if isinstance(values, DTensor) else values
+            self.found[name] = whole.cpu().numpy()
+
+
+def final_parameters(rank: Rank, run: Run) -> tuple[Parameters, int]:
+    """The consensus, and the number of rounds."""
+    collect = Collect()
+    trainer = fit(rank, run, collect)
+    return collect.found, trainer.strategy.statistics.rounds
+
+
+def compiled_parameters(rank: Rank, run: Run) -> tuple[Parameters, int]:
+    """The consensus, and the number of graphs that were compiled."""
+    found, _ = final_parameters(rank, run)
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class CountSyncs(Callback):
+    """Counts how often the host waits for the GPU, from one batch to another.
+
+    Args:
+        is_plain: Whether to remove what plain FSDP2 does not have: Lightning's broadcast before
+            every batch.
+    """
+
+    def __init__(self, is_plain: bool) -> None:
+        self.is_plain = is_plain
+        self.caught = ExitStack()
+        self.count = 0
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Remove the broadcast."""
+        if self.is_plain:
+            remove_lockstep(trainer, lambda reason: None)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin, or end with one more read, which proves that reads are noticed."""
+        if batch_idx == DROPPED_STEPS:
+            self.seen = self.caught.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        elif batch_idx == trainer.max_steps - 1:
+            torch.zeros(1, device=module.device).item()
+            torch.cuda.set_sync_debug_mode("default")
+            self.caught.close()
+            texts = [str(warning.message) for warning in self.seen]
+            self.count = sum("synchronizing CUDA operation" in text for text in texts) - 1
+            if self.count < 0:
+                raise RuntimeError(f"A read of the GPU's memory was not noticed: {texts}.")
+
+
+def count_syncs(rank: Rank, run: Run) -> int:
+    """How often this rank waits for the GPU in the counted steps."""
+    counter = CountSyncs(run.kind == "plain")
+    fit(rank, run, counter)
+    return counter.count
+
+
+class Memory(Callback):
+    """Bytes that PyTorch has allocated on the GPU at the start of a batch, and at most before."""
+
+    between = peak = 0
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin after the first steps and rounds, and note at the start of the last step."""
+        if batch_idx == DROPPED_STEPS:
+            torch.cuda.reset_peak_memory_stats()
+        elif batch_idx == trainer.max_steps - 1:
+            self.between = torch.cuda.memory_allocated()
+            self.peak = torch.cuda.max_memory_allocated()
+
+
+def measure_memory(rank: Rank, run: Run) -> tuple[int, int]:
+    """Bytes between steps, and at most."""
+    memory = Memory()
+    fit(rank, run, memory)
+    return memory.between, memory.peak
+
+
+class Timer(Callback):
+    """Seconds from the start of a batch to the end of the last one."""
+
+    seconds = 0.0
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def now(self) -> float:
+        """The time when the GPU has done what it was given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin."""
+        if batch_idx == DROPPED_STEPS:
+            self.started = self.now()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End."""
+        if batch_idx == trainer.max_steps - 1:
+            self.seconds = self.now() - self.started
+
+
+def time_steps(rank: Rank, run: Run) -> float:
+    """Seconds of a local step."""
+    timer = Timer(rank.device)
+    fit(rank, run, timer)
+    return timer.seconds / (run.steps - DROPPED_STEPS)
+
+
+class Kill(Callback):
+    """Kills the process of one rank in the middle of a run."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Kill, between two rounds."""
+        if trainer.global_rank == VICTIM and batch_idx == trainer.max_steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_rank(rank: Rank, run: Run) -> None:
+    """Train until a rank is killed."""
+    fit(rank, run, Kill())
+
+
+# ------------------------------------------------------------------------- the checks
+
+
+class Found(NamedTuple):
+    """What a check has found: whether it is as it should be (None: not judged), and numbers."""
+
+    is_right: bool | None
+    text: str
+    numbers: dict[str, float]
+
+
+def distance(found: Parameters, expected: Parameters, sizes: Sizes) -> float:
+    """The largest distance of a tensor, as a share of what training has changed."""
+    start = Model(Run(sizes, steps=0))
+    worst = 0.0
+    for name, values in start.named_parameters():
+        change = np.linalg.norm(expected[name] - values.detach().numpy())
+        worst = max(worst, float(np.linalg.norm(found[name] - expected[name]) / change))
+    return worst
+
+
+def check_numbers(processes: Processes, is_quick: bool) -> Found:
+    """FSDP2 inside a worker does not change what is trained."""
+    run = Run(TINY if is_quick else SMALL, steps=10 if is_quick else 50)
+    whole = dataclasses.replace(run, kind="whole")
+    expected, *_ = processes.results(final_parameters, whole, NUM_RANKS // SIZE)
+    results = processes.results(final_parameters, run, NUM_RANKS)
+    apart = max(distance(found, expected[0], run.sizes) for found, _ in results)
+    return Found(apart <= APART, f"apart {apart:.1e} (<= {APART:g})", {"apart": apart})
+
+
+def check_overlap(processes: Processes, is_quick: bool) -> Found:
+    """Collectives of rounds and those of FSDP2 do not wait for each other for ever."""
+    method = partial(AsyncDiLoCoStrategy, sync_every=8, timeout_s=TIMEOUT_S, summary=False)
+    steps = 40 if is_quick else 500
+    run = Run(TINY if is_quick else SMALL, steps, method=method, has_adamw=True)
+    is_right, texts, numbers = True, list[str](), dict[str, float]()
+    for connections in ("1", "8"):
+        started = time.monotonic()
+        environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+        results = processes.results(final_parameters, run, NUM_RANKS, environ=environ)
+        seconds = time.monotonic() - started
+        first, rounds = results[0]
+        is_finite = all(np.isfinite(values).all() for values in first.values())
+        are_equal = all(
+            np.array_equal(found[name], first[name]) for found, _ in results for name in first
+        )
+        is_right = is_right and is_finite and are_equal and rounds > 0
+        texts.append(
+            f"{connections}: {rounds} rounds in {seconds:.1f} s, "
+            f"{'finite' if is_finite else 'NOT FINITE'}, {'equal' if are_equal else 'NOT EQUAL'}"
+        )
+        numbers |= {f"rounds, {connections}": rounds, f"seconds, {connections}": seconds}
+    return Found(is_right, f"{steps} steps; {'; '.join(texts)}", numbers)
+
+
+def check_syncs(processes: Processes, is_quick: bool) -> Found:
+    """A local step adds no wait for the GPU."""
+    if processes.device == "cpu":
+        return Found(None, "PyTorch counts waits for a GPU only", {})
+    counted = 20
+    run = Run(TINY if is_quick else SMALL, DROPPED_STEPS + counted + 1, has_adamw=True)
+    own = dataclasses.replace(run, method=local_steps)
+    plain = dataclasses.replace(run, kind="plain")
+    most = max(processes.results(count_syncs, own, NUM_RANKS)) / counted
+    least = min(processes.results(count_syncs, plain, SIZE)) / counted
+    text = f"{most:g} in a step, plain FSDP2 {least:g}"
+    return Found(most <= least, text, {"own": most, "plain": least})
+
+
+def local_steps() -> LocoStrategy:
+    """DiLoCo whose first round never comes."""
+    return DiLoCoStrategy(sync_every=NEVER, timeout_s=TIMEOUT_S, summary=False)
+
+
+def check_memory(processes: Processes, is_quick: bool) -> Found:
+    """The memory of a rank is that of the formula."""
+    if processes.device == "cpu":
+        return Found(None, "PyTorch counts the memory of a GPU only; see memory.py", {})
+    sizes = SMALL if is_quick else GPT_302M
+    with torch.device("meta"):
+        model = Model(Run(sizes, steps=0))
+    vector = 4 * sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.gpt.blocks[0].parameters())
+    gathered = 2 * 2 * 2 * block  # two layers, their parameters and gradients, two bytes each
+    is_right, texts, numbers = True, list[str](), dict[str, float]()
+    for outer_device in (None, "cpu"):
+        method = partial(
+            DiLoCoStrategy,
+            sync_every=2,
+            bucket_bytes=BUCKET_BYTES,
+            outer_device=outer_device,
+            timeout_s=TIMEOUT_S,
+            summary=False,
+        )
+        run = Run(sizes, DROPPED_STEPS + 5, method=method, has_adamw=True, is_mixed=True)
+        environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"}  # 4 MiB, which are no vector
+        results = processes.results(measure_memory, run, NUM_RANKS, environ=environ)
+        expected = 4 * vector / SIZE
+        if outer_device is None:
+            expected += 2 * vector / SIZE + min(BUCKET_BYTES, vector // SIZE)
+        between = max(result[0] for result in results) / expected - 1
+        peak = max(result[1] for result in results) / (expected + gathered) - 1
+        is_right = is_right and max(abs(between), abs(peak)) <= MEMORY_WITHIN
+        texts.append(
+            f"outer_device={outer_device}: {expected / 2**20:.0f} MiB, between steps "
+            f"{100 * between:+.1f} %, peak {100 * peak:+.1f} %"
+        )
+        name = f"outer_device={outer_device}"
+        numbers |= {f"{name}, expected": expected, f"{name}, between": between}
+        numbers |= {f"{name}, peak": peak}
+    return Found(None if is_quick else is_right, "; ".join(texts), numbers)
+
+
+def check_time(processes: Processes, is_quick: bool) -> Found:
+    """A local step takes about as long as one of plain FSDP2."""
+    turns, counted = (1, 3) if is_quick else (3, 6)
+    sizes = TINY if is_quick else GPT_126M
+    run = Run(sizes, DROPPED_STEPS + counted, has_adamw=True, is_mixed=True)
+    own = dataclasses.replace(run, method=local_steps), NUM_RANKS, 1
+    plain = dataclasses.replace(run, kind="plain"), SIZE, NUM_RANKS // SIZE
+    ratios, longest_s = list[float](), 0.0
+    seconds = {"own": list[float](), "plain": list[float]()}
+    for turn in range(turns):
+        started = time.monotonic()
+        if ratios and started + longest_s > processes.deadline:
+            break
+        jobs = {"own": own, "plain": plain}
+        for name in sorted(jobs, reverse=turn % 2 == 1):
+            seconds[name].append(max(processes.results(time_steps, *jobs[name])))
+        ratios.append(seconds["own"][-1] / seconds["plain"][-1])
+        longest_s = max(longest_s, time.monotonic() - started)
+    ratio = statistics.median(ratios)
+    own_s, plain_s = (statistics.median(seconds[name]) for name in ("own", "plain"))
+    text = (
+        f"ratio {ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}] (<= {RATIO:.2f}) of "
+        f"{len(ratios)} turns, "
+        f"{1000 * own_s:.0f} ms, plain {1000 * plain_s:.0f} ms"
+    )
+    is_right = None if is_quick else ratio <= RATIO
+    text += ", not judged" if is_quick else ""
+    return Found(is_right, text, {"ratio": ratio, "own_s": own_s, "plain_s": plain_s})
+
+
+def check_failure(processes: Processes, is_quick: bool) -> Found:
+    """The others name a rank that is killed, and end."""
+    method = partial(DiLoCoStrategy, sync_every=10, timeout_s=FAILURE_TIMEOUT_S, summary=False)
+    run = Run(TINY if is_quick else SMALL, steps=2 * (4 * 10 + 5), method=method)
+    start_method: Literal["forkserver", "spawn"] = "forkserver" if is_quick else "spawn"
+    outcomes = processes.outcomes(
+        lose_a_rank, run, NUM_RANKS, 1, {}, others_s=math.inf, start_method=start_method
+    )
+    lost_at = outcomes[VICTIM].ended_at
+    others = [outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM]
+    last_at = max(outcome.ended_at for outcome in others)
+    are_named = [names_the_victim(outcome.error) for outcome in others]
+    if not all(are_named):
+        print(others[are_named.index(False)].error or "A rank has ended without an error.")
+    if math.isinf(last_at):
+        at = ", ".join(f"rank {n}" for n, one in enumerate(outcomes) if math.isinf(one.ended_at))
+        return Found(False, f"still running at the limit: {at}", {})
+    bound = FAILURE_TIMEOUT_S + (60.0 if is_quick else LATEST_S)
+    latest = last_at - lost_at
+    text = f"{sum(are_named)} of 3 name {VICTIM_NAME}, the last ended after {latest:.1f} s"
+    is_right = all(are_named) and latest <= bound
+    numbers = {"named": sum(are_named), "latest_s": latest}
+    return Found(is_right, f"{text} (<= {bound:g})", numbers)
+
+
+def names_the_victim(error: str) -> bool:
+    """Whether a traceback ends with an error that names the rank that was killed."""
+    _, found, text = error.rpartition("WorkerFailure: ")
+    return bool(found) and VICTIM_NAME in text.lower()
+
+
+def check_compiled(processes: Processes, is_quick: bool) -> Found:
+    """Compiled blocks do not change what is trained."""
+    run = Run(TINY if is_quick else SMALL, steps=10 if is_quick else 30)
+    compiled = dataclasses.replace(run, compiler="aot_eager" if is_quick else "inductor")
+    environ = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # in the process of the rank
+    expected, *_ = processes.results(final_parameters, run, NUM_RANKS)
+    results = processes.results(compiled_parameters, compiled, NUM_RANKS, environ=environ)
+    apart = max(distance(found, expected[0], run.sizes) for found, _ in results)
+    graphs = min(number for _, number in results)
+    text = f"{compiled.compiler}: {graphs} graphs, apart {apart:.1e} (<= {APART:g})"
+    return Found(graphs > 0 and apart <= APART, text, {"graphs": graphs, "apart": apart})
+
+
+CHECKS: dict[str, tuple[Callable[[Processes, bool], Found], float]] = {
+    "1 numbers": (check_numbers, 45.0),
+    "2 overlap": (check_overlap, 150.0),
+    "3 syncs": (check_syncs, 40.0),
+    "4 memory": (check_memory, 85.0),
+    "5 time": (check_time, 120.0),
+    "6 failure": (check_failure, 40.0),
+    "7 compiled": (check_compiled, 60.0),
+}
+"""The checks, with the limit of each in seconds."""
+
+
+class Result(NamedTuple):
+    """How a check has ended."""
+
+    check: str
+    result: Literal["PASS", "FAIL", "SKIP"]
+    seconds: float
+    text: str
+    numbers: dict[str, float]
+
+
+def make(name: str, device: str, is_quick: bool, deadline: float) -> Result:
+    """Make a check, and print its line."""
+    check, limit_s = CHECKS[name]
+    started = time.monotonic()
+    try:
+        found = check(Processes(device, min(started + limit_s, deadline)), is_quick)
+    except RankFailed as error:
+        found = Found(False, str(error), {})
+    seconds = time.monotonic() - started
+    verdict: Any = {True: "PASS", False: "FAIL", None: "SKIP"}[found.is_right]
+    print(f"{verdict}  {name:<10}  {seconds:5.1f} s  {found.text}", flush=True)
+    return Result(name, verdict, seconds, found.text, found.numbers)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_device(parser)
+    parser.set_defaults(device="cuda")
+    parser.add_argument("--only", help="numbers of checks, such as 1,3; all of them by default")
+    parser.add_argument("--out", type=Path, help="folder for gpu_checks.json")
+    options = parser.parse_args()
+    names = [name for name in CHECKS if not options.only or name[0] in options.only.split(",")]
+    if not names:
+        parser.error(f"--only takes numbers from 1 to {len(CHECKS)}, got {options.only!r}.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU here. Use --device cpu.")
+    print_machine()
+    deadline = time.monotonic() + ALL_S
+    results = [make(name, options.device, options.quick, deadline) for name in names]
+    print_table(
+        ["check", "result", "seconds"],
+        [[result.check, result.result, f"{result.seconds:.1f}"] for result in results],
+    )
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / "gpu_checks.json"
+        machine = {"device": options.device, "torch": torch.__version__}
+        if options.device == "cuda":
+            machine["gpu"] = torch.cuda.get_device_name()
+        found = {**machine, "checks": [result._asdict() for result in results]}
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(any(result.result == "FAIL" for result in results))
+
+
+if __name__ == "__main__":
+    main()
