@@ -36,6 +36,7 @@ class Rank(NamedTuple):
         job: Number of the job.
         device: ``"cuda"`` or ``"cpu"``.
         steps: Shared by all processes; each writes how many local steps it has made.
+        barrier: Shared by all processes, which come out of it at the same time.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Rank(NamedTuple):
     job: int
     device: str
     steps: Any
+    barrier: Any
 
     @property
     def process(self) -> int:
@@ -122,13 +124,14 @@ class Processes:
         if start_method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         steps = context.Array("q", num_ranks * num_jobs, lock=False)
+        barrier = context.Barrier(num_ranks * num_jobs)
         processes, waiting = [], {}
         deadline, answers, ended_at = self.deadline, dict[int, tuple[Any, str]](), {}
         try:
             for job in range(num_jobs):
                 port = free_port()
                 for number in range(num_ranks):
-                    rank = Rank(number, num_ranks, job, self.device, steps)
+                    rank = Rank(number, num_ranks, job, self.device, steps, barrier)
                     ours, theirs = context.Pipe(duplex=False)
                     arguments = (theirs, rank, {**environ, **variables(rank, port)}, fn, settings)
                     process = context.Process(target=_work, args=arguments)
@@ -204,6 +207,7 @@ def _work(
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    rank.barrier.wait()  # some take long to start
     try:
         answer = fn(rank, settings), ""
     except BaseException:
