@@ -3,7 +3,8 @@
 Three comparisons, each in one run on the same 4 processes, in turns that change their order:
 
   local step    the demo's GPT in a Trainer, between rounds: DiLoCoStrategy(replica_size=2) against
-                two jobs of plain DDP with 2 ranks each that run at the same time
+                two jobs of plain DDP with 2 ranks each that run at the same time. Its CPU time is
+                that of all threads of a rank, and its time is from batch to batch
   FSDP2 round   a blocking round of DiLoCo of 2 x 2 ranks that hold shards, against one of 2 workers
                 of one rank with as many parameters in all; there are no local steps
   DDP round     a round of 2 x 2 ranks with DDP inside across an emulated link, with what the ranks
@@ -17,6 +18,11 @@ of the two medians of a turn, with quartiles in brackets. A local step should ta
 times as long, an FSDP2 round 1.25 times, and a DDP round across a slow link 0.60 times. If only the
 bandwidth counted, the last one would be 4 P bytes on each link against 6 P, which is 0.67; if only
 the latency counted, 2 latencies against 6.
+
+On a machine that is busy with other programs, only the CPU time of a local step says what the
+rounds add to it. A rank waits for a core most of the time there, and for how long depends on all of
+its threads: plain DDP waits less if its ranks have more threads that sleep and wake up, as the
+ranks of a worker do.
 """
 
 from __future__ import annotations
@@ -63,38 +69,49 @@ BOUND_STEP, BOUND_SHARDS, BOUND_LINK = 1.10, 1.25, 0.60
 LINKS: dict[str, str | Link] = {"wan": "wan", "50 Mbit/s": Link(50, latency_s=0.001)}
 
 Pair = tuple[float, float]
-"""Median seconds of 2 x 2 ranks, and of what it is compared with, in one turn."""
+"""Seconds of 2 x 2 ranks, and of what it is compared with, in one turn."""
 
 
 # ------------------------------------------------------------------ local steps
 
 
 class Clock(Callback):
-    """Notes when each batch starts."""
+    """Notes when each batch starts, by the clock and in CPU time of this process."""
 
     def __init__(self) -> None:
         self.started: list[float] = []
+        self.used: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.started.append(time.perf_counter())
+        self.used.append(time.process_time())
+
+    def step(self) -> tuple[float, float]:
+        """Median seconds from batch to batch, and mean CPU seconds, without the first steps."""
+        started, used = self.started[DROPPED_STEPS:], self.used[DROPPED_STEPS:]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(started)]
+        return statistics.median(seconds), (used[-1] - used[0]) / len(seconds)
 
 
-def time_steps(worker: Worker, sizes: dict[str, int], steps: int, turns: int) -> list[Pair]:
-    """Median seconds of a local step of one rank, turn by turn; the first turn is dropped."""
+def time_steps(
+    worker: Worker, sizes: dict[str, int], steps: int, turns: int
+) -> list[tuple[Pair, Pair]]:
+    """Seconds and CPU seconds of a local step of one rank, by turn; the first turn is dropped."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     found = []
     for turn in range(1 + turns):
-        medians = {
-            inside: statistics.median(fit(worker, inside, sizes, steps)[DROPPED_STEPS:])
-            for inside in in_turn((True, False), turn)
+        clocks = {
+            is_loco: fit(worker, is_loco, sizes, steps).step()
+            for is_loco in in_turn((True, False), turn)
         }
-        found.append((medians[True], medians[False]))
+        (large_s, large_cpu_s), (other_s, other_cpu_s) = clocks[True], clocks[False]
+        found.append(((large_s, other_s), (large_cpu_s, other_cpu_s)))
     return found[1:]
 
 
-def fit(worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int) -> list[float]:
-    """Seconds between the starts of the batches of one fit."""
+def fit(worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int) -> Clock:
+    """When the batches of one fit have started."""
     num_ranks = NUM_RANKS if is_loco else SIZE
     # Each is a machine of its own to Lightning, which starts no processes then.
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
@@ -121,7 +138,7 @@ def fit(worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int) -> lis
     worker.wait_for_all()
     with worker.process_group(num_ranks):
         trainer.fit(model, loader)
-    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+    return clock
 
 
 # ----------------------------------------------------------------------- rounds
@@ -223,8 +240,11 @@ def main() -> None:
         sizes = QUICK_SIZES
     print_machine()
     steps = run_workers(time_steps, NUM_RANKS, sizes, options.steps, options.turns)
-    rows = [row("local step, DDP inside", [pair for found in steps for pair in found], BOUND_STEP)]
-    print(f"done: {rows[-1][0]}", flush=True)
+    rows = [
+        row(name, [turn[index] for found in steps for turn in found], BOUND_STEP)
+        for index, name in enumerate(("local step, DDP inside", "local step, CPU time"))
+    ]
+    print("done: local step", flush=True)
     rounds, turns = options.rounds, options.turns
     for name, width, link, bound in (
         ("round, FSDP2 inside", options.width, None, BOUND_SHARDS),
