@@ -27,17 +27,15 @@ from lightning_loco import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
     DiLoCoStrategy,
-    GASLoCStrategy,
     LocalSGDStrategy,
     LocoModelParallelStrategy,
-    NoLoCoStrategy,
-    StreamingDiLoCoStrategy,
 )
 from lightning_loco.compression import ErrorFeedback, Int8
 from tests.pool import Pool, make_trainer
 from tests.small_model import FEATURES, loss_of
-from tests.strategies.sharded_runs import (
-    LAYOUTS,
+from tests.strategies.replica_runs import (
+    METHODS,
+    SHARDED,
     TOLERANCE,
     Batches,
     Run,
@@ -51,22 +49,11 @@ from tests.strategies.sharded_runs import (
 # Of a layer that is sharded by both: PyTorch warns of in-place operations, and there are none.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
-METHODS: dict[str, Run] = {
-    "local_sgd": Run(LocalSGDStrategy),
-    "diloco": Run(arguments={"outer_momentum": 0.5}),
-    "async_diloco": Run(AsyncDiLoCoStrategy, {"fragments": None}),
-    "async_diloco of fragments": Run(AsyncDiLoCoStrategy, {"fragments": 2}),
-    "async_diloco by default": Run(AsyncDiLoCoStrategy),
-    "streaming_diloco": Run(StreamingDiLoCoStrategy, {"fragments": 2, "delay": 1}),
-    "gasloc": Run(GASLoCStrategy),
-    "noloco": Run(NoLoCoStrategy),
-}
-
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_shards_train_as_whole_models_do(pool: Pool, method: str, layout: str) -> None:
-    METHODS[method].compare(pool, layout)
+    Run(method).compare(pool, layout)
 
 
 # -------------------------------------------------------------------------- training
@@ -132,7 +119,7 @@ TRAINING: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", list(SHARDED))
 @pytest.mark.parametrize("name", list(TRAINING))
 def test_training(pool: Pool, name: str, layout: str) -> None:
     TRAINING[name].compare(pool, layout)
@@ -301,7 +288,7 @@ VALIDATED: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", list(SHARDED))
 @pytest.mark.parametrize("name", list(VALIDATED))
 def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: str) -> None:
     run = dataclasses.replace(VALIDATED[name], validates=True)
@@ -312,7 +299,7 @@ def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: s
 def fit_and_save(rank: int, world: int, layout: str, folder: str) -> tuple[float, str]:
     """Save the best validation, which has gathered the parameters of FSDP2."""
     saving = ModelCheckpoint(folder, monitor="val_loss")
-    sizes = LAYOUTS[layout]
+    sizes = SHARDED[layout]
     run = Run(module=adam, validates=True)
     method = run.strategy(None)
     strategy = LocoModelParallelStrategy(method, *sizes, save_distributed_checkpoint=False)  # type: ignore[arg-type]
@@ -373,7 +360,7 @@ def evaluate(rank: int, world: int, sizes: tuple[int, int] | None, fits: int) ->
 @pytest.mark.parametrize("fits", [0, 2])
 def test_evaluations_after_fits_and_without_one(pool: Pool, fits: int, layout: str) -> None:
     expected, *_ = pool.run(evaluate, None, fits, world=2)
-    for found in pool.run(evaluate, LAYOUTS[layout], fits):
+    for found in pool.run(evaluate, SHARDED[layout], fits):
         for own, other in zip(found, expected, strict=True):
             assert own == pytest.approx(other, rel=0, abs=TOLERANCE)
 
@@ -425,22 +412,22 @@ class Still(OwnNorm):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", list(SHARDED))
 def test_ranks_without_a_seed_start_alike(pool: Pool, layout: str) -> None:
     first, *others = pool.run(
-        fit, Run(module=Still, arguments={"finalize": "keep", "sync_every": 100}), LAYOUTS[layout]
+        fit, Run(module=Still, arguments={"finalize": "keep", "sync_every": 100}), SHARDED[layout]
     )
     for other in others:
         assert torch.equal(other["params"], first["params"])
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", list(SHARDED))
 @pytest.mark.parametrize("module", [NormModule, OwnNorm, SequenceNorm])
 def test_all_ranks_end_with_the_same_weights_and_buffers(
     pool: Pool, module: type[ShardedModule], layout: str
 ) -> None:
     run = Run(module=module, validates=True)
-    first, *others = pool.run(fit, run, LAYOUTS[layout])
+    first, *others = pool.run(fit, run, SHARDED[layout])
     for other in others:
         assert torch.equal(other["params"], first["params"])
         assert all(map(torch.equal, other["buffers"], first["buffers"]))
@@ -454,7 +441,7 @@ def test_statistics_of_batch_norm_are_those_of_whole_models(
     if module is NormModule:
         Run(module=module, validates=True).compare(pool, "tensor")
     else:
-        found = pool.run(fit, Run(module=module), LAYOUTS["tensor"])
+        found = pool.run(fit, Run(module=module), SHARDED["tensor"])
         assert all(torch.equal(one["params"], found[0]["params"]) for one in found)
 
 
@@ -509,7 +496,7 @@ def test_compressed_messages(pool: Pool, method: Any, layout: str) -> None:
     """The blocks of a rank are other ones, so that values are rounded in another way."""
     run = Run(method, {"compression": ErrorFeedback(Int8(block=8))}, steps=24)
     found = run.compare(pool, layout, tolerance=0.05)
-    exact = pool.run(fit, Run(method, steps=24), LAYOUTS[layout])
+    exact = pool.run(fit, Run(method, steps=24), SHARDED[layout])
     for one, other in zip(found, exact, strict=True):
         assert not torch.equal(one["params"], other["params"])
         assert one["bytes"] < other["bytes"]
@@ -534,7 +521,7 @@ def test_averaging_by_the_clock_keeps_workers_together(
 ) -> None:
     arguments = {"interval_s": 0.0, "warmup_steps": warmup_steps}
     run = Run(average_by_time, arguments, steps=30)
-    first, *others = pool.run(fit, run, LAYOUTS[layout])
+    first, *others = pool.run(fit, run, SHARDED[layout])
     assert first["rounds"] > 2
     for other in others:
         assert torch.equal(other["params"], first["params"])
@@ -569,7 +556,7 @@ class Narrow(ShardedModule):
 )
 def test_narrow_numbers(pool: Pool, precision: str, dtype: torch.dtype) -> None:
     run = Run(module=Narrow, trainer={"precision": precision, "gradient_clip_val": 0.5})
-    found = pool.run(fit, run, LAYOUTS["fsdp"])
+    found = pool.run(fit, run, SHARDED["fsdp"])
     for one in found:
         assert one["params"].dtype == dtype
         assert torch.equal(one["params"], found[0]["params"])
@@ -583,7 +570,7 @@ def test_narrow_numbers(pool: Pool, precision: str, dtype: torch.dtype) -> None:
 def test_each_element_is_sent_by_one_rank(pool: Pool, layout: str, columns: int) -> None:
     run = Run(LocalSGDStrategy, {"summary": False}, {"num_sanity_val_steps": 0})
     whole_model, *_ = pool.run(fit, run, None, world=2)
-    found = pool.run(fit, run, LAYOUTS[layout])
+    found = pool.run(fit, run, SHARDED[layout])
     if layout == "both":
         assert [one["bytes"] for one in found] == [0] * 4
         return
@@ -614,9 +601,9 @@ def read(rank: int, world: int, sync_every: Any, sizes: tuple[int, int]) -> list
 
 
 @pytest.mark.parametrize("sync_every", [2, [1, 2]], ids=str)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", list(SHARDED))
 def test_ranks_divide_the_data(pool: Pool, layout: str, sync_every: Any) -> None:
-    data, tensor = LAYOUTS[layout]
+    data, tensor = SHARDED[layout]
     if data * tensor == 4 and isinstance(sync_every, list):
         return
     found = pool.run(read, sync_every, (data, tensor))
@@ -660,7 +647,7 @@ def count_collectives(rank: int, world: int, sizes: tuple[int, int], plain: bool
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])
 def test_local_steps_have_no_more_collectives_than_plain_ones(pool: Pool, layout: str) -> None:
-    data, tensor = LAYOUTS[layout]
+    data, tensor = SHARDED[layout]
     own, *_ = pool.run(count_collectives, (data, tensor), False)
     plain, *_ = pool.run(count_collectives, (data, tensor), True, world=2)
     plain = {name: number for name, number in plain.items() if "broadcast" not in name}

@@ -26,7 +26,7 @@ from lightning_loco import (
 )
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, quiet_trainer
-from tests.strategies.sharded_runs import Run, ShardedModule, loaders
+from tests.strategies.replica_runs import Run, ShardedModule, loaders
 
 # ----------------------------------------------------------------------- construction
 

@@ -21,9 +21,7 @@ from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrate
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.distributed import WorkerGroup
 from tests.faults.failing import KINDS
-from tests.forked_jobs import Job
 from tests.gossip.helpers import peers
-from tests.limits import HARNESS_S
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.small_model import (
     TinyModule,
@@ -35,12 +33,11 @@ from tests.small_model import (
     train_step,
     worker_batch,
 )
+from tests.strategies.replica_runs import MOST_PARTS, TOLERANCE, check_fault, loader
 from tests.strategies.test_other_numbers import files_of
-from tests.strategies.test_replica_groups import loader
 
 SIZE = 2  # ranks of a worker
 STEPS = 12
-TOLERANCE = 1e-11
 
 
 def fetch_in_lock_step(engine: PairwiseEngine) -> None:
@@ -147,7 +144,7 @@ def plain_loop(average: PairwiseAverage) -> list[list[Tensor]]:
         tags = [Tag(*pair) for pair in zip(clocks, losses, strict=True)]
         is_published = step > 0 or not average.uses_loss
         for worker, model in enumerate(models):
-            batches = [worker_batch(SIZE * worker + place, step) for place in range(SIZE)]
+            batches = [worker_batch(MOST_PARTS * worker + place, step) for place in range(SIZE)]
             losses[worker] = sum(loss_of(model, batch).item() for batch in batches) / SIZE
             train_step(model, optimizers[worker], *batches)
             found[worker].append(flat(model).clone())
@@ -475,16 +472,9 @@ def fit_with_fault(rank: int, world: int, victim: int, failing: pl.Callback) -> 
     ],
 )
 def test_the_others_name_the_rank_that_fails(kind: str, victim: int, failing: Any) -> None:
-    others = [rank for rank in range(4) if rank != victim]
-    fault = victim, failing(kind)
-    with Job(fit_with_fault, *fault, world=4, group_timeout_s=TIMEOUT_S) as job:
-        outcomes = job.outcomes(others, HARNESS_S)
-    name = rf"[Ww]orker {victim // SIZE}, place {victim % SIZE} \(rank {victim}\)"
-    what = " failed:(.|\n)*LookupError: trouble" if kind == "raises" else ""
-    for rank, outcome in zip(others, outcomes, strict=True):
-        assert outcome.error is not None
-        last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
-        assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
+    check_fault(
+        fit_with_fault, victim, failing(kind), kind=kind, victim=victim, timeout_s=TIMEOUT_S
+    )
 
 
 def fit_uneven_ranks(rank: int, world: int, lengths: list[int]) -> None:

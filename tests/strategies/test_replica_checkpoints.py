@@ -29,6 +29,7 @@ from tests.cases import CASES, Case
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.small_model import TinyModule, flat, quiet_trainer
 from tests.strategies import save_and_resume
+from tests.strategies.replica_runs import loader
 from tests.strategies.save_and_resume import (
     Outcome,
     Run,
@@ -41,7 +42,6 @@ from tests.strategies.save_and_resume import (
 )
 from tests.strategies.test_divided_data import SAMPLES, Reading, Saving
 from tests.strategies.test_other_numbers import assert_same, copied, files_of
-from tests.strategies.test_replica_groups import loader
 from tests.strategies.test_resume import Interrupt, fit_interrupted
 
 SIZE = 2  # ranks of a worker

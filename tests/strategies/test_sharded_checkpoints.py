@@ -16,8 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies.sharded_runs import Batches, Run, ShardedModule, whole
-from tests.strategies.test_model_parallel import METHODS
+from tests.strategies.replica_runs import Batches, Run, ShardedModule, whole
 
 STEPS = 12
 pytestmark = [
@@ -63,9 +62,8 @@ def fit(
     save_after: int | None,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    run: Run = METHODS[method]
     data, tensor = sizes
-    recipe = run.method(**{"sync_every": 3, "timeout_s": 30, **run.arguments, **arguments})
+    recipe = Run(method, {"timeout_s": 30, **arguments}).strategy(None)
     strategy = LocoModelParallelStrategy(
         recipe, data, tensor, save_distributed_checkpoint=path.endswith("folder.ckpt")
     )

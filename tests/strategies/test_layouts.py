@@ -1,0 +1,72 @@
+"""Runs of more workers, and of workers of more ranks, than a pool of four has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pool import Pool
+from tests.strategies.replica_runs import METHODS, Run, SequenceModule, ShardedModule
+
+pytestmark = [
+    pytest.mark.soak,
+    # Of a layer that is sharded by both: PyTorch warns of in-place operations; there are none.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+ROUNDS = 50
+
+
+@pytest.fixture(scope="module")
+def six_ranks() -> Iterator[Pool]:
+    pool = Pool(6)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Pool]:
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "layout", ["ddp", "ddp of 3", "fsdp", "fsdp of 3", "tensor", "tensor of 3"]
+)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_three_workers_of_two_ranks_and_two_of_three(
+    six_ranks: Pool, method: str, layout: str
+) -> None:
+    Run(method, {"finalize": "keep"}, {"gradient_clip_val": 0.5}).compare(six_ranks, layout)
+
+
+@pytest.mark.parametrize("module", [ShardedModule, SequenceModule])
+@pytest.mark.parametrize("method", ["diloco", "async_diloco of fragments", "gasloc"])
+def test_two_workers_with_fsdp_and_tensor_parallelism(
+    eight_ranks: Pool, method: str, module: type[ShardedModule]
+) -> None:
+    trainer = {"gradient_clip_val": 0.5}
+    Run(method, {"finalize": "keep"}, trainer, module).compare(eight_ranks, "both")
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("diloco", "ddp"),
+        ("diloco", "fsdp of 3"),
+        ("gasloc", "tensor"),
+        ("streaming_diloco", "ddp of 3"),
+        ("noloco", "fsdp"),
+    ],
+)
+def test_fifty_rounds(six_ranks: Pool, method: str, layout: str) -> None:
+    run = Run(method, {"finalize": "keep"}, steps=3 * ROUNDS + 1)
+    for result in run.compare(six_ranks, layout):
+        assert result["rounds"] >= ROUNDS
+
+
+def test_fifty_rounds_with_fsdp_and_tensor_parallelism(eight_ranks: Pool) -> None:
+    run = Run("diloco", {"finalize": "keep"}, steps=3 * ROUNDS + 1)
+    for result in run.compare(eight_ranks, "both"):
+        assert result["rounds"] >= ROUNDS
