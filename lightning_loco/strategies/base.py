@@ -463,6 +463,11 @@ class EngineStrategy(WorkerStrategy):
         return max(1, self.num_processes) if size == "node" else size
 
     @property
+    def replica_arguments(self) -> str:
+        """The arguments that make workers of several ranks, for messages."""
+        return f"replica_size={self.replica_size}"
+
+    @property
     def has_replica_size(self) -> bool:
         """Whether ``replica_size`` was given."""
         return self._asked_replica_size != 1
@@ -489,7 +494,7 @@ class EngineStrategy(WorkerStrategy):
             size = self.replica_size
             self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
             if size > 1:
-                warn_of_straddling(size, self.num_processes)
+                warn_of_straddling(size, self.num_processes, self.replica_arguments)
                 self._replica_group = ReplicaGroup(self.group)
             self.checkpoints.start_fit()
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision
@@ -47,6 +48,13 @@ REQUEUE = "requeue"
 
 TERMINATE = "SIGTERM"
 """Reason to stop: the process was asked to terminate."""
+
+OF_WHOLE_MODELS = tuple(
+    getattr(callbacks, name)
+    for name in ("StochasticWeightAveraging", "ModelPruning", "WeightAveraging")
+    if hasattr(callbacks, name)
+)
+"""Callbacks that need the whole model on every rank; the last one is new in Lightning 2.6."""
 
 BEFORE_SETUP = "pre_setup"
 """Name of the barrier between the hooks ``prepare_data`` and ``setup``."""

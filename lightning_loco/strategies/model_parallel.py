@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,6 +120,12 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         size, number = self.data_parallel_size, self.place // self.tensor_parallel_size
         return {"num_replicas": self.num_workers * size, "rank": self.worker * size + number}
 
+    @property
+    def replica_arguments(self) -> str:
+        """The arguments that make workers of several ranks, for messages."""
+        tensor = self.tensor_parallel_size
+        return f"data_parallel_size={self.data_parallel_size}, tensor_parallel_size={tensor}"
+
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
         parallel_ranks_per_worker(*self._sizes, self.num_processes, self.num_nodes)
@@ -140,7 +147,11 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint into the model and, to resume training, this worker's own state."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        with ExitStack() as after:
+            if not self.is_fitting:
+                after.callback(setattr, self, "optimizers", self.optimizers)
+                self.optimizers = []  # Lightning would read their states, which may be empty
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)
         if self.checkpoints.is_resuming:
             self._external_updates.start_fit()
         return loaded
@@ -149,6 +160,8 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
 
     def setup_environment(self) -> None:
         """Connect the ranks, and make the device mesh of each worker."""
+        if self.is_fitting:
+            _check_callbacks(self._trainer)
         super().setup_environment()
         shape = self.num_workers, self.data_parallel_size, self.tensor_parallel_size
         names = "worker", "data_parallel", "tensor_parallel"
@@ -166,7 +179,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine; refuse what does not work with shards."""
         if self.is_fitting:
-            _check_callbacks(trainer)
+            _check_no_copies(trainer)
             assert self.lightning_module is not None
             reshard(self.lightning_module.modules())  # a validation has gathered the parameters
         super().setup(trainer)
@@ -174,9 +187,18 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     def make_engine(self, group: WorkerGroup) -> Engine:
         """Make an engine; checkpoints have what each rank holds."""
         self._check_averaged()
+        self._set_timeouts()
         engine = super().make_engine(group)
         engine.worker.replica.use_held_vectors(group)
         return engine
+
+    def _set_timeouts(self) -> None:
+        """Set the longest wait in the meshes that ``configure_model`` has made, too."""
+        assert self.lightning_module is not None
+        parameters: Iterator[Tensor] = self.lightning_module.parameters()
+        for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:
+            for group in mesh.get_all_groups():
+                set_timeout(group, self.timeout_s)
 
     def _check_averaged(self) -> None:
         """Raise ValueError for parameters whose gradients ``configure_model`` does not average."""
@@ -204,16 +226,33 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    """Raise ValueError for callbacks that need the whole model on every rank."""
+    """Raise ValueError for callbacks of Lightning that do not work with shards."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        has_average = any(isinstance(value, AveragedModel) for value in vars(callback).values())
-        if has_average or isinstance(callback, StochasticWeightAveraging | ModelPruning):
+        if isinstance(callback, lightning_compat.OF_WHOLE_MODELS):
+            raise _needs_whole_model(callback)
+        if isinstance(callback, LearningRateFinder):
             raise ValueError(
-                f"{type(callback).__name__} needs the whole model on every rank, and each holds a "
-                "shard of it. Leave the callback out, or use a strategy with replica_size=..., "
-                "such as DiLoCoStrategy, whose ranks each hold the whole model."
+                "LearningRateFinder and Tuner.lr_find cannot restore shards and their optimizers "
+                "with a ModelParallelStrategy of Lightning. Find the learning rate with a strategy "
+                "with replica_size=..., such as DiLoCoStrategy, or with a smaller model."
             )
+
+
+def _check_no_copies(trainer: pl.Trainer) -> None:
+    """Raise ValueError for callbacks with an averaged copy of the model."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if any(isinstance(value, AveragedModel) for value in vars(callback).values()):
+            raise _needs_whole_model(callback)
+
+
+def _needs_whole_model(callback: pl.Callback) -> ValueError:
+    return ValueError(
+        f"{type(callback).__name__} needs the whole model on every rank, and each holds a shard of "
+        "it. Leave the callback out, or use a strategy with replica_size=..., such as "
+        "DiLoCoStrategy, whose ranks each hold the whole model."
+    )
 
 
 def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> None:

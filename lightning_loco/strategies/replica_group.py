@@ -22,15 +22,18 @@ _SAME = (
 )
 
 
-def warn_of_straddling(replica_size: int, ranks_per_node: int) -> None:
-    """Warn if some workers have ranks on two nodes that they do not fill."""
+def warn_of_straddling(replica_size: int, ranks_per_node: int, arguments: str) -> None:
+    """Warn if some workers have ranks on two nodes that they do not fill.
+
+    ``arguments`` of the strategy make workers of ``replica_size`` ranks.
+    """
     if ranks_per_node % replica_size and replica_size % ranks_per_node:
         first = ranks_per_node - ranks_per_node % replica_size
         rank_zero_warn(
-            f"replica_size={replica_size} does not divide the {ranks_per_node} ranks of a node: "
+            f"{arguments} makes workers of {replica_size} ranks, and a node has {ranks_per_node}: "
             f"ranks {first} to {first + replica_size - 1} are one worker on several nodes, which "
-            "average their gradients over the network in every step. Use a replica_size that "
-            f"divides {ranks_per_node}, or 'node'."
+            "communicate over the network in every step. Choose a size that divides "
+            f"{ranks_per_node}."
         )
 
 

@@ -130,7 +130,7 @@ def of_two_ranks(verdict: Verdict) -> dict[str, Verdict]:
 ONE_OPTIMIZER = remote(Refused("needs exactly one optimizer"))
 NO_FINDER = remote(
     Refused("LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy")
-)
+) | sharded(Refused("LearningRateFinder and Tuner.lr_find cannot restore shards"))
 NO_COPY = sharded(Refused("FSDP does not support deepcopy"))
 NOT_WHOLE = sharded(Refused("needs the whole model on every rank"))
 UNUSED_INSIDE = {DDP_INSIDE: Refused("parameters that were not used in producing loss")}
@@ -156,7 +156,7 @@ TABLE: dict[str, list[Row]] = {
         Row("fit with a second Trainer", trainer_rows.another_trainer),
         Row("the order of all hooks", trainer_rows.order_of_hooks),
         Row("load_from_checkpoint", trainer_rows.load_from_checkpoint),
-        Row('test with ckpt_path="best"', trainer_rows.test_the_best, but=sharded(NOT_TESTED)),
+        Row('test with ckpt_path="best"', trainer_rows.test_the_best),
         Row("resume with ckpt_path", trainer_rows.resume),
         Row(
             "resume with weights_only=False and NumPy numbers",
@@ -362,8 +362,8 @@ TABLE: dict[str, list[Row]] = {
         Row("PyTorch profiler", callback_rows.pytorch_profiler),
         Row("AveragedModel in a custom callback", callback_rows.ema_by_hand, but=NO_COPY),
         Row("weights written in on_train_end", callback_rows.zeroing_at_the_end),
-        Row("EMAWeightAveraging", callback_rows.weight_averaging, but=NO_COPY),
-        Row("EMAWeightAveraging, saved", callback_rows.saved_average, but=NO_COPY),
+        Row("EMAWeightAveraging", callback_rows.weight_averaging, but=NOT_WHOLE),
+        Row("EMAWeightAveraging, saved", callback_rows.saved_average, but=NOT_WHOLE),
         Row("StochasticWeightAveraging", callback_rows.stochastic_weight_averaging, but=NOT_WHOLE),
         Row("ModelPruning", callback_rows.pruning, but=NOT_WHOLE),
         Row("weights set in on_fit_start", callback_rows.filled_on_fit_start),
@@ -376,8 +376,8 @@ TABLE: dict[str, list[Row]] = {
             Refused("a new start from weights that a hook has set on this worker"),
             remote(Refused("Parameters were changed outside of the optimizer")),
         ),
-        Row("LearningRateFinder", callback_rows.rate_finder, but=NO_FINDER | sharded(NOT_TESTED)),
-        Row("Tuner.lr_find", callback_rows.tuner, but=NO_FINDER | sharded(NOT_TESTED)),
+        Row("LearningRateFinder", callback_rows.rate_finder, but=NO_FINDER),
+        Row("Tuner.lr_find", callback_rows.tuner, but=NO_FINDER),
         Row("BatchSizeFinder", callback_rows.batch_size_finder),
         Row(
             "BackboneFinetuning",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -40,7 +40,7 @@ Sizes = int | tuple[int, int] | None
 """``replica_size``, or ``data_parallel_size`` and ``tensor_parallel_size``; None: one rank."""
 
 TOLERANCE = 1e-11
-MOST_PARTS = 3
+MOST_PARTS = 4
 SHARDED: dict[str, tuple[int, int]] = {"fsdp": (2, 1), "tensor": (1, 2), "both": (2, 2)}
 """In a pool of four ``both`` is one worker."""
 LAYOUTS: dict[str, Sizes] = {
@@ -49,6 +49,7 @@ LAYOUTS: dict[str, Sizes] = {
     "ddp of 3": 3,
     "fsdp of 3": (3, 1),
     "tensor of 3": (1, 3),
+    "fsdp of 4": (4, 1),
 }
 
 
@@ -103,6 +104,17 @@ class ShardedModule(ValidatedModule):
     def shard(self, mesh: DeviceMesh) -> None:
         fully_shard(self.model[0], mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+
+class HybridModule(ShardedModule):
+    """Sharded over half of the ranks of a worker; the other half has copies of the shards."""
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        strategy: Any = self.trainer.strategy
+        shape = strategy.num_workers, 2, strategy.replica_size // 2
+        names = "worker", "replicate", "shard"
+        made = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        super().shard(made[names[1:]])
 
 
 class SequenceModule(ShardedModule):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pool import Pool
-from tests.strategies.replica_runs import METHODS, Run, SequenceModule, ShardedModule
+from tests.strategies.replica_runs import METHODS, HybridModule, Run, SequenceModule, ShardedModule
 
 pytestmark = [
     pytest.mark.soak,
@@ -48,6 +48,13 @@ def test_two_workers_with_fsdp_and_tensor_parallelism(
 ) -> None:
     trainer = {"gradient_clip_val": 0.5}
     Run(method, {"finalize": "keep"}, trainer, module).compare(eight_ranks, "both")
+
+
+@pytest.mark.parametrize("method", ["diloco", "streaming_diloco", "gasloc"])
+def test_two_workers_with_copies_of_shards(eight_ranks: Pool, method: str) -> None:
+    trainer = {"gradient_clip_val": 0.5}
+    run = Run(method, {"finalize": "keep"}, trainer, HybridModule, validates=True)
+    run.compare(eight_ranks, "fsdp of 4")
 
 
 @pytest.mark.parametrize(

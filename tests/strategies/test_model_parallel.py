@@ -38,6 +38,7 @@ from tests.strategies.replica_runs import (
     SHARDED,
     TOLERANCE,
     Batches,
+    HybridModule,
     Run,
     SequenceModule,
     ShardedModule,
@@ -233,14 +234,6 @@ class ByColumns(ShardedModule):
         fully_shard(self.model, mesh=mesh, shard_placement_fn=columns)
 
 
-class Hybrid(ShardedModule):
-    """Each shard is on several ranks."""
-
-    def configure_model(self) -> None:
-        if self.device_mesh is not None:
-            fully_shard(self.model, mesh=self.device_mesh)
-
-
 MODELS: dict[str, tuple[Run, list[str]]] = {
     "shards of different size": (Run(module=Uneven), ["fsdp"]),
     "frozen parameters": (Run(module=Frozen), ["fsdp", "tensor", "both"]),
@@ -250,7 +243,10 @@ MODELS: dict[str, tuple[Run, list[str]]] = {
     "checkpointed layers": (Run(module=CheckpointedLayers), ["fsdp"]),
     "a compiled layer": (Run(module=Compiled), ["fsdp"]),
     "parameters that stay gathered": (Run(module=Gathered, validates=True), ["fsdp", "both"]),
-    "copies of shards": (Run(module=Hybrid, trainer={"gradient_clip_val": 0.5}), ["both"]),
+    "copies of shards": (
+        Run(module=HybridModule, trainer={"gradient_clip_val": 0.5}, validates=True),
+        ["fsdp", "fsdp of 4"],
+    ),
     "shards of columns": (
         Run(AsyncDiLoCoStrategy, {"fragments": 3}, module=ByColumns),
         ["fsdp", "both"],

@@ -12,7 +12,14 @@ from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from tests.faults.failing import KINDS
 from tests.limits import HARNESS_S
 from tests.pool import make_trainer
-from tests.strategies.replica_runs import SHARDED, Run, ShardedModule, check_fault, loaders
+from tests.strategies.replica_runs import (
+    SHARDED,
+    HybridModule,
+    Run,
+    ShardedModule,
+    check_fault,
+    loaders,
+)
 
 TIMEOUT_S = 5.0
 
@@ -20,33 +27,46 @@ TIMEOUT_S = 5.0
 class Failing(ShardedModule):
     """Fails in a step: before the forward pass of FSDP2 or tensor parallelism."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str | None, folder: Path) -> None:
         super().__init__()
         self.kind, self.folder = kind, folder
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 4:
+        if batch_idx == 4 and self.kind is not None:
             (self.folder / "failed_at").write_text(str(time.time()))
             KINDS[self.kind]()
         return super().training_step(batch, batch_idx)
 
 
+class FailingHybrid(Failing, HybridModule):
+    """With groups that ``configure_model`` has made."""
+
+
+MODULES = {"fsdp": Failing, "tensor": Failing, "hybrid": FailingHybrid}
+
+
 def fit_with_fault(
     rank: int, world: int, kind: str, layout: str, victim: int, folder: Path
 ) -> None:
+    sizes = SHARDED["tensor" if layout == "tensor" else "fsdp"]
     method = DiLoCoStrategy(sync_every=3, timeout_s=TIMEOUT_S)
     trainer = make_trainer(
-        LocoModelParallelStrategy(method, *SHARDED[layout]),
+        LocoModelParallelStrategy(method, *sizes),
         max_epochs=1,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
-    module = Failing(kind, folder) if rank == victim else ShardedModule()
-    trainer.fit(module, *loaders(rank, Run(steps=20), SHARDED[layout]))
+    module = MODULES[layout](kind if rank == victim else None, folder)
+    trainer.fit(module, *loaders(rank, Run(steps=20), sizes))
 
 
 FAULTS = [("killed", "fsdp", 2), ("raises", "fsdp", 3), ("killed", "tensor", 2)]
-MORE_FAULTS = [("frozen", "fsdp", 1), ("raises", "tensor", 0), ("killed", "fsdp", 0)]
+MORE_FAULTS = [
+    ("frozen", "fsdp", 1),
+    ("frozen", "hybrid", 1),
+    ("raises", "tensor", 0),
+    ("killed", "fsdp", 0),
+]
 
 
 @pytest.mark.process

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -27,6 +32,7 @@ from lightning_loco import (
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, quiet_trainer
 from tests.strategies.replica_runs import Run, ShardedModule, loaders
+from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 # ----------------------------------------------------------------------- construction
 
@@ -64,6 +70,7 @@ def test_the_method_and_its_plugins_are_used() -> None:
     assert (strategy.timeout_s, strategy.summary, strategy.evaluate) == (11, False, "outer")
     assert isinstance(strategy.checkpoint_io, Io)
     assert strategy.replica_size == 6
+    assert strategy.replica_arguments == "data_parallel_size=2, tensor_parallel_size=3"
 
 
 def test_the_name_is_diloco_of_workers_of_one_node() -> None:
@@ -151,6 +158,14 @@ def averaging() -> list[Callback]:
     return [Averaging()]
 
 
+def moving_average() -> list[Callback]:
+    return [EMAWeightAveraging()]
+
+
+def finder() -> list[Callback]:
+    return [LearningRateFinder()]
+
+
 def swa() -> list[Callback]:
     return [StochasticWeightAveraging(0.1)]
 
@@ -200,6 +215,12 @@ REFUSED: dict[str, tuple[Run, tuple[int, int], str, str]] = {
         "Averaging needs the whole",
     ),
     "stochastic averages": (Run(callbacks=swa), (2, 1), "ValueError", "StochasticWeightAveraging"),
+    "a learning rate finder": (
+        Run(callbacks=finder),
+        (2, 1),
+        "ValueError",
+        "Find the learning rate with a strategy with replica_size=",
+    ),
     "pruning": (Run(callbacks=pruning), (1, 2), "ValueError", "ModelPruning needs the whole model"),
 }
 
@@ -210,3 +231,10 @@ def test_what_is_refused_on_all_ranks(pool: Pool, name: str) -> None:
     for found, text in pool.run(refuse, run, sizes):
         assert found == kind
         assert re.search(message, text), text
+
+
+@needs_weight_averaging
+def test_a_moving_average_is_refused_before_it_copies_the_model(pool: Pool) -> None:
+    for found, text in pool.run(refuse, Run(callbacks=moving_average), (2, 1)):
+        assert found == "ValueError"
+        assert text.startswith("EMAWeightAveraging needs the whole model on every rank")

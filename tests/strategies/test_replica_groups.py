@@ -439,10 +439,11 @@ def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="ranks 2 to 3 are one worker on several nodes"):
-        warn_of_straddling(2, ranks_per_node=3)
+    message = "^replica_size=2 makes .* ranks 2 to 3 are one worker on several nodes"
+    with pytest.warns(UserWarning, match=message):
+        warn_of_straddling(2, 3, "replica_size=2")
     for size, per_node in ((2, 4), (4, 2), (3, 3)):
-        warn_of_straddling(size, per_node)  # a warning would be an error
+        warn_of_straddling(size, per_node, "")  # a warning would be an error
 
 
 def fit_with_sync_batchnorm(rank: int, world: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies.replica_runs import Batches, Run, ShardedModule, whole
+from tests.small_model import loss_of
+from tests.strategies.replica_runs import (
+    Batches,
+    HybridModule,
+    Run,
+    ShardedModule,
+    loaders,
+    whole,
+)
 
 STEPS = 12
 pytestmark = [
@@ -61,6 +71,7 @@ def fit(
     path: str,
     save_after: int | None,
     arguments: dict[str, Any],
+    make_module: Callable[..., ShardedModule] = ShardedModule,
 ) -> dict[str, Any]:
     data, tensor = sizes
     recipe = Run(method, {"timeout_s": 30, **arguments}).strategy(None)
@@ -75,7 +86,7 @@ def fit(
         strategy, max_epochs=1, use_distributed_sampler=False, callbacks=callbacks
     )
     torch.manual_seed(rank)
-    module = ShardedModule(optimizer="Adam")
+    module = make_module(optimizer="Adam")
     loader = StatefulDataLoader(Batches(worker, parts, STEPS), batch_size=None)
     trainer.fit(module, loader, ckpt_path=path if resumes else None)
     return {
@@ -118,6 +129,38 @@ def test_a_resumed_run_equals_an_unbroken_one(
         assert before["steps"] == after["steps"] == STEPS
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "name"),
+    [
+        (1, "folder.ckpt"),
+        pytest.param(2, "folder.ckpt", marks=pytest.mark.soak),
+        pytest.param(2, "file.ckpt", marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_goes_on_with_and_without_copies_of_shards(
+    pool: Pool, tmp_path: Path, num_workers: int, name: str
+) -> None:
+    path = str(tmp_path / name)
+    with nullcontext(pool) if num_workers == 1 else closing(Pool(8)) as ranks:
+
+        def run(copies: bool, save_after: int | None) -> list[dict[str, Any]]:
+            module = HybridModule if copies else ShardedModule
+            size = 4 if copies else 2
+            arguments = "gasloc", (size, 1), path, save_after, {}, module
+            return ranks.run(fit, *arguments, world=num_workers * size)
+
+        saved, resumed, without = run(True, 7), run(True, None), run(False, None)
+        for before, after in zip(saved, resumed, strict=True):
+            assert torch.equal(before["params"], after["params"])
+        run(False, 7)
+        others = [(resumed, without), (run(True, None), run(False, None))]
+    for with_copies, of_two in others:
+        for worker in range(num_workers):
+            one, other = with_copies[4 * worker], of_two[2 * worker]
+            assert torch.equal(one["start"], other["start"])
+            assert one["steps"] == other["steps"] == STEPS
+
+
 def start_plainly(rank: int, world: int, path: str) -> Tensor:
     """Load a checkpoint by Lightning's own strategy."""
     strategy = ModelParallelStrategy(world, 1)
@@ -158,6 +201,39 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str,
     else:
         mean = (saved[0]["saved"] + saved[2]["saved"]) / 2
         torch.testing.assert_close(plain, mean, rtol=0, atol=1e-12)
+
+
+class Evaluated(ShardedModule):
+    """SGD without momentum has no state."""
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.model, batch), sync_dist=True)
+
+
+def fit_and_test(rank: int, world: int, path: str) -> list[float]:
+    strategy = LocoModelParallelStrategy(
+        DiLoCoStrategy(sync_every=3), 2, 1, save_distributed_checkpoint="folder" in path
+    )
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[SaveAfter(path, STEPS)]
+    )
+    module, (train, data) = Evaluated(), loaders(rank, Run(), (2, 1))
+    trainer.fit(module, train)
+    (after_fit,) = trainer.test(module, data, verbose=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    (of_file,) = trainer.test(module, data, ckpt_path=path, verbose=False)
+    assert len(trainer.optimizers) == 1
+    return [after_fit["test_loss"], of_file["test_loss"]]
+
+
+@pytest.mark.parametrize("name", ["file.ckpt", "folder.ckpt"])
+def test_a_test_of_a_checkpoint_whose_optimizer_has_no_state(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    for after_fit, of_file in pool.run(fit_and_test, str(tmp_path / name), world=4):
+        assert of_file == pytest.approx(after_fit, rel=1e-12)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
