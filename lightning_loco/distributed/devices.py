@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_loco.distributed.watchdog import capitalized
+
 CPU = torch.device("cpu")
 
 WITH_STREAMS = {"cuda"}
@@ -59,7 +61,7 @@ def check_same_kind(names: Sequence[str], kinds: Sequence[str]) -> None:
     for name, kind in zip(names, kinds, strict=True):
         if kind != kinds[0]:
             raise ValueError(
-                f"{name[0].upper()}{name[1:]} is on a device of kind {kind!r} and {names[0]} on "
+                f"{capitalized(name)} is on a device of kind {kind!r} and {names[0]} on "
                 f"{kinds[0]!r}. "
                 "Start all workers on the same kind of device (Trainer(accelerator=...))."
             )
