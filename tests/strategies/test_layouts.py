@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 
 from tests.pool import Pool
 from tests.strategies.replica_runs import METHODS, HybridModule, Run, SequenceModule, ShardedModule
+from tests.strategies.test_model_parallel import TRAINING, VALIDATED
 
 pytestmark = [
     pytest.mark.soak,
@@ -48,6 +50,12 @@ def test_two_workers_with_fsdp_and_tensor_parallelism(
 ) -> None:
     trainer = {"gradient_clip_val": 0.5}
     Run(method, {"finalize": "keep"}, trainer, module).compare(eight_ranks, "both")
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *VALIDATED])
+def test_features_with_fsdp_and_tensor_parallelism(eight_ranks: Pool, name: str) -> None:
+    run = TRAINING.get(name) or dataclasses.replace(VALIDATED[name], validates=True)
+    run.compare(eight_ranks, "both")
 
 
 @pytest.mark.parametrize("method", ["diloco", "streaming_diloco", "gasloc"])

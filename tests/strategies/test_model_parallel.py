@@ -31,6 +31,7 @@ from lightning_loco import (
     LocoModelParallelStrategy,
 )
 from lightning_loco.compression import ErrorFeedback, Int8
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import FEATURES, loss_of
 from tests.strategies.replica_runs import (
@@ -51,13 +52,17 @@ from tests.strategies.replica_runs import (
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize(("method", "layout"), cover(METHODS, ["fsdp", "tensor"], strength=1))
 def test_shards_train_as_whole_models_do(pool: Pool, method: str, layout: str) -> None:
     Run(method).compare(pool, layout)
 
 
 # -------------------------------------------------------------------------- training
+
+
+def one_of(named: tuple[str, Any]) -> Any:
+    """A row of a table as a parameter with the row's name."""
+    return pytest.param(named[1], id=named[0])
 
 
 def adam() -> ShardedModule:
@@ -94,7 +99,7 @@ class Scheduled(ShardedModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-TRAINING: dict[str, Run] = {
+CLIPPING: dict[str, Run] = {
     "clipping by norm": Run(trainer={"gradient_clip_val": 0.5}),
     "clipping by value": Run(
         trainer={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
@@ -106,6 +111,8 @@ TRAINING: dict[str, Run] = {
         module=SequenceModule,
         trainer={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
     ),
+}
+TRAINING: dict[str, Run] = {
     "accumulation": Run(
         arguments={"sync_every": 2},
         trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
@@ -120,10 +127,15 @@ TRAINING: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(SHARDED))
-@pytest.mark.parametrize("name", list(TRAINING))
-def test_training(pool: Pool, name: str, layout: str) -> None:
-    TRAINING[name].compare(pool, layout)
+@pytest.mark.parametrize(
+    ("run", "layout"),
+    [
+        *cover(map(one_of, CLIPPING.items()), SHARDED),
+        *cover(map(one_of, TRAINING.items()), ["fsdp", "tensor"], strength=1),
+    ],
+)
+def test_training(pool: Pool, run: Run, layout: str) -> None:
+    run.compare(pool, layout)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])
@@ -164,8 +176,9 @@ class CollectsByHand(CollectsInStep):
         super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("module", [CollectsInStep, CollectsByHand])
+@pytest.mark.parametrize(
+    ("module", "layout"), cover([CollectsInStep, CollectsByHand], ["fsdp", "tensor"], strength=1)
+)
 def test_rounds_within_a_step(pool: Pool, module: type[ShardedModule], layout: str) -> None:
     arguments = {"sync_every": 2, "outer_momentum": 0.5}
     run = Run(arguments=arguments, trainer={"max_steps": 10}, module=module)
@@ -284,8 +297,7 @@ VALIDATED: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(SHARDED))
-@pytest.mark.parametrize("name", list(VALIDATED))
+@pytest.mark.parametrize(("name", "layout"), cover(VALIDATED, ["fsdp", "tensor"], strength=1))
 def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: str) -> None:
     run = dataclasses.replace(VALIDATED[name], validates=True)
     first, *_ = run.compare(pool, layout)
@@ -352,8 +364,7 @@ def evaluate(rank: int, world: int, sizes: tuple[int, int] | None, fits: int) ->
     return found
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("fits", [0, 2])
+@pytest.mark.parametrize(("fits", "layout"), cover([0, 2], ["fsdp", "tensor"], strength=1))
 def test_evaluations_after_fits_and_without_one(pool: Pool, fits: int, layout: str) -> None:
     expected, *_ = pool.run(evaluate, None, fits, world=2)
     for found in pool.run(evaluate, SHARDED[layout], fits):
@@ -417,8 +428,9 @@ def test_ranks_without_a_seed_start_alike(pool: Pool, layout: str) -> None:
         assert torch.equal(other["params"], first["params"])
 
 
-@pytest.mark.parametrize("layout", list(SHARDED))
-@pytest.mark.parametrize("module", [NormModule, OwnNorm, SequenceNorm])
+@pytest.mark.parametrize(
+    ("module", "layout"), cover([NormModule, OwnNorm, SequenceNorm], SHARDED, strength=1)
+)
 def test_all_ranks_end_with_the_same_weights_and_buffers(
     pool: Pool, module: type[ShardedModule], layout: str
 ) -> None:
@@ -480,14 +492,18 @@ class Broken(ShardedModule):
             local.detach()[0, 0] = torch.nan
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("method", [DiLoCoStrategy, AsyncDiLoCoStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    cover([DiLoCoStrategy, AsyncDiLoCoStrategy, LocalSGDStrategy], ["fsdp", "tensor"], strength=1),
+)
 def test_nan_in_a_shard_leaves_the_whole_worker_out(pool: Pool, method: Any, layout: str) -> None:
     Run(method, module=Broken).compare(pool, layout)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("method", [DiLoCoStrategy, AsyncDiLoCoStrategy])
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    cover([DiLoCoStrategy, AsyncDiLoCoStrategy], ["fsdp", "tensor"], strength=1),
+)
 def test_compressed_messages(pool: Pool, method: Any, layout: str) -> None:
     """The blocks of a rank are other ones, so that values are rounded in another way."""
     run = Run(method, {"compression": ErrorFeedback(Int8(block=8))}, steps=24)
@@ -510,8 +526,7 @@ def test_warm_up_of_averaging_by_the_clock(pool: Pool, layout: str) -> None:
     Run(average_by_time, arguments, {"gradient_clip_val": 0.5}).compare(pool, layout)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-@pytest.mark.parametrize("warmup_steps", [0, 5])
+@pytest.mark.parametrize(("warmup_steps", "layout"), cover([0, 5], ["fsdp", "tensor"], strength=1))
 def test_averaging_by_the_clock_keeps_workers_together(
     pool: Pool, warmup_steps: int, layout: str
 ) -> None:
