@@ -30,10 +30,10 @@ def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | No
         ValueError: If a rank of the worker holds a shard of the parameters.
         RuntimeError: If a rank is missing or has failed; the message names it.
     """
-    if (vectors := replica.owned_vectors) is None:
+    if (vectors := replica.vectors) is None:
         return state
     gathered = with_vectors(state, of_length(replica.layout.numel), vectors.gather)
-    return gathered if vectors.is_first else None
+    return gathered if vectors.is_receiver else None
 
 
 def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
 
     ValueError if a rank of the worker holds a shard of the parameters.
     """
-    if (vectors := replica.owned_vectors) is None:
+    if (vectors := replica.vectors) is None:
         return whole
     return with_vectors(whole, of_length(replica.layout.num_held), vectors.cut)
 
@@ -51,7 +51,7 @@ def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[
 
     ``whole`` is for ``FragmentSync.apply_saved``; ValueError as :func:`own_state`.
     """
-    if (vectors := replica.owned_vectors) is None:
+    if (vectors := replica.vectors) is None:
         return whole
     own = dict(whole)
     for name, of in (("received", fragment), ("messages", fragment), ("sent_params", None)):
@@ -62,7 +62,7 @@ def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[
 
 def whole_length(fragment: int, replica: Replica) -> int:
     """Return the length of what a round brings to a fragment of the whole worker."""
-    if (vectors := replica.owned_vectors) is None:
+    if (vectors := replica.vectors) is None:
         return sum(map(len, replica.fragments[fragment]))
     return vectors.length(fragment)
 

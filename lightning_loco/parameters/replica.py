@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
 from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
-from lightning_loco.parameters.held_vectors import HeldVectors
-from lightning_loco.parameters.owned_vectors import OwnedVectors
 from lightning_loco.parameters.ownership import Ownership, ResultSharing
 from lightning_loco.parameters.schema import broadcast_inside
 from lightning_loco.parameters.untracked import RunningStatistics, UntrackedParameters
+from lightning_loco.parameters.worker_vectors import WorkerVectors
 
 
 class LocalValues(NamedTuple):
@@ -50,8 +49,8 @@ class Replica:
         untracked: All values that are not exchanged, compared between the workers.
         running_statistics: Statistics of BatchNorm among the buffers.
         copy_on_write: Protects the exchanged parameters while gradients are computed from them.
-        owned_vectors: Gathers and cuts vectors like that of the layout; None for a worker of one
-            rank, which owns all elements.
+        vectors: Gathers and cuts vectors like that of the layout; None for a worker of one rank,
+            which owns all elements.
 
     Note:
         Buffers (BatchNorm statistics, for example) are local during training and averaged into the
@@ -84,7 +83,7 @@ class Replica:
         self._ownership = ownership or Ownership([[range(numel)]], [], numel)
         self.fragments = self._ownership.fragment_slices()
         self._sharing: ResultSharing | None = None
-        self.owned_vectors: OwnedVectors | HeldVectors | None = None
+        self.vectors: WorkerVectors | None = None
         buffers = [(n, b) for n, b in model.named_buffers() if n in persistent]
         self._buffers = FlatLayout(
             ((n, local_tensor(b)) for n, b in buffers if b.is_floating_point()),
@@ -131,14 +130,14 @@ class Replica:
         """Connect to the ranks of the same worker that hold the same values; all must call it."""
         if group.inner is not None:
             self._sharing = ResultSharing(self._ownership, self.layout, group)
-            self.owned_vectors = OwnedVectors(self._ownership, self.layout.num_held, group)
+            self.vectors = WorkerVectors(self._ownership, group, holds_shards=False)
 
     def use_held_vectors(self, group: WorkerGroup) -> None:
         """Let checkpoints have what each rank holds, in place of the vectors of the whole worker.
 
         Call it after :meth:`connect`.
         """
-        self.owned_vectors = HeldVectors(self._ownership, group)
+        self.vectors = WorkerVectors(self._ownership, group, holds_shards=True)
 
     def share(self, fragment: int | None = None) -> None:
         """Take the elements that other ranks of this worker own from them; all must call it.

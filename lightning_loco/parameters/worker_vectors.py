@@ -1,7 +1,7 @@
-"""Vectors of a worker whose ranks hold shards: of what a rank owns, and of all that it holds.
+"""Vectors of a worker of several ranks: gathered from what each rank owns, and cut into it.
 
-A checkpoint has those of all elements that a rank holds, by the names of the parameters, so that
-they do not depend on who owns what.
+A checkpoint has vectors of all elements that a rank holds, so that they do not depend on who owns
+what: of whole parameters those of the first rank, of shards those of each rank.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from torch import Tensor
 
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.parameters.flat import CHUNK_ELEMENTS
 from lightning_loco.parameters.ownership import Ownership
 
 _LABEL = "gathering the state of a worker"
 
 
-class HeldVectors:
-    """Makes vectors of all elements that this rank holds from those that it owns, and the reverse.
+class WorkerVectors:
+    """Makes vectors of all elements that a rank holds from those that each owns, and the reverse.
 
-    A vector has one value per parameter, or one per parameter of a fragment.
+    A vector has one value per parameter, or one per parameter of a fragment. The methods raise
+    ValueError if a rank holds a shard although ``holds_shards`` is False.
 
     Args:
         ownership: Of this rank.
         group: The worker, connected as its :class:`~.ownership.ResultSharing` has done it.
+        holds_shards: Whether each rank gets the vectors of what it holds. Otherwise all ranks must
+            hold all parameters, and only the first one gets vectors.
 
     Attributes:
         fragments: By fragment, the slices of the vector of all that this rank holds.
+        is_receiver: Whether this rank gets vectors.
     """
 
-    def __init__(self, ownership: Ownership, group: WorkerGroup) -> None:
+    def __init__(self, ownership: Ownership, group: WorkerGroup, *, holds_shards: bool) -> None:
         self._ownership = ownership
         self._group = group
+        self._holds_shards = holds_shards
+        self.is_receiver = holds_shards or group.place == 0
         self.fragments = [self._held_of(number) for number in range(len(ownership.fragments))]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank gets the vectors; each gets those that it holds."""
-        return True
-
-    def _held_of(self, fragment: int) -> list[range]:
-        """Slices of a fragment that this rank owns, or another one that holds them as well."""
-        found = list(self._ownership.fragments[fragment])
-        for shared in self._ownership.shared:
-            found += itertools.chain(*shared.owned_by[fragment])
-        return _merged(found)
+        self._all_held = _merged(itertools.chain(*self.fragments))
+        everyone = tuple(range(group.replica_size))
+        of_all = [shared.owned_by for shared in ownership.shared if shared.places == everyone]
+        num_of_all = sum(len(part) for parts in itertools.chain(*of_all) for part in sum(parts, []))
+        self._lacks_elements = not holds_shards and num_of_all < sum(map(len, self._all_held))
 
     def length(self, fragment: int | None = None) -> int:
         """Return the length of a vector of all elements that this rank holds."""
@@ -68,30 +68,68 @@ class HeldVectors:
         """Return the values of a fragment in a vector of all parameters."""
         return _read(held, _positions(self._slices(None), self.fragments[fragment]))
 
-    def gather(self, part: Tensor, fragment: int | None = None) -> Tensor:
+    def gather(self, part: Tensor, fragment: int | None = None) -> Tensor | None:
         """Return the vector of all elements that this rank holds, in the host's memory.
 
-        All ranks of the worker must call it.
+        All ranks of the worker must call it, except those that own nothing if the first one owns
+        all. Those that are no receivers get None.
+
+        Args:
+            part: What this rank owns.
+            fragment: The one to which the vector belongs; None for all parameters.
 
         Raises:
             RuntimeError: If a rank is missing or has failed; the message names it.
         """
-        held, slices = torch.zeros(self.length(fragment), dtype=part.dtype), self._slices(fragment)
-        _write(held, _positions(slices, self._owned(fragment)), part)
+        held, slices = None, self._slices(fragment)
+        if self.is_receiver:
+            held = torch.zeros(sum(map(len, slices)), dtype=part.dtype)
+            _write(held, _positions(slices, self._owned(fragment)), part)
         for shared in self._ownership.shared:
-            members = self._group.inside[shared.places]
             for number, parts in enumerate(shared.owned_by):
                 if fragment is None or number == fragment:
-                    found = [list(_positions(slices, owned)) for owned in parts]
-                    own = shared.places.index(self._group.place)
-                    with ExplainErrors(self._group, _LABEL):
-                        _all_gather(held, found, own, members, part.device)
+                    for chunks in itertools.zip_longest(*map(_chunks, parts), fillvalue=()):
+                        if self._holds_shards or any(chunks[1:]):
+                            self._gather_chunks(chunks, shared.places, part, held, fragment)
         return held
 
+    def _gather_chunks(
+        self,
+        chunks: Sequence[Sequence[range]],
+        places: tuple[int, ...],
+        part: Tensor,
+        held: Tensor | None,
+        fragment: int | None,
+    ) -> None:
+        """Send a chunk of what each rank owns to those that get vectors."""
+        members, own = self._group.inside[places], chunks[places.index(self._group.place)]
+        sent = part.new_zeros(max(sum(map(len, chunk)) for chunk in chunks))
+        values = _read(part, _positions(self._owned(fragment), own))
+        sent[: len(values)] = values
+        received = [torch.empty_like(sent) for _ in chunks] if held is not None else None
+        with ExplainErrors(self._group, _LABEL):
+            if self._holds_shards:
+                dist.all_gather(received, sent, members)
+            else:
+                dist.gather(sent, received, dist.get_global_rank(members, 0), members)
+        if held is not None and received is not None:
+            for found, chunk in zip(received, chunks, strict=True):
+                _write(held, _positions(self._slices(fragment), chunk), found)
+
+    def _held_of(self, fragment: int) -> list[range]:
+        """Slices of a fragment that this rank owns, or another one that holds them as well."""
+        found = list(self._ownership.fragments[fragment])
+        for shared in self._ownership.shared:
+            found += itertools.chain(*shared.owned_by[fragment])
+        return _merged(found)
+
     def _slices(self, fragment: int | None) -> list[range]:
-        if fragment is not None:
-            return self.fragments[fragment]
-        return _merged(itertools.chain(*self.fragments))
+        if self._lacks_elements:
+            raise ValueError(
+                "A rank of a worker holds a shard of the parameters. Checkpoints are only for "
+                "workers whose ranks hold all parameters."
+            )
+        return self._all_held if fragment is None else self.fragments[fragment]
 
     def _owned(self, fragment: int | None) -> list[range]:
         owned = self._ownership
@@ -109,7 +147,22 @@ def _merged(slices: Iterable[range]) -> list[range]:
     return merged
 
 
-def _positions(held: Sequence[range], wanted: Sequence[range]) -> Iterator[slice]:
+def _chunks(slices: Iterable[range]) -> Iterator[list[range]]:
+    """Divide slices into groups of at most ``CHUNK_ELEMENTS`` elements."""
+    chunk: list[range] = []
+    room = CHUNK_ELEMENTS
+    for part in slices:
+        while part:
+            chunk.append(part[:room])
+            part, room = part[room:], room - len(chunk[-1])
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_ELEMENTS
+    if chunk:
+        yield chunk
+
+
+def _positions(held: Sequence[range], wanted: Iterable[range]) -> Iterator[slice]:
     """Yield where slices are in a vector that consists of the slices ``held``."""
     for part in wanted:
         before = 0
@@ -132,20 +185,3 @@ def _write(held: Tensor, positions: Iterable[slice], values: Tensor) -> None:
         stop = start + elements.stop - elements.start
         held[elements].copy_(values[start:stop])
         start = stop
-
-
-def _all_gather(
-    held: Tensor,
-    by_owner: Sequence[Sequence[slice]],
-    own: int,
-    members: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Fill in the elements that other ranks own."""
-    lengths = [sum(part.stop - part.start for part in slices) for slices in by_owner]
-    sent = torch.zeros(max(lengths), dtype=held.dtype)
-    sent[: lengths[own]] = _read(held, by_owner[own])
-    received = [torch.empty_like(sent, device=device) for _ in by_owner]
-    dist.all_gather(received, sent.to(device), members)
-    for values, slices in zip(received, by_owner, strict=True):
-        _write(held, slices, values)

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.parameters import owned_vectors
-from lightning_loco.parameters.owned_vectors import OwnedVectors
+from lightning_loco.parameters import worker_vectors
 from lightning_loco.parameters.ownership import find_ownership
+from lightning_loco.parameters.worker_vectors import WorkerVectors
 from tests.pool import Pool
 
 NUMEL = 23
@@ -29,10 +29,11 @@ def gather_and_cut(
     rank: int, world: int, granularity: int | None, replica_size: int, chunk: int
 ) -> list[tuple[Tensor, Tensor | None]]:
     """What this rank owns of the whole vectors, and what it gathers, for each kind of vector."""
-    owned_vectors.CHUNK_ELEMENTS = chunk
+    worker_vectors.CHUNK_ELEMENTS = chunk
     group = WorkerGroup.create(timeout_s=30, replica_size=replica_size)
     named = {"a": torch.zeros(4, 3), "b": torch.zeros(11)}
-    vectors = OwnedVectors(find_ownership(named, FRAGMENTS, granularity, group), NUMEL, group)
+    ownership = find_ownership(named, FRAGMENTS, granularity, group)
+    vectors = WorkerVectors(ownership, group, holds_shards=False)
     found = []
     for kind in KINDS:
         whole = torch.tensor(elements(kind), dtype=torch.float64) + 100 * group.worker
@@ -70,7 +71,8 @@ def gather_shards(rank: int, world: int) -> str:
     mesh = DeviceMesh.from_group(group.inner, "cpu")
     shard = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)], src_data_rank=None)
     named = {"a": nn.Parameter(shard)}
-    vectors = OwnedVectors(find_ownership(named, [[range(12)]], 1, group), 6, group)
+    ownership = find_ownership(named, [[range(12)]], 1, group)
+    vectors = WorkerVectors(ownership, group, holds_shards=False)
     with pytest.raises(ValueError, match="holds a shard") as error:
         vectors.gather(torch.zeros(6))
     group.close()

@@ -604,7 +604,7 @@ class FailAt(pl.Callback):
         if self.kind == "torn":
             trainer.strategy.engine.fragments[0].is_torn = True  # type: ignore[attr-defined]
         elif self.kind == "in gather":
-            dist.send = die
+            dist.gather = die
         elif self.kind == "in write":
             Save.to_shared_folder = die  # type: ignore[assignment, method-assign]
         elif self.kind == "in file":

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine.whole_state import of_length, with_vectors
-from lightning_loco.parameters.held_vectors import HeldVectors
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
 
@@ -52,8 +51,8 @@ class ShardFolder:
         self._layout = replica.layout
         self._parameters = replica.parameters
         self._group = group
-        assert isinstance(replica.owned_vectors, HeldVectors)
-        self._vectors = replica.owned_vectors
+        assert replica.vectors is not None
+        self._vectors = replica.vectors
         self._is_vector = of_length(self._layout.num_held)
 
     def write(
