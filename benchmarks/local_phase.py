@@ -1,4 +1,4 @@
-"""A model whose local steps are sleeps, as if a GPU computed while the CPU can communicate."""
+"""A model of layers of one size, and local steps that are sleeps, as if a GPU computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_loco import StepEngine
 
@@ -16,6 +18,14 @@ def make_model(width: int) -> nn.Module:
     """20 layers of ``width x width``, the same in every process."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(20)))
+
+
+def shard(model: nn.Module, num_ranks: int, size: int) -> None:
+    """Shard every layer over the ``size`` ranks of a worker."""
+    ranks = torch.arange(num_ranks).view(-1, size)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "data_parallel"))["data_parallel"]
+    for layer in [*model.children(), model]:
+        fully_shard(layer, mesh=mesh)
 
 
 def make_round(engine: StepEngine, phase_s: float) -> float:

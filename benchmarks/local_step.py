@@ -17,6 +17,7 @@ at most 1.02 on the demo model. On a busy machine trust the row of the tiny mode
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -37,6 +38,7 @@ from common import (
     spread,
 )
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
 from lightning_loco import DiLoCoStrategy
@@ -57,27 +59,50 @@ class Clock(Callback):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.started: list[float] = []
+        self.used: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.worker.wait_for_device()
         self.started.append(time.perf_counter())
+        self.used.append(time.process_time())
+
+    @property
+    def seconds(self) -> list[float]:
+        """From the start of each batch to that of the next."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.started)]
+
+    @property
+    def cpu_seconds(self) -> list[float]:
+        """The same in CPU time of all threads of this process."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.used)]
 
 
-def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
-    """Seconds between the starts of the batches of one fit."""
+def time_fit(
+    worker: Worker,
+    strategy: Strategy | str,
+    num_ranks: int,
+    sizes: dict[str, int],
+    steps: int,
+    clip_val: float | None = None,
+) -> Clock:
+    """When the batches of a fit of ByteGPT with so many ranks have started."""
+    # Each is a machine of its own to Lightning, which starts no processes then.
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
     seed_everything(0, verbose=False)
-    model = ByteGPT(**settings)
+    model = ByteGPT(**sizes)
     generator = torch.Generator().manual_seed(worker.rank)
     shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
     windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     clock = Clock(worker)
     trainer = Trainer(
-        strategy=DiLoCoStrategy(sync_every=10**6) if kind == "diloco" else "auto",
+        strategy=strategy,
         devices=1,
-        num_nodes=worker.num_workers if kind == "diloco" else 1,
+        num_nodes=num_ranks,
         accelerator=worker.device,
         max_steps=steps,
-        gradient_clip_val=1.0,
+        gradient_clip_val=clip_val,
         callbacks=[clock],
         use_distributed_sampler=False,
         logger=False,
@@ -87,23 +112,24 @@ def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list
     )
     loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
     worker.wait_for_all()
-    if kind == "diloco":
-        with worker.process_group():
-            trainer.fit(model, loader)
-    else:
+    with worker.process_group(num_ranks) if num_ranks > 1 else contextlib.nullcontext():
         trainer.fit(model, loader)
     worker.wait_for_all()
-    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+    return clock
+
+
+def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
+    """Seconds of the local steps of one fit."""
+    if kind == "diloco":
+        strategy, num_ranks = DiLoCoStrategy(sync_every=10**6), worker.num_workers
+        return time_fit(worker, strategy, num_ranks, settings, steps, clip_val=1.0).seconds
+    return time_fit(worker, "auto", 1, settings, steps, clip_val=1.0).seconds
 
 
 def time_pairs(
     worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int
 ) -> list[dict[str, float]]:
     """Median seconds of a step, one pair of fits after the other; the first pair is dropped."""
-    # Each is a machine of its own to Lightning, which starts no processes then.
-    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     medians = []
     for pair in range(1 + pairs):
         kinds = ("plain", "diloco") if pair % 2 else ("diloco", "plain")

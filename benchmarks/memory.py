@@ -42,9 +42,8 @@ os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
 import torch
 import torch.distributed as dist
 from common import Worker, make_parser, print_machine, print_table, run_workers
+from local_phase import shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -180,7 +179,7 @@ class Rank:
 
     def __init__(self, worker: Worker, inside: str, num_layers: int, width: int) -> None:
         self.size = INSIDE[inside][0]
-        self.workers = torch.arange(worker.num_workers).view(-1, self.size)
+        self.num_ranks = worker.num_workers
         self.inside = inside
         self.sizes = num_layers, width
         self.engine: StepEngine
@@ -189,10 +188,7 @@ class Rank:
         """Make the model; with FSDP2 each rank keeps its shards."""
         self.model = make_model(*self.sizes)
         if self.inside == "FSDP2":
-            names = ("worker", "data_parallel")
-            mesh = DeviceMesh("cpu", self.workers, mesh_dim_names=names)["data_parallel"]
-            for layer in [*self.model, self.model]:
-                fully_shard(layer, mesh=mesh)
+            shard(self.model, self.num_ranks, self.size)
 
     def make_gradients(self) -> None:
         """Wrap the model, and make gradients; DDP makes other buckets after the first ones."""

@@ -27,16 +27,10 @@ ranks of a worker do.
 
 from __future__ import annotations
 
-import itertools
-import logging
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from common import (
     QUICK_SIZES,
     Worker,
@@ -47,23 +41,17 @@ from common import (
     run_workers,
     spread,
 )
-from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from local_phase import make_model
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from local_phase import make_model, shard
+from local_step import time_fit
 
 from lightning_loco import DiLoCo, DiLoCoStrategy, Link
-from lightning_loco.demo.model import ByteGPT
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.links import as_links
 from lightning_loco.schedules import EverySteps
 
 NUM_RANKS, SIZE = 4, 2
-BATCH_SIZE = 8
 DROPPED_STEPS, DROPPED_ROUNDS = 5, 2
 BOUND_STEP, BOUND_SHARDS, BOUND_LINK = 1.10, 1.25, 0.60
 LINKS: dict[str, str | Link] = {"wan": "wan", "50 Mbit/s": Link(50, latency_s=0.001)}
@@ -75,70 +63,32 @@ Pair = tuple[float, float]
 # ------------------------------------------------------------------ local steps
 
 
-class Clock(Callback):
-    """Notes when each batch starts, by the clock and in CPU time of this process."""
-
-    def __init__(self) -> None:
-        self.started: list[float] = []
-        self.used: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.started.append(time.perf_counter())
-        self.used.append(time.process_time())
-
-    def step(self) -> tuple[float, float]:
-        """Median seconds from batch to batch, and mean CPU seconds, without the first steps."""
-        started, used = self.started[DROPPED_STEPS:], self.used[DROPPED_STEPS:]
-        seconds = [later - earlier for earlier, later in itertools.pairwise(started)]
-        return statistics.median(seconds), (used[-1] - used[0]) / len(seconds)
-
-
 def time_steps(
     worker: Worker, sizes: dict[str, int], steps: int, turns: int
 ) -> list[tuple[Pair, Pair]]:
     """Seconds and CPU seconds of a local step of one rank, by turn; the first turn is dropped."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     found = []
     for turn in range(1 + turns):
-        clocks = {
-            is_loco: fit(worker, is_loco, sizes, steps).step()
+        pairs = {
+            is_loco: time_step(worker, is_loco, sizes, steps)
             for is_loco in in_turn((True, False), turn)
         }
-        (large_s, large_cpu_s), (other_s, other_cpu_s) = clocks[True], clocks[False]
+        (large_s, large_cpu_s), (other_s, other_cpu_s) = pairs[True], pairs[False]
         found.append(((large_s, other_s), (large_cpu_s, other_cpu_s)))
     return found[1:]
 
 
-def fit(worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int) -> Clock:
-    """When the batches of one fit have started."""
-    num_ranks = NUM_RANKS if is_loco else SIZE
-    # Each is a machine of its own to Lightning, which starts no processes then.
-    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
-    seed_everything(0, verbose=False)
-    model = ByteGPT(**sizes)
-    generator = torch.Generator().manual_seed(worker.rank)
-    shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
-    windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    clock = Clock()
-    trainer = Trainer(
-        strategy=DiLoCoStrategy(sync_every=10**6, replica_size=SIZE) if is_loco else DDPStrategy(),
-        devices=1,
-        num_nodes=num_ranks,
-        accelerator="cpu",
-        max_steps=steps,
-        callbacks=[clock],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
-    worker.wait_for_all()
-    with worker.process_group(num_ranks):
-        trainer.fit(model, loader)
-    return clock
+def time_step(
+    worker: Worker, is_loco: bool, sizes: dict[str, int], steps: int
+) -> tuple[float, float]:
+    """Median seconds and mean CPU seconds of the local steps of one fit, without the first ones."""
+    if is_loco:
+        strategy = DiLoCoStrategy(sync_every=10**6, replica_size=SIZE)
+        clock = time_fit(worker, strategy, NUM_RANKS, sizes, steps)
+    else:
+        clock = time_fit(worker, DDPStrategy(), SIZE, sizes, steps)
+    seconds, cpu = clock.seconds[DROPPED_STEPS:], clock.cpu_seconds[DROPPED_STEPS:]
+    return statistics.median(seconds), statistics.mean(cpu)
 
 
 # ----------------------------------------------------------------------- rounds
@@ -173,7 +123,7 @@ def make_rounds(
         if takes_part:
             model = make_model(width)
             if link is None and is_large:
-                shard(model)
+                shard(model, NUM_RANKS, SIZE)
             group = WorkerGroup.create(replica_size=SIZE if is_large else 1)
             links = None if link is None else as_links(link)
             settings = RoundSettings(DiLoCo(), EverySteps(1), link=links)
@@ -187,14 +137,6 @@ def make_rounds(
         if takes_part:
             engine.close()
     return seconds[DROPPED_ROUNDS:]
-
-
-def shard(model: nn.Module) -> None:
-    """Shard every layer over the ranks of a worker."""
-    ranks = torch.arange(NUM_RANKS).view(-1, SIZE)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "data_parallel"))["data_parallel"]
-    for layer in [*model.children(), model]:
-        fully_shard(layer, mesh=mesh)
 
 
 def in_turn(kinds: tuple[bool, bool], turn: int) -> tuple[bool, ...]:
