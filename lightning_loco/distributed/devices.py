@@ -53,6 +53,13 @@ def backend_on(device: torch.device, backend: str | None = None) -> str:
     return by_device.get(device.type, "")
 
 
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """Return the device of the tensors that the collectives of a group take."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU
+
+
 def check_same_kind(names: Sequence[str], kinds: Sequence[str]) -> None:
     """Raise ValueError if the types of devices of ranks with these names differ.
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_loco.distributed.devices import device_of_group
+
 MAX_BYTES = 64 * 2**20
 """Longest message of one worker, in bytes."""
 
@@ -89,9 +91,7 @@ def all_gather(message: bytes, group: dist.ProcessGroup, names: list[str]) -> li
 
 def _all_gather_equal(message: bytes, group: dist.ProcessGroup, count: int) -> list[bytes]:
     """Gather messages of equal length from ``count`` workers."""
-    on_gpu = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device_of_group(group))
     gathered = [torch.empty_like(own) for _ in range(count)]
     dist.all_gather(gathered, own, group=group)
     return [tensor.cpu().numpy().tobytes() for tensor in gathered]

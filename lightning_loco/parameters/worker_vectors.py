@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.distributed.devices import device_of_group
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
@@ -103,7 +104,9 @@ class WorkerVectors:
     ) -> None:
         """Send a chunk of what each rank owns to those that get vectors."""
         members, own = self._group.inside[places], chunks[places.index(self._group.place)]
-        sent = part.new_zeros(max(sum(map(len, chunk)) for chunk in chunks))
+        # The vector may be in the host's memory, and the group may send from that of a GPU only.
+        longest, device = max(sum(map(len, chunk)) for chunk in chunks), device_of_group(members)
+        sent = torch.zeros(longest, dtype=part.dtype, device=device)
         values = _read(part, _positions(self._owned(fragment), own))
         sent[: len(values)] = values
         received = [torch.empty_like(sent) for _ in chunks] if held is not None else None
