@@ -1,8 +1,60 @@
-"""Statistics of communication: bytes, seconds and rounds."""
+"""Statistics of communication: bytes, seconds and rounds, and what a rank did when."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+
+Span = tuple[str, float, float]
+"""Kind, start and end in seconds of the clock."""
+
+IN_BACKGROUND = ("round", "send")
+"""Kinds of spans in which a rank does something else meanwhile."""
+
+
+class Spans:
+    """What a rank did when: the first and the last spans of time, and the sums of all.
+
+    Args:
+        limit: How many of the first ones are kept, and how many of the last.
+
+    Attributes:
+        seconds: Of all spans, by kind.
+        busy_s: Of all spans but those in the background; where some overlap, they count once.
+        left_out: How many spans between the first and the last ones are not kept.
+    """
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.limit = limit
+        self.seconds: dict[str, float] = {}
+        self.busy_s = 0.0
+        self.left_out = 0
+        self._counted: deque[tuple[float, float]] = deque(maxlen=limit)
+        self._first: list[Span] = []
+        self._last: deque[Span] = deque(maxlen=limit)
+
+    def add(self, kind: str, start_s: float, end_s: float) -> None:
+        """Add a span that has ended, after all that ended before."""
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + end_s - start_s
+        if kind not in IN_BACKGROUND:
+            self._count(start_s, end_s)
+        if len(self._first) < self.limit:
+            self._first.append((kind, start_s, end_s))
+            return
+        self.left_out += len(self._last) == self.limit
+        self._last.append((kind, start_s, end_s))
+
+    def _count(self, start_s: float, end_s: float) -> None:
+        while self._counted and self._counted[-1][1] > start_s:
+            first_s, last_s = self._counted.pop()
+            self.busy_s -= last_s - first_s
+            start_s = min(start_s, first_s)
+        self._counted.append((start_s, end_s))
+        self.busy_s += end_s - start_s
+
+    def kept(self) -> list[Span]:
+        """Return the first and the last spans, in the order in which they ended."""
+        return [*self._first, *self._last]
 
 
 @dataclasses.dataclass
@@ -30,6 +82,7 @@ class Statistics:
         emulated_wait_s: The part of them for which this worker was blocked.
         emulated_bytes: Bytes of these messages: bytes sent in rounds, bytes received in fetches.
             Unlike ``bytes_sent`` it excludes messages of validation and checkpoints.
+        spans: When this rank waited, made rounds and was at sync points; None unless recorded.
     """
 
     rounds: int = 0
@@ -47,6 +100,7 @@ class Statistics:
     emulated_bytes: int = 0
     other_ranks_bytes_sent: int = 0
     longest_wait_s: float = 0.0
+    spans: Spans | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def worker_bytes_sent(self) -> int:
@@ -78,6 +132,16 @@ class Statistics:
             self.emulated_s = float(state.get("emulated_s", 0.0))
             self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
             self.emulated_bytes = int(state.get("emulated_bytes", 0))
+
+    def record(self, kind: str, start_s: float, end_s: float) -> None:
+        """Record what this rank did between two times of the clock, if that is recorded."""
+        if self.spans is not None:
+            self.spans.add(kind, start_s, end_s)
+
+    def count_wait(self, start_s: float, end_s: float) -> None:
+        """Count the time for which this rank was blocked."""
+        self.wait_s += end_s - start_s
+        self.record("wait", start_s, end_s)
 
     def count_compressed(self, num_bytes: int, num_bytes_uncompressed: int) -> None:
         """Count a message that was sent in ``num_bytes``, because it was compressed."""

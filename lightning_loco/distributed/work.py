@@ -26,7 +26,7 @@ _LONGEST_POLL_INTERVAL_S = 1e-3
 
 
 class WaitTimer:
-    """A context that adds the seconds spent inside to ``statistics.wait_s``."""
+    """A context that counts the time spent inside as waiting."""
 
     def __init__(self, statistics: Statistics, clock: Clock = REAL_CLOCK) -> None:
         self._statistics = statistics
@@ -36,7 +36,7 @@ class WaitTimer:
         self._started = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self._statistics.wait_s += self._now() - self._started
+        self._statistics.count_wait(self._started, self._now())
 
 
 class ExplainErrors:

@@ -234,6 +234,7 @@ class Engine:
         workers, if they were exchanged already.
         """
         worker, fragment = self.worker, self.fragments[self._turn]
+        began_at_s = self._clock.now()
         if self.connection is not None:
             for index in range(len(self.fragments)):
                 if index != self._turn:
@@ -245,9 +246,9 @@ class Engine:
             pending = fragment.start(index, steps, self._has_progress, status, label)
         else:
             pending = PendingRound(index, self._has_progress, steps, statuses)
-        self._unrecorded = pending.statuses
+        self._unrecorded, pending.began_at_s = pending.statuses, began_at_s
         self._measure_consensus(pending)
-        had_pending = fragment.pending is not None
+        before = fragment.pending
         if self._schedule.is_overlapped(index):
             if fragment.pending is not None:
                 yield fragment.has_received
@@ -266,8 +267,9 @@ class Engine:
         if has_changed:
             worker.replica.share(self._turn)
         is_over = fragment.pending is None
-        if had_pending or is_over:
-            self._record_round(fragment)
+        ended = [one for one in (before, pending if is_over else None) if one is not None]
+        if ended:
+            self._record_rounds(fragment, ended)
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
@@ -314,9 +316,15 @@ class Engine:
         status = self.worker.status(sync_point)
         return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
-    def _record_round(self, fragment: FragmentSync) -> None:
-        """Record the norm of the outer gradient, and the costs of the other ranks here."""
-        statistics, group = self.statistics, self.worker.group
+    def _record_rounds(self, fragment: FragmentSync, ended: Iterable[PendingRound]) -> None:
+        """Record rounds of a fragment that have ended: when, and the norm of the outer gradient.
+
+        In a worker of several ranks, also what they have cost the other ranks.
+        """
+        statistics, group, now_s = self.statistics, self.worker.group, self._clock.now()
+        for pending in ended:
+            if pending.began_at_s is not None:
+                statistics.record("round", pending.began_at_s, now_s)
         statistics.outer_grad_norm = fragment.gradient_norm
         if group.inner is None:
             return
@@ -351,7 +359,7 @@ class Engine:
         fragment.apply(self.worker.steps)
         self.worker.replica.share(index)
         fragment.applied_at = self._clock.now()
-        self._record_round(fragment)
+        self._record_rounds(fragment, [pending])
         if not self.worker.was_finite:
             self.worker.replica.restore_buffers(self.buffers_at_start)
         if self._sync_every is None:

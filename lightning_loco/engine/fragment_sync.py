@@ -55,6 +55,7 @@ class PendingRound:
         is_reduced: Whether ``received`` has been divided by the total weight, or combined, and
             decoded, and the residuals have been updated.
         finite: Whether this worker's parameters were finite when it began.
+        began_at_s: When it began, in seconds of the engine's clock; None after a resume.
     """
 
     index: int
@@ -66,6 +67,7 @@ class PendingRound:
     is_overlapped: bool = False
     is_reduced: bool = False
     finite: bool = True
+    began_at_s: float | None = None
 
     def has_arrived(self) -> bool:
         """Whether everything has arrived; never waits, but calls workers at a sync point."""

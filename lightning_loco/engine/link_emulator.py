@@ -247,6 +247,9 @@ class EmulatedHandle:
             with WaitTimer(self._link.statistics, self._clock):
                 self._sleep_until(arrival)
             self._link.count(self._sent_at, arrival, entered)
+            shift_s = self._clock.now() - self._clock.wall_time()
+            times = self._sent_at + shift_s, arrival + shift_s
+            self._link.statistics.record("send", *times)
             self._received = received
         return self._received
 

@@ -186,6 +186,7 @@ class PairwiseEngine:
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
         self._fetching = False
+        self._fetch_began_s = 0.0
         self._received: Received | None = None
         self._peer: Tag | None = None
         self._mean_loss: float | None = None
@@ -237,6 +238,7 @@ class PairwiseEngine:
             self._fetching = True
             self._update_buffers()
             averager.record_fetch_start()
+            self._fetch_began_s = self.worker.group.clock.now()
             node.start_fetch()
 
     def _publish(self, publisher: Publisher | DevicePublisher) -> None:
@@ -303,6 +305,7 @@ class PairwiseEngine:
         before_s = self.statistics.wait_s
         with WaitTimer(self.statistics):
             self._received = received = self.node.wait()
+        self.statistics.record("round", self._fetch_began_s, self.worker.group.clock.now())
         if received is not None and received.emulated_s:
             waited_s = self.statistics.wait_s - before_s
             self.statistics.count_emulated(received.emulated_s, waited_s, received.received_bytes)

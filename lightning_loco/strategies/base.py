@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from lightning_loco.clock import REAL_CLOCK
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
@@ -251,10 +252,12 @@ class WorkerStrategy(LightningStrategy):
         """
         synchronizer = self.synchronizer
         if synchronizer is not None and self.is_training:
+            started_s = REAL_CLOCK.now()
             try:
                 synchronizer.sync_point(purpose)
             except StopAgreed as stop:
                 raise SIGTERMException from stop
+            self.statistics.record("sync point", started_s, REAL_CLOCK.now())
 
     def waiting_in(self, label: str) -> AbstractContextManager[object]:
         """Return a context in which an error names the worker that others wait for.

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from lightning_loco.clock import REAL_CLOCK
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
@@ -219,6 +220,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         remote = self.remote
         assert remote is not None
         self.statistics.rounds += 1
+        now_s, waited_s = REAL_CLOCK.now(), remote.wait_s - self.statistics.wait_s
+        self.statistics.record("wait", now_s - waited_s, now_s)
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:
             lightning_compat.stop_after_batch(self._trainer, self._added)
