@@ -158,12 +158,22 @@ def main() -> int:
         "can read. Copy it to every machine of the job in a safe way, such as scp, and pass "
         "key_file=FILE there. Workers that have it connect only to each other, over TLS.",
     )
+    report = commands.add_parser(
+        "report",
+        help="draw the page of a run, or one that compares several",
+        description="Of one run its page is drawn again, from run.json in its folder. Of several "
+        "a page is written that shows their losses against steps, time and bytes beside each "
+        "other, and how their settings differ.",
+    )
+    import_submodule("report.command").add_arguments(report)
     keys.add_argument("file", metavar="FILE", help="path of the new file; it must not exist")
     args = parser.parse_args()
     if args.command == "lighthouse":
         become_lighthouse(args)
     if args.command == "keys":
         return write_keys(args.file)
+    if args.command == "report":
+        return int(import_submodule("report.command").run(args))
     try:
         status: int = import_submodule(MODULES[args.command]).run(args)
     except ValueError as error:

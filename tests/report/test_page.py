@@ -1,0 +1,218 @@
+"""Pages: well-formed, escaped, small, and opened by a browser; the command that draws them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lightning_loco.report.page import (
+    render_comparison,
+    render_run,
+    write_comparison,
+    write_report,
+)
+from lightning_loco.report.record import RunRecord
+from tests.conftest import ROOT
+from tests.programs import environment
+from tests.report.records import EVIL, made_up
+
+VOID = {"meta", "img", "br", "link"}
+TEMPLATES = ROOT / "lightning_loco" / "report" / "templates"
+
+
+class Page(HTMLParser):
+    """A page as a browser reads it: its elements, its text, and whether it is well-formed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("style", "script"):
+            self.text += data
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_a_page_shows_what_is_recorded() -> None:
+    page = Page(render_run(made_up()))
+    captions = [
+        "Loss against local steps",
+        "Loss against time",
+        "Loss against bytes",
+        "Learning rate",
+        "Consensus distance",
+        "metric ring",
+        "The whole run",
+        "Some rounds",
+    ]
+    assert [text for text in captions if text not in page.text] == []
+    lines = [line["data-name"] for line in page.named("polyline")]
+    assert lines.count("training, worker 0 ring") == 3
+    assert lines.count("the same losses, if every step had sent what DDP sends") == 1
+    assert "DDP: 4.0 MB, 400 times as much" in page.text
+    assert "Spectral gap 0.25: the distance to the mean shrinks by a factor of 0.75" in page.text
+    assert "Of 7 events in between only the sums below are known" in page.text
+    assert "strategy.sync_every" in page.text
+
+
+def test_a_page_of_an_empty_record() -> None:
+    page = Page(render_run(RunRecord("nothing")))
+    assert "nothing" in page.text
+    assert not page.named("polyline")
+
+
+def test_text_of_a_run_is_never_read_as_html(tmp_path: Path) -> None:
+    records = {EVIL: made_up(text=EVIL), "other": made_up(text="x")}
+    for html in (render_run(records[EVIL]), render_comparison(records)):
+        page = Page(html)
+        assert len(page.named("script")) == 1
+        assert page.named("img") == []
+        assert EVIL in page.text
+        assert "alert(1)" not in html.replace(
+            "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;", ""
+        )
+        assert not [a for _, attributes in page.elements for a in attributes if a.startswith("on")]
+
+
+def test_a_page_needs_nothing_else() -> None:
+    html = render_run(made_up())
+    page = Page(html)
+    assert not [a for _, attributes in page.elements for a in attributes if a in ("src", "href")]
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in str(page.named("meta"))
+
+
+def test_a_long_run_of_many_workers_is_a_small_page(tmp_path: Path) -> None:
+    page = write_report(made_up(num_workers=64, num_steps=2000), tmp_path)
+    assert page.stat().st_size < 5e6
+    names = [line["data-name"] for line in Page(page.read_text()).named("polyline")]
+    assert "training, worker 0 ring" not in names
+    few = write_report(made_up(num_workers=4, num_steps=10_000), tmp_path)
+    assert few.stat().st_size < 1e6
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    first, second = made_up(), made_up(num_steps=80)
+    second.settings["strategy"]["sync_every"] = 8
+    write_comparison({"a": first, "b": second}, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert [line["data-name"] for line in page.named("polyline")] == ["a", "b"] * 6
+    assert "Settings that differ" in page.text
+    assert "strategy.sync_every" in page.text
+    assert "DDP would send" in page.text
+
+
+# ------------------------------------------------------------------------- a browser
+
+
+def opened(page: Path, tmp_path: Path) -> tuple[str, str]:
+    """The elements of a page once its script has run, and what the browser has complained of."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("There is no Chromium here.")
+    done = subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.process
+def test_a_browser_opens_the_page_without_complaints(tmp_path: Path) -> None:
+    dom, complaints = opened(write_report(made_up(text=EVIL), tmp_path), tmp_path)
+    assert "Loss against bytes" in dom
+    assert complaints == ""
+
+
+@pytest.mark.process
+def test_values_are_shown_under_the_pointer(tmp_path: Path) -> None:
+    html = render_run(made_up())
+    # A script of a test is not allowed on the page, so this copy allows all.
+    policy = html[html.index('<meta http-equiv="Content-Security-Policy"') :].split("\n")[0]
+    moves = """<script>
+const svg = document.querySelector(".plot > svg"), frame = svg.getBoundingClientRect();
+const at = {clientX: frame.left + 0.3 * frame.width, clientY: frame.top + 9, bubbles: true};
+svg.dispatchEvent(new PointerEvent("pointermove", at));
+</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(html.replace(policy, "").replace("</body>", f"{moves}</body>"))
+    dom, complaints = opened(page, tmp_path)
+    assert complaints == ""
+    tip = dom.split('<div class="tip"', 2)[1].split("</figure>")[0]
+    assert "local step:" in tip
+    assert "training, worker 1 ring: " in tip
+
+
+# ------------------------------------------------------------------------ the command
+
+
+def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "command.py"), "report", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.process
+def test_the_command(tmp_path: Path) -> None:
+    for name, steps in (("a", 40), ("b", 80)):
+        write_report(made_up(num_steps=steps), tmp_path / name)
+    (tmp_path / "a" / "report.html").unlink()
+    again = command("a", folder=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "Wrote a/report.html\n")
+    assert (tmp_path / "a" / "report.html").read_text() == render_run(
+        RunRecord.load(tmp_path / "a")
+    )
+    both = command("a", "b/run.json", folder=tmp_path)
+    assert both.returncode == 0, both.stderr
+    assert "b/run.json" in (tmp_path / "comparison.html").read_text()
+    named = command("a", "b", "--output", "page.html", folder=tmp_path)
+    assert named.stdout == "Wrote page.html\n"
+    missing = command("a", "nowhere", folder=tmp_path)
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: There is no nowhere. Name the folder of a run")
+    (tmp_path / "b" / "run.json").write_text("{}")
+    broken = command("a", "b", folder=tmp_path)
+    assert broken.returncode == 1
+    assert "no record of a run that can be read" in broken.stderr
