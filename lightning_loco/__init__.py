@@ -23,6 +23,7 @@ from lightning_loco.callbacks import (
     CommunicationMonitor,
     ConsensusMonitor,
     PeerMonitor,
+    ReportCallback,
     StragglerSimulator,
     WorkerLogs,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "PeerMonitor",
     "RemoteOptimizer",
     "RemoteOptimizerStrategy",
+    "ReportCallback",
     "Simulation",
     "StepEngine",
     "StragglerSimulator",

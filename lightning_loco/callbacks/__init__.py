@@ -1,6 +1,7 @@
-"""Lightning callbacks: metrics of communication and consensus, logs of all workers, delays."""
+"""Lightning callbacks: metrics, logs of all workers, delays, the page of a run."""
 
 from lightning_loco.callbacks.monitor import CommunicationMonitor, ConsensusMonitor, PeerMonitor
+from lightning_loco.callbacks.report import ReportCallback
 from lightning_loco.callbacks.straggler import StragglerSimulator
 from lightning_loco.callbacks.worker_logs import WorkerLogs
 
@@ -8,6 +9,7 @@ __all__ = [
     "CommunicationMonitor",
     "ConsensusMonitor",
     "PeerMonitor",
+    "ReportCallback",
     "StragglerSimulator",
     "WorkerLogs",
 ]

@@ -464,11 +464,12 @@ def add_hooks(
         (validation, "on_run_start", lambda: around(validation_start, _nothing)),
         (validation, "on_run_end", lambda: around(_nothing, validation_end)),
     ):
-        stack.callback(_surround(owner, name, surrounding))
+        stack.callback(surround(owner, name, surrounding))
     return stack
 
 
-def _surround(owner: object, name: str, surrounding: Surrounding) -> Callable[[], None]:
+def surround(owner: object, name: str, surrounding: Surrounding) -> Callable[[], None]:
+    """Enter a context around a method of one object; return what undoes that."""
     method, had_own = getattr(owner, name), name in vars(owner)
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
