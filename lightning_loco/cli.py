@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,9 +21,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_loco.callbacks import WorkerLogs
+from lightning_loco.callbacks import ReportCallback, WorkerLogs
 from lightning_loco.checked_settings import (
     SettingsError,
     check_takes_topology,
@@ -38,7 +39,7 @@ from lightning_loco.demo.launch import (
     set_num_threads,
 )
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.demo.report import RunReport, draw_run, measure
+from lightning_loco.demo.report import RunReport, measure
 from lightning_loco.strategies import (
     LocoModelParallelStrategy,
     LocoStrategy,
@@ -170,6 +171,9 @@ def build_callbacks(cfg: DictConfig) -> list[Callback]:
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
     if cfg.per_worker_logs:
         callbacks.append(WorkerLogs(dirpath=Path(cfg.run_dir) / "workers"))
+    if cfg.report:
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        callbacks.append(ReportCallback(cfg.run_dir, settings))
     return callbacks
 
 
@@ -236,7 +240,7 @@ def keep_model(trainer: Trainer) -> None:
 
 
 def present(cfg: DictConfig, report: RunReport, trainer: Trainer, model: LightningModule) -> None:
-    """Print and write the table, the text sample and the plot of the loss."""
+    """Print and write the table and the text sample; add the final loss to the page."""
     folder = Path(cfg.run_dir)
     report.write(folder)
     print(f"\n{report.table()}")
@@ -245,10 +249,10 @@ def present(cfg: DictConfig, report: RunReport, trainer: Trainer, model: Lightni
         text = prompt + model.generate(prompt, cfg.sample_bytes, seed=cfg.seed)
         (folder / "sample.txt").write_bytes(text)
         print(f"\n{text.decode(errors='replace')}")
-    try:
-        draw_run(report, folder, trainer.loggers)
-    except ModuleNotFoundError as error:
-        print(f"\nNo plot of the loss: {error}. Install 'lightning-loco[report]'.")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, ReportCallback) and report.val_loss is not None:
+            callback.add_validation("val/loss", report.val_loss)
     print(f"\nAll files are in {folder}")
 
 

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 import train
 from lightning_loco import __version__, cli
 from lightning_loco.demo import launch
+from lightning_loco.report.record import RunRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK_ZERO_LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -87,7 +88,12 @@ class TestRun:
         assert len((tmp_path / "sample.txt").read_bytes()) == 24
         assert (tmp_path / "checkpoints/last.ckpt").exists()
         assert (tmp_path / "workers/worker_00000.csv").exists()
-        assert (tmp_path / "loss.png").exists()
+        record = RunRecord.load(tmp_path)
+        (validation,) = record.of_kind("validation")
+        assert validation.points[-1][0] == record.numbers["local steps"] == 20
+        assert validation.points[-1][3] == pytest.approx(loss, rel=1e-6)
+        assert record.settings["algorithm"]["sync_every"] == 10
+        assert "<h2>Loss</h2>" in (tmp_path / "report.html").read_text()
 
     @pytest.mark.recovery
     @pytest.mark.filterwarnings("ignore:The dirpath has changed")

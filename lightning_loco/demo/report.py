@@ -1,23 +1,22 @@
-"""The report of a finished run: a table, and a plot of the loss."""
+"""The report of a finished run: a table."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
+from lightning_loco.report.numbers import format_bytes
 from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.loco import RoundStrategy
-from lightning_loco.strategies.summary import bytes_of_ddp, format_bytes, format_link_time
+from lightning_loco.strategies.summary import bytes_of_ddp, format_link_time
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]
@@ -109,13 +108,6 @@ def read_curve(file: Path, column: str) -> Curve:
         ]
 
 
-def read_worker_curve(file: Path) -> Curve:
-    """Return (step, training loss) pairs of a file that ``WorkerLogs`` wrote."""
-    with file.open(newline="", encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["metric"] == "train/loss"]
-    return [(int(row["step"]), float(row["value"])) for row in rows]
-
-
 def measure(
     trainer: Trainer, model: LightningModule, data: LightningDataModule, train_s: float
 ) -> RunReport:
@@ -172,34 +164,6 @@ def measure(
         train_s=train_s,
         consensus_distance=statistics.consensus_distance,
     )
-
-
-def draw_run(report: RunReport, folder: Path, loggers: Sequence[Logger]) -> None:
-    """Plot ``loss.png`` from the CSV logger's file, and the workers' own files if they exist.
-
-    ModuleNotFoundError if matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    metrics = [Path(one.log_dir) / "metrics.csv" for one in loggers if isinstance(one, CSVLogger)]
-    if not metrics:
-        return
-    files = sorted((folder / "workers").glob("worker_*.csv"))
-    train = {f"worker {int(file.stem[-5:])}": read_worker_curve(file) for file in files}
-    train = train or {"worker 0": read_curve(metrics[0], "train/loss")}
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, curve in train.items():
-        label = f"training, {name}"
-        axes.plot(*zip(*curve, strict=True), linewidth=0.8, alpha=0.6, label=label)
-    if val := read_curve(metrics[0], "val/loss"):
-        label = "validation, consensus"
-        axes.plot(*zip(*val, strict=True), color="black", marker="o", label=label)
-    title = f"{report.algorithm}, {report.num_workers} workers"
-    axes.set(title=title, xlabel="local step", ylabel="loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
 
 
 def _number(value: float | None, spec: str) -> str:

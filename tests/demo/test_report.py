@@ -1,4 +1,4 @@
-"""The report of a finished run: the table, the metrics, the plot."""
+"""The report of a finished run: the table, the metrics."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-import pytest
-from lightning.pytorch.loggers import CSVLogger
-
-from lightning_loco.demo.report import RunReport, draw_run, read_curve, read_worker_curve
+from lightning_loco.demo.report import RunReport, read_curve
 
 REPORT = RunReport(
     algorithm="GASLoC",
@@ -59,24 +56,3 @@ def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
     assert read_curve(file, "val/loss") == [(9, 5.25)]
     assert read_curve(file, "no/such") == []
     assert read_curve(tmp_path / "nowhere.csv", "val/loss") == []
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    logger = CSVLogger(tmp_path)
-    metrics = Path(logger.log_dir) / "metrics.csv"
-    metrics.parent.mkdir(parents=True)
-    metrics.write_text("step,train/loss,val/loss\n0,5.0,\n10,4.0,\n10,,4.2\n")
-    draw_run(REPORT, tmp_path, [logger])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_of_the_workers(tmp_path: Path) -> None:
-    file = tmp_path / "worker_00001.csv"
-    file.write_text("step,metric,value\n5,loco/round,1.0\n5,train/loss,4.5\n10,train/loss,4.25\n")
-    assert read_worker_curve(file) == [(5, 4.5), (10, 4.25)]
-
-
-def test_a_run_without_a_csv_logger_has_no_plot(tmp_path: Path) -> None:
-    draw_run(REPORT, tmp_path, [])
-    assert not list(tmp_path.iterdir())
