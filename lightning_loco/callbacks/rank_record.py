@@ -28,6 +28,9 @@ from lightning_loco.values import plain
 MAX_POINTS, MAX_SPANS = 32_000, 16_000
 """Points of training losses, and spans of time, of all ranks together; each has at least 100."""
 
+MAX_UNREAD = 1000
+"""Losses that wait to be read, for a Trainer that logs nothing."""
+
 MAX_SOLVED = 512
 """Workers of a topology whose spectral gap is computed, which takes their number cubed."""
 
@@ -100,7 +103,7 @@ class RankRecord:
     # ------------------------------------------------------------------- while training
 
     def position(self) -> Position:
-        """Return the step, the seconds and the bytes sent so far; None where DDP is not known."""
+        """Return the step, the seconds and the bytes sent so far, which may not be known."""
         step, statistics = self._trainer.global_step, self._statistics
         num_bytes: float | None = None
         if statistics is not None:
@@ -110,9 +113,11 @@ class RankRecord:
         return step, time.monotonic() - self._started_s, num_bytes
 
     def keep_loss(self, loss: Any, factor: int) -> None:
-        """Keep a loss, ``factor`` times what is passed, without reading it from its device."""
+        """Keep a loss, ``factor`` times what is passed; it is read later, with the others."""
         if self._place == 0 and isinstance(loss, Tensor) and loss.numel() == 1:
             self._unread.append((self.position(), factor, loss.detach().reshape(())))
+        if len(self._unread) == MAX_UNREAD:
+            self.read_losses()
 
     def read_losses(self) -> None:
         """Read the losses since the last call: once, for all of them."""
@@ -139,7 +144,7 @@ class RankRecord:
         """Record the consensus distance if another one has been measured."""
         statistics = self._statistics
         distance = None if statistics is None else statistics.consensus_distance
-        if distance is not None and distance != self._last_distance:
+        if distance is not None and distance is not self._last_distance:  # also an equal one
             self._last_distance = distance
             self._consensus.add(*self.position(), distance)
 

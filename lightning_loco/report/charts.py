@@ -21,6 +21,9 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 20, 10, 42
 MAX_DRAWN = 250
 """Points of a line."""
 
+SPREAD = 4
+"""Factor between the bytes of two curves from which on logarithms are drawn."""
+
 NUM_COLORS = 8
 
 LANE_WIDTH, LANE_HEIGHT, LANE_LEFT = 1000, 22, 130
@@ -165,7 +168,7 @@ def draw(
     """Draw curves against local steps, seconds or bytes; None if nothing can be drawn.
 
     ``is_log`` draws the logarithm of the values. Bytes are drawn as logarithms if some curve has
-    ten times as many as another one.
+    four times as many as another one.
     """
     drawn = [(series, placed(series.points, x)) for series in all_series]
     drawn = [(series, points) for series, points in drawn if points]
@@ -174,7 +177,7 @@ def draw(
         return None
     label, scale = _x_label(x, max(ends))
     sent = [end for end in ends if end > 0]
-    x_is_log = x == "bytes" and max(sent) >= 10 * min(sent)
+    x_is_log = x == "bytes" and max(sent) >= SPREAD * min(sent)
     values = [point[0] / scale for _, points in drawn for point in points]
     x_axis = Axis.around(values, LEFT, WIDTH - RIGHT, x_is_log)
     bounds = [bound for _, points in drawn for point in points for bound in point[2:]]

@@ -191,7 +191,7 @@ def loss_charts(record: RunRecord) -> list[Chart]:
         Series(curve.name, curve.points, -1 - number, is_strong=True)
         for number, curve in enumerate(validations[:2])
     ]
-    of_ddp = ddp_curve(record, validations[0].points if validations else mean_of(train))
+    of_ddp = ddp_curve(record, mean_of(train))
     charts = [
         draw("Loss against local steps", shown, "step"),
         draw("Loss against time", shown, "time"),
@@ -201,12 +201,12 @@ def loss_charts(record: RunRecord) -> list[Chart]:
 
 
 def ddp_curve(record: RunRecord, points: Sequence[Point]) -> list[Series]:
-    """Return the losses at the bytes that DDP would have sent for as many steps."""
+    """Return the training losses at the bytes that DDP would have sent for as many steps."""
     if not record.ddp_bytes or not record.bytes_sent or not points or not points[-1][0]:
         return []
     per_step = record.ddp_bytes / points[-1][0]
     moved = [(step, s, step * per_step, *values) for step, s, _, *values in points]
-    name = "the same losses, if every step had sent what DDP sends"
+    name = "training, if every step had sent what DDP sends"
     return [Series(name, moved, -1, is_dashed=True)]  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ def test_values_of_equal_bytes_are_merged() -> None:
     assert found == [(0, 1, 1, 1), (1000, 2.5, 2, 3), (2000, 4.5, 4, 5)]
 
 
-def test_bytes_of_curves_that_differ_tenfold_are_logarithms() -> None:
+def test_bytes_of_curves_that_differ_much_are_logarithms() -> None:
     small, large = Series("a", points(8)), Series("b", points(8, 100_000))
     chart = draw("Loss", [small, large], "bytes")
     assert chart is not None

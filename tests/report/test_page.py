@@ -71,7 +71,7 @@ def test_a_page_shows_what_is_recorded() -> None:
     assert [text for text in captions if text not in page.text] == []
     lines = [line["data-name"] for line in page.named("polyline")]
     assert lines.count("training, worker 0 ring") == 3
-    assert lines.count("the same losses, if every step had sent what DDP sends") == 1
+    assert lines.count("training, if every step had sent what DDP sends") == 1
     assert "DDP: 4.0 MB, 400 times as much" in page.text
     assert "Spectral gap 0.25: the distance to the mean shrinks by a factor of 0.75" in page.text
     assert "Of 7 events in between only the sums below are known" in page.text
