@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_loco.callbacks.rank_record import STEPS, RankRecord, gather
@@ -137,7 +138,10 @@ class ReportCallback(pl.Callback):
         with contextlib.suppress(RuntimeError):  # a GPU that has failed returns no losses
             own.read_losses()
         rank = {**own.to_json(), "warnings": self._warnings.texts}
-        self._write(own, [rank], f"{name}: {text}" if text else name)
+        reason = f"{name}: {text}" if text else name
+        if isinstance(exception, SIGTERMException):
+            reason = "A signal asked it to stop."
+        self._write(own, [rank], reason)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop listening also if nothing was trained."""
