@@ -122,7 +122,8 @@ class TestRun:
         assert found == ["PairwiseGossip", 0, 0, 20 * 4 * 32]
 
     def test_without_callbacks(self, tmp_path: Path) -> None:
-        assert cli.run(config(tmp_path, "callbacks=none", "num_threads=1")) > 2
+        assert cli.run(config(tmp_path, "callbacks=none", "report=false", "num_threads=1")) > 2
+        assert not (tmp_path / "report.html").exists()
 
     def test_settings_that_cannot_work(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
         rows = [

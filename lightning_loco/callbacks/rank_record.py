@@ -124,7 +124,7 @@ class RankRecord:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        values = torch.stack([loss.float() for *_, loss in unread]).tolist()
+        values = torch.stack([loss for *_, loss in unread]).tolist()
         for (position, factor, _), value in zip(unread, values, strict=True):
             self._losses.add(*position, factor * value)
 
@@ -163,14 +163,14 @@ class RankRecord:
         statistics, end_s = self._statistics, time.monotonic()
         if statistics is not None:
             statistics.spans = None
-        spans = self.spans
-        busy_s = min(spans.busy_s, end_s - self._started_s)
-        shares = {"compute": end_s - self._started_s - busy_s, **spans.seconds}
+        spans, seconds = self.spans, end_s - self._started_s
+        shares = {"compute": seconds - min(spans.busy_s, seconds), **spans.seconds}
         kept = [*computing(spans, self._started_s, end_s), *spans.kept()]
         # Seconds since 1970: clocks of different machines have nothing else in common.
         shift_s = self._started - self._started_s
         return {
             "name": self._name,
+            "seconds": seconds,
             "events": [[kind, start + shift_s, end + shift_s] for kind, start, end in kept],
             "shares": shares,
             "left_out": spans.left_out,
@@ -194,7 +194,7 @@ class RankRecord:
                 texts[text] = texts.get(text, 0) + count
         sent = [rank["bytes"] for rank in ranks if rank["losses"] is not None]
         is_known = bool(sent) and None not in sent
-        step, seconds, _ = self.position()
+        step = trainer.global_step
         notes_of_run = [OF_DDP] if self._ddp_bytes(step) is not None else []
         if isinstance(strategy, EngineStrategy) and not self._consensus.points:
             notes_of_run.append(NOT_MEASURED)
@@ -210,7 +210,7 @@ class RankRecord:
             title=title(trainer),
             started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._started)),
             ended=f"Ended early. {ended}" if ended else "",
-            seconds=seconds,
+            seconds=ranks[0]["seconds"],
             lanes=[rank["name"] for rank in ranks],
             curves=[*curves, *self._metrics.values(), *self._rates.values(), self._consensus],
             events=[

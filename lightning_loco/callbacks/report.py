@@ -124,7 +124,7 @@ class ReportCallback(pl.Callback):
         self._stop_listening()
         ranks = gather(trainer, {**own.to_json(), "warnings": self._warnings.texts})
         if trainer.is_global_zero:
-            self._write(own, ranks)
+            self._write(lambda: own.record_of_run(ranks, self._shown(own), ""))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -141,7 +141,7 @@ class ReportCallback(pl.Callback):
         reason = f"{name}: {text}" if text else name
         if isinstance(exception, SIGTERMException):
             reason = "A signal asked it to stop."
-        self._write(own, [rank], reason)
+        self._write(lambda: own.record_of_run([rank], self._shown(own), reason))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop listening also if nothing was trained."""
@@ -160,7 +160,7 @@ class ReportCallback(pl.Callback):
             curves = [Curve("validation", name)]
             record.curves += curves
         curves[0].add(record.numbers[STEPS], record.seconds, record.bytes_sent, value)
-        self._write_files(record)
+        self._write(lambda: record)
 
     def _stop_listening(self) -> None:
         self._warnings.stop()
@@ -168,23 +168,21 @@ class ReportCallback(pl.Callback):
             self._undo()
             self._undo = None
 
-    def _write(self, own: RankRecord, ranks: list[dict[str, Any]], ended: str = "") -> None:
-        try:
-            settings = own.settings if self.settings is None else plain(dict(self.settings))
-            self._record = own.record_of_run(ranks, settings, ended)
-        except Exception as error:  # a page must not end a run that has trained for days
-            rank_zero_warn(f"There is no report of this run: {type(error).__name__}: {error}")
-            return
-        if self._write_files(self._record):
-            rank_zero_info(f"Report of the run: {self._folder}")
+    def _shown(self, own: RankRecord) -> dict[str, Any]:
+        """Return the settings to show."""
+        return own.settings if self.settings is None else dict(plain(dict(self.settings)))
 
-    def _write_files(self, record: RunRecord) -> bool:
+    def _write(self, make: Callable[[], RunRecord]) -> None:
+        is_new = self._record is None
         try:
-            write_report(record, self._folder)
-        except OSError as error:
-            rank_zero_warn(f"The report of this run cannot be written: {error}")
-            return False
-        return True
+            self._record = make()
+            write_report(self._record, self._folder)
+        except Exception as error:  # a page must not end a run that has trained for days
+            reason = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"The report of this run cannot be written. {reason}")
+            return
+        if is_new:
+            rank_zero_info(f"Report of the run: {self._folder}")
 
 
 class RunWarnings(logging.Handler):

@@ -2,7 +2,7 @@
 
 A page is one file without links to others: it works offline, from a mail or a cluster's file
 server. Its drawings are SVG elements that :mod:`~lightning_loco.report.charts` computes, and some
-lines of JavaScript show the values under the pointer. That takes a twentieth of a megabyte for a
+lines of JavaScript show the values under the pointer. That takes 0.05 to 0.2 megabytes for a
 run, where plotly's library alone has more than four, and follows the reader's light or dark colors
 and the width of the screen, which pictures of matplotlib do not; so neither has to be installed.
 

@@ -107,7 +107,8 @@ def merged(points: Sequence[Point]) -> Point:
     """Return one point for several neighbours of equal weight."""
     step, seconds, num_bytes, *_ = points[-1]
     _, _, _, means, lows, highs = zip(*points, strict=True)
-    return step, seconds, num_bytes, math.fsum(means) / len(points), min(lows), max(highs)
+    mean = math.fsum(mean / len(points) for mean in means)  # a sum of losses may overflow
+    return step, seconds, num_bytes, mean, min(lows), max(highs)
 
 
 def round_to(number: float | None, digits: int = 7) -> float | None:

@@ -54,6 +54,13 @@ def test_values_that_are_not_finite_are_counted() -> None:
     assert [point[3] for point in curve.points] == [1.0, 2.0]
 
 
+def test_losses_that_have_diverged_have_a_mean() -> None:
+    curve = Curve("train_loss", "training", max_points=2)
+    for step in range(4):
+        curve.add(step, step, None, 1.7e308)
+    assert [point[3] for point in curve.points] == [pytest.approx(1.7e308)]
+
+
 def test_a_file_returns_the_record(tmp_path: Path) -> None:
     record = made_up()
     record.save(tmp_path)
