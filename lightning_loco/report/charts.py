@@ -17,7 +17,7 @@ from lightning_loco.report.numbers import format_bytes
 from lightning_loco.report.record import Curve, Drawing, Event, Point, merged
 
 WIDTH, HEIGHT = 440, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 20, 10, 42
+LEFT, RIGHT, TOP, BOTTOM = 58, 26, 10, 42
 MAX_DRAWN = 250
 """Points of a line."""
 

@@ -142,6 +142,21 @@ def test_a_topology_is_drawn(pool: Pool, tmp_path: Path) -> None:
     assert topology.spectral_gap == pytest.approx(2 / 3)
 
 
+def test_a_worker_computes_during_overlapped_rounds(pool: Pool, tmp_path: Path) -> None:
+    strategy = {"algorithm": DiLoCo(outer_momentum=0.0), "overlap": True}
+    pool.run(fit_loco, tmp_path, strategy, world=2)
+    events = [event for event in RunRecord.load(tmp_path).events if event[0] == 1]
+    rounds = [(start, end) for _, kind, start, end in events if kind == "round"]
+    assert len(rounds) >= 2
+    for first, last in rounds[1:]:  # the first one is a blocking one
+        computed = [
+            min(end, last) - max(start, first)
+            for _, kind, start, end in events
+            if kind == "compute"
+        ]
+        assert max(computed) > 0
+
+
 def test_messages_on_an_emulated_link(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit_loco, tmp_path, {"link": {"mbit_per_s": 100}}, world=2)
     record = RunRecord.load(tmp_path)
