@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,17 +31,17 @@ def gather_and_cut(
     rank: int, world: int, granularity: int | None, replica_size: int, chunk: int
 ) -> list[tuple[Tensor, Tensor | None]]:
     """What this rank owns of the whole vectors, and what it gathers, for each kind of vector."""
-    worker_vectors.CHUNK_ELEMENTS = chunk
     group = WorkerGroup.create(timeout_s=30, replica_size=replica_size)
     named = {"a": torch.zeros(4, 3), "b": torch.zeros(11)}
     ownership = find_ownership(named, FRAGMENTS, granularity, group)
     vectors = WorkerVectors(ownership, group, holds_shards=False)
     found = []
-    for kind in KINDS:
-        whole = torch.tensor(elements(kind), dtype=torch.float64) + 100 * group.worker
-        assert vectors.length(kind) == len(whole)
-        part = vectors.cut(whole, kind)
-        found.append((part, vectors.gather(part, kind)))
+    with mock.patch.object(worker_vectors, "CHUNK_ELEMENTS", chunk):
+        for kind in KINDS:
+            whole = torch.tensor(elements(kind), dtype=torch.float64) + 100 * group.worker
+            assert vectors.length(kind) == len(whole)
+            part = vectors.cut(whole, kind)
+            found.append((part, vectors.gather(part, kind)))
     group.close()
     return found
 
