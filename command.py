@@ -15,7 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-MODULES = {"doctor": "doctor.run", "plan": "plan.run", "topology": "topology_report"}
+MODULES = {
+    "doctor": "doctor.run",
+    "plan": "plan.run",
+    "report": "report.command",
+    "topology": "topology_report",
+}
 """Modules of commands: their ``run`` takes the arguments and returns the exit status."""
 
 
@@ -151,13 +156,6 @@ def main() -> int:
         "workers to their mean, and the settings that GASLoC chooses on it.",
     )
     add_topology_arguments(topology)
-    keys = commands.add_parser(
-        "keys",
-        help="write a key file, which protects parameters sent between machines",
-        description="Writes a certificate and its private key to a new file that only its owner "
-        "can read. Copy it to every machine of the job in a safe way, such as scp, and pass "
-        "key_file=FILE there. Workers that have it connect only to each other, over TLS.",
-    )
     report = commands.add_parser(
         "report",
         help="draw the page of a run, or one that compares several",
@@ -166,14 +164,19 @@ def main() -> int:
         "other, and how their settings differ.",
     )
     import_submodule("report.command").add_arguments(report)
+    keys = commands.add_parser(
+        "keys",
+        help="write a key file, which protects parameters sent between machines",
+        description="Writes a certificate and its private key to a new file that only its owner "
+        "can read. Copy it to every machine of the job in a safe way, such as scp, and pass "
+        "key_file=FILE there. Workers that have it connect only to each other, over TLS.",
+    )
     keys.add_argument("file", metavar="FILE", help="path of the new file; it must not exist")
     args = parser.parse_args()
     if args.command == "lighthouse":
         become_lighthouse(args)
     if args.command == "keys":
         return write_keys(args.file)
-    if args.command == "report":
-        return int(import_submodule("report.command").run(args))
     try:
         status: int = import_submodule(MODULES[args.command]).run(args)
     except ValueError as error:

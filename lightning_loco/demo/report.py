@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_loco.demo.data import ByteTextData
-from lightning_loco.report.numbers import format_bytes
 from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, format_link_time
 from lightning_loco.topology import as_topology
+from lightning_loco.values import format_bytes
 
 Curve = list[tuple[int, float]]
 

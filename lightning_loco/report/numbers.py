@@ -1,16 +1,6 @@
-"""Numbers as text: bytes, seconds, and values of curves."""
+"""Numbers as text: seconds, and values of curves."""
 
 from __future__ import annotations
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with a decimal unit, such as 12.3 MB."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

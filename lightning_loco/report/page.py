@@ -31,9 +31,10 @@ from lightning_loco.report.charts import (
     mean_of,
     some_rounds,
 )
-from lightning_loco.report.numbers import format_bytes, format_seconds, format_value
+from lightning_loco.report.numbers import format_seconds, format_value
 from lightning_loco.report.record import Curve, Point, RunRecord
 from lightning_loco.report.trace import TRACE_FILE, write_trace
+from lightning_loco.values import format_bytes
 
 PAGE_FILE = "report.html"
 """Name of the page in the folder of a run."""

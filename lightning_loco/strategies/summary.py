@@ -11,9 +11,8 @@ import lightning.pytorch as pl
 from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
-from lightning_loco.report.numbers import format_bytes
 from lightning_loco.schedules import Schedule, Staggered
-from lightning_loco.values import format_bytes as format_bytes
+from lightning_loco.values import format_bytes
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine

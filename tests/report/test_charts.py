@@ -17,8 +17,9 @@ from lightning_loco.report.charts import (
     some_rounds,
     tick_text,
 )
-from lightning_loco.report.numbers import format_bytes, format_seconds
+from lightning_loco.report.numbers import format_seconds
 from lightning_loco.report.record import Curve, Drawing, Point
+from lightning_loco.values import format_bytes
 
 
 def points(count: int, num_bytes: int = 1000) -> list[Point]:
