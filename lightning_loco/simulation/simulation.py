@@ -403,9 +403,8 @@ class Simulation:
             now_s, _, worker, kind, life = event
             clock = self._clocks[worker]
             if kind in _FAILURES:
-                if not self._waiting.keys() & self._alive and not any(
-                    other.kind == "run" for other in events
-                ):
+                runs = any(other.kind == "run" for other in events)
+                if self._alive and not runs and not self._waiting.keys() & self._alive:
                     self._failures.append(event)
                     continue
                 if kind == "return" and come_back is not None:

@@ -1,4 +1,4 @@
-"""Virtual time on links: closed forms, the costs without training, and numbers that do not change."""
+"""Virtual time on links: closed forms, costs without training, numbers that do not change."""
 
 from __future__ import annotations
 
