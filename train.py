@@ -221,7 +221,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
 def run_configured(cfg: DictConfig) -> float | None:
-    """Train as configured; returns the final validation loss, for sweeps.
+    """Train or simulate as configured; returns the final validation loss, for sweeps.
 
     An invalid setting ends the process with one line on stderr and status 1; HYDRA_FULL_ERROR=1
     shows the traceback.
@@ -230,6 +230,11 @@ def run_configured(cfg: DictConfig) -> float | None:
         raise SystemExit(error_text(mistake))
     checked_settings = module("checked_settings")
     try:
+        if cfg.simulate:
+            complete_package()
+            from lightning_loco.demo.simulated import run_simulation
+
+            return run_simulation(cfg)
         cfg = checked_settings.checked(cfg)
         complete_package()
         from lightning_loco.cli import run

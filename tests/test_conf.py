@@ -26,7 +26,7 @@ from lightning_loco.compression import (
     Sparse,
     as_compression,
 )
-from lightning_loco.links import LINKS, Links
+from lightning_loco.links import LINKS, NETWORKS, Links
 from lightning_loco.schedules import VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, Topology
@@ -67,11 +67,11 @@ def targets(node: object) -> Iterator[tuple[str, dict]]:
 def test_the_groups_are_known() -> None:
     assert GROUPS == [
         "algorithm", "callbacks", "compression", "data", "experiment", "hydra", "link", "logger",
-        "membership", "model", "topology", "trainer",
+        "membership", "model", "network", "topology", "trainer",
     ]  # fmt: skip
     assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
-    assert set(names("link")) == {*LINKS, "none", "file"}
+    assert set(names("link")) == {*LINKS, *NETWORKS, "none", "file"}
 
 
 def check_targets(composed: DictConfig) -> None:

@@ -208,6 +208,7 @@ class Simulation:
         self._unfinished: list[Iterator[Part]] = [iter(()) for _ in models]
         self._waiting: dict[int, HasArrived] = {}
         self._waiting_since = [0.0] * num_workers
+        self._later: list[tuple[float, int]] = []
         self._ended_s = 0.0
 
     def _make_hub(self, worker: Worker, has_failures: bool) -> Hub:
@@ -393,6 +394,8 @@ class Simulation:
         events = [self._event(self._clocks[w].time_s, w, "run") for w in parts]
         events += [event for event in self._failures if event.time_s <= end_s]
         self._failures = [event for event in self._failures if event.time_s > end_s]
+        events += [self._event(time_s, worker, "arrival") for time_s, worker in self._later]
+        self._later = []
         heapq.heapify(events)
 
         def plan(time_s: float, worker: int, kind: EventKind) -> None:
@@ -417,6 +420,8 @@ class Simulation:
             elif life == self._lives[worker] and worker in parts:
                 if kind == "arrival":
                     if worker not in self._waiting:
+                        if now_s > clock.time_s:  # it has stopped, and may wait in the next call
+                            self._later.append((now_s, worker))
                         continue
                     clock.advance_to(now_s)
                     if not self._waiting[worker]():

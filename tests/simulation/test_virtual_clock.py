@@ -168,3 +168,22 @@ def test_bad_arguments_are_refused() -> None:
         simulation.run(lambda worker: None)
     with pytest.raises(ValueError, match="take no time without speeds"):
         simulation.run(lambda worker: None, seconds=1.0)
+
+
+def test_a_run_round_by_round_is_the_same_for_workers_of_different_speed() -> None:
+    """A fast worker stops before the slow ones have begun the round that it waits for next."""
+    results = []
+    for pieces in ([6], [1] * 6, [2, 3, 1]):
+        models = [Point(torch.zeros(4, dtype=torch.float64)) for _ in range(4)]
+        simulation = Simulation(
+            models, GASLoC(), sync_every=2, topology="xor", speeds=(*SPEEDS, 8.0), links="wan"
+        )
+        for rounds in pieces:
+            simulation.run(
+                lambda w: models[w].value.data.add_(randn(4, seed=w) - models[w].value, alpha=RATE),  # noqa: B023
+                rounds,
+            )
+        results.append((torch.stack(simulation.params()), simulation.time_s))
+        assert simulation.round_index == 6
+    assert all(torch.equal(params, results[0][0]) for params, _ in results)
+    assert all(time_s == results[0][1] for _, time_s in results)

@@ -1,0 +1,369 @@
+"""``python train.py simulate=true``: many workers in this process, and what their links cost.
+
+The model, the data, the optimizer and the rounds are those of a real run with as many workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import dataclasses
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_loco.checked_settings import SettingsError, early_settings, errors_for
+from lightning_loco.costs import ENCODINGS, StepTimes, as_method, estimate
+from lightning_loco.demo.data import ByteTextData
+from lightning_loco.demo.launch import quieten_lightning
+from lightning_loco.demo.model import ByteGPT
+from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.links import Link, Links, LinkTimes, as_links
+from lightning_loco.simulation import Failure, Simulation, random_failures
+from lightning_loco.strategies.summary import format_bytes
+from lightning_loco.worker import exchanged_parameters
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The state of a simulated run after some of its rounds.
+
+    Attributes:
+        time_s: Virtual time of the worker that is furthest, in seconds.
+        steps: Local steps of a worker, mean over the workers.
+        rounds: Rounds that all workers have begun.
+        bytes_sent: Bytes that a worker has sent, mean over the workers.
+        utilisation: Share of its time that a worker has computed, mean over the workers.
+        train_loss: Mean training loss of the local steps since the last report.
+        val_loss: Validation loss of the mean of the workers' models, in nats per byte.
+    """
+
+    time_s: float
+    steps: float
+    rounds: int
+    bytes_sent: float
+    utilisation: float
+    train_loss: float
+    val_loss: float
+
+
+class SimulatedRun:
+    """The workers of a configuration: models, data, optimizers and their simulation.
+
+    Args:
+        cfg: ``conf/train.yaml`` with ``simulate=true``.
+
+    Raises:
+        SettingsError: If a value cannot work.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._own = own = cfg.simulation
+        self._clip = cfg.trainer.get("gradient_clip_val")
+        n = cfg.num_workers
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise SettingsError(f"num_workers must be at least 1, got {n}.")
+        for name in ("max_steps", "reports"):
+            if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 1:
+                raise SettingsError(f"simulation.{name} must be at least 1, got {own[name]}.")
+        settings = early_settings(cfg)
+        if not isinstance(settings, RoundSettings):
+            kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
+            raise SettingsError(
+                f"simulate=true needs an algorithm with rounds, got {kind}. Choose "
+                "algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco or local_sgd. "
+                "The costs of ddp are in the table beside them."
+            )
+        self.settings = settings
+        with errors_for("network"):
+            chosen = cfg.network if cfg.network._target_ else cfg.link
+            self.links = as_links(hydra.utils.instantiate(chosen) if chosen._target_ else None)
+        with errors_for("model"):
+            model = hydra.utils.instantiate({**cfg.model, "total_steps": own.max_steps})
+        if not isinstance(model, ByteGPT):
+            raise SettingsError(f"simulate=true needs a ByteGPT, got {type(model).__name__}.")
+        with errors_for("data"):
+            data = hydra.utils.instantiate(cfg.data)
+            if not isinstance(data, ByteTextData):
+                raise ValueError(f"simulate=true needs ByteTextData, got {type(data).__name__}.")
+            data.check(n)
+        self._validation = [batch.long() for batch in data.val_dataloader()]
+        self._models = [copy.deepcopy(model) for _ in range(n)]
+        self._evaluated = model
+        self._batches = [_batches(data, n, worker, cfg.seed) for worker in range(n)]
+        self._optimizers = [self._configured(worker) for worker in range(n)]
+        with errors_for("simulation"):
+            self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
+            self._simulation = Simulation.from_settings(
+                self._models,
+                dataclasses.replace(settings, link=None),
+                speeds=[1 / step_s for step_s in self.steps.step_s],
+                jitter=own.jitter,
+                links=self.links,
+                failures=self._failures(n, cfg.seed),
+                seed=cfg.seed,
+            )
+
+    def _configured(self, worker: int) -> tuple[Any, Any]:
+        made: Any = self._models[worker].configure_optimizers()
+        return made["optimizer"], made["lr_scheduler"]["scheduler"]
+
+    def _failures(self, num_workers: int, seed: int) -> list[Failure]:
+        own = self._own
+        if own.mean_between_failures_s is None:
+            return []
+        longest_s = 100 * own.max_steps * own.step_s
+        return random_failures(
+            num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
+        )
+
+    @property
+    def simulation(self) -> Simulation:
+        """The simulation."""
+        return self._simulation
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters of the model."""
+        return sum(p.numel() for p in exchanged_parameters(self._evaluated).values())
+
+    def train(self) -> Iterator[Progress]:
+        """Train, and yield the state after about equal parts of the run."""
+        own, simulation = self._own, self._simulation
+        schedule, reported = self.settings.schedule, 0
+        every = schedule.sync_every_of(0)
+        rounds = None if every is None else own.max_steps * schedule.num_fragments // every
+        if rounds == 0:
+            raise SettingsError(
+                f"simulation.max_steps={own.max_steps} are fewer local steps than the "
+                f"{every} of a round. Raise it, or lower algorithm.sync_every."
+            )
+        parts = own.reports if rounds is None else min(own.reports, rounds)
+        for part in range(parts):
+            if rounds is None:
+                seconds = own.max_steps * own.step_s / parts
+                simulation.run(self._local_step, seconds=seconds, on_return=self._on_return)
+            else:
+                count = rounds * (part + 1) // parts - rounds * part // parts
+                simulation.run(self._local_step, count, on_return=self._on_return)
+            losses = [point.loss for point in simulation.losses[reported:]]
+            reported = len(simulation.losses)
+            costs = simulation.costs
+            yield Progress(
+                max(one.time_s for one in costs),
+                float(np.mean([one.steps for one in costs])),
+                simulation.round_index,
+                float(np.mean([one.bytes_sent for one in costs])),
+                float(np.mean([one.utilisation for one in costs])),
+                float(np.mean(losses)) if losses else math.nan,
+                self._validate(),
+            )
+
+    def _local_step(self, worker: int) -> Tensor:
+        model, (optimizer, scheduler) = self._models[worker], self._optimizers[worker]
+        loss = model.loss(next(self._batches[worker]))
+        optimizer.zero_grad()
+        loss.backward()
+        if self._clip:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, self._clip)
+        optimizer.step()
+        scheduler.step()
+        return loss.detach()
+
+    def _on_return(self, worker: int) -> None:
+        """A worker that was dead has a new optimizer, at the learning rate of the others."""
+        self._optimizers[worker] = optimizer, scheduler = self._configured(worker)
+        scheduler.last_epoch = step = self._simulation.steps[worker]
+        for group, base, factor in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        params = list(exchanged_parameters(self._evaluated).values())
+        sizes = [p.numel() for p in params]
+        for p, part in zip(params, self._simulation.consensus().split(sizes), strict=True):
+            p.copy_(part.view_as(p))
+        losses = [self._evaluated.loss(batch).item() for batch in self._validation]
+        weights = [len(batch) for batch in self._validation]
+        return float(np.average(losses, weights=weights))
+
+
+def _batches(data: ByteTextData, num_workers: int, worker: int, seed: int) -> Iterator[Tensor]:
+    """Yield the batches of a worker, epoch by epoch, as Lightning divides them among ranks."""
+    dataset = data.train_dataloader().dataset
+    sampler: DistributedSampler[Tensor] = DistributedSampler(
+        dataset, num_workers, worker, shuffle=True, seed=seed, drop_last=False
+    )
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from DataLoader(dataset, data.batch_size, sampler=sampler, drop_last=True)
+
+
+def run_simulation(cfg: DictConfig) -> float:
+    """Simulate as configured, and write the results into the run's folder.
+
+    Returns:
+        The validation loss of the mean of the workers' models.
+
+    Raises:
+        SettingsError: If a value cannot work.
+    """
+    quieten_lightning()
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    run = SimulatedRun(cfg)
+    name = type(run.settings.algorithm).__name__
+    log.info("%s, %d workers of %s parameters", name, cfg.num_workers, f"{run.num_parameters:,}")
+    progress = []
+    for state in run.train():
+        progress.append(state)
+        log.info(
+            "round %d, step %.0f: %.1f s, loss %.4f, %s per worker, utilisation %.0f %%",
+            state.rounds,
+            state.steps,
+            state.time_s,
+            state.val_loss,
+            format_bytes(round(state.bytes_sent)),
+            100 * state.utilisation,
+        )
+    folder = Path(cfg.run_dir)
+    text = table(name, progress[-1], run)
+    (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
+    write_files(folder, progress, run.simulation)
+    print(f"\n{text}")
+    try:
+        draw(folder / "simulation.png", name, progress, run.simulation)
+    except ModuleNotFoundError as error:
+        print(f"\nNo picture: {error}. Install 'lightning-loco[report]'.")
+    print(f"\nAll files are in {folder}")
+    return progress[-1].val_loss
+
+
+def table(name: str, end: Progress, run: SimulatedRun) -> str:
+    """Return the results as a table, with the costs of DDP for as many local steps."""
+    n = len(run.steps.step_s)
+    links = run.links or Links(Link(math.inf))
+    steps = max(1, round(end.steps))
+    ddp = estimate(
+        as_method("ddp", encoding=ENCODINGS["none"]),
+        run.num_parameters,
+        run.steps,
+        LinkTimes(links, n),
+        steps,
+    )
+    rows = [
+        ("", "loss", "virtual time", "sent per worker", "rounds", "utilisation"),
+        _row(name, f"{end.val_loss:.4f}", end.time_s, end.bytes_sent, end.rounds, end.utilisation),
+        _row(
+            "DDP",
+            "-",
+            float(ddp.time_s.max()),
+            float(ddp.bytes_sent.mean()),
+            steps,
+            float(ddp.utilisation.mean()),
+        ),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _row(
+    name: str, loss: str, time_s: float, bytes_sent: float, rounds: int, utilisation: float
+) -> tuple[str, ...]:
+    sent = format_bytes(round(bytes_sent))
+    return name, loss, f"{time_s:,.1f} s", sent, f"{rounds:,}", f"{utilisation:.1%}"
+
+
+def write_files(folder: Path, progress: list[Progress], simulation: Simulation) -> None:
+    """Write the progress, the costs of each worker and the timeline, as CSV and JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, rows in (
+        ("simulation.csv", [dataclasses.asdict(state) for state in progress]),
+        (
+            "workers.csv",
+            [
+                {**dataclasses.asdict(one), "utilisation": one.utilisation}
+                for one in simulation.costs
+            ],
+        ),
+        ("timeline.csv", [event._asdict() for event in simulation.timeline]),
+    ):
+        with (folder / file).open("w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, list(rows[0]) if rows else [])
+            writer.writeheader()
+            writer.writerows(rows)
+    last = {**dataclasses.asdict(progress[-1]), "num_workers": simulation.num_workers}
+    (folder / "report.json").write_text(json.dumps(last, indent=2) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, name: str, progress: list[Progress], simulation: Simulation) -> None:
+    """Draw the loss against virtual time, and what the first workers did.
+
+    ModuleNotFoundError if matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    losses, work = figure.subplots(2, 1, sharex=True)
+    points = simulation.losses
+    losses.plot(
+        [point.time_s for point in points],
+        [point.loss for point in points],
+        ".",
+        markersize=1.5,
+        alpha=0.3,
+        label="training, local steps of all workers",
+    )
+    losses.plot(
+        [state.time_s for state in progress],
+        [state.val_loss for state in progress],
+        "o-",
+        color="black",
+        label="validation, mean of the models",
+    )
+    losses.set(title=f"{name}, {simulation.num_workers} workers", ylabel="loss (nats per byte)")
+    losses.legend()
+    shown = min(16, simulation.num_workers)
+    colors = {"compute": "C0", "wait": "C3", "away": "0.8"}
+    for kind, color in colors.items():
+        for worker in range(shown):
+            spans = [
+                (event.start_s, event.end_s - event.start_s)
+                for event in simulation.timeline
+                if event.kind == kind and event.worker == worker
+            ]
+            work.broken_barh(spans, (worker - 0.4, 0.8), color=color)
+    for worker in range(shown):
+        for event in simulation.timeline:
+            if event.kind == "send" and event.worker == worker:
+                work.plot([event.start_s, event.end_s], [worker, worker], "k-", linewidth=1)
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    work.legend(handles=[*patches, Patch(color="black", label="message under way")])
+    work.set(xlabel="virtual time (s)", ylabel="worker")
+    work.invert_yaxis()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,140 @@
+"""``simulate=true``: the losses of a real run of four workers, its table, files and errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import Callback, seed_everything
+from omegaconf import DictConfig
+
+import train
+from lightning_loco import GASLoCStrategy, NoLoCoStrategy
+from lightning_loco.checked_settings import SettingsError, checked
+from lightning_loco.demo.data import ByteTextData
+from lightning_loco.demo.model import ByteGPT
+from lightning_loco.demo.simulated import SimulatedRun, run_simulation
+from tests.pool import Pool, make_trainer
+
+STEPS = 12
+MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
+DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
+
+
+@pytest.fixture(autouse=True)
+def conf() -> Iterator[None]:
+    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+        yield
+
+
+def config(*overrides: str) -> DictConfig:
+    common = ["experiment=smoke", "simulate=true", "num_workers=4", "run_dir=/run"]
+    return compose("train", [*common, f"simulation.max_steps={STEPS}", *overrides])
+
+
+class Losses(Callback):
+    """Keeps the training loss of each local step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(outputs["loss"].item())
+
+
+def train_really(rank: int, world: int, strategy: str) -> list[float]:
+    seed_everything(0, workers=True, verbose=False)
+    made = {
+        "gasloc": lambda: GASLoCStrategy(sync_every=3, momentum_on="gossiped"),
+        "noloco": lambda: NoLoCoStrategy(sync_every=3),
+    }[strategy]()
+    losses = Losses()
+    trainer = make_trainer(
+        made, max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, callbacks=[losses]
+    )
+    model, data = ByteGPT(lr=0.001, **MODEL), ByteTextData(**DATA)
+    trainer.fit(model, datamodule=data)
+    return losses.values
+
+
+@pytest.mark.parametrize("algorithm", ["gasloc", "noloco"])
+def test_losses_are_those_of_a_real_run_bit_for_bit(pool: Pool, algorithm: str) -> None:
+    """Links, speeds and jitter change when, and not what."""
+    real = pool.run(train_really, algorithm, world=4)
+    choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
+    seed_everything(0, workers=True, verbose=False)
+    run = SimulatedRun(config(*choice, "simulation.spread=0.5", "simulation.jitter=0.1"))
+    progress = list(run.train())
+    assert progress[-1].rounds == STEPS // 3
+    for worker in range(4):
+        simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
+        assert simulated == real[worker]
+
+
+def test_a_run_writes_a_table_files_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    composed = config("algorithm=async_diloco", "network=home", f"run_dir={tmp_path}")
+    composed.algorithm.sync_every = 4
+    loss = run_simulation(composed)
+    assert 2 < loss < 5.6
+    table = (tmp_path / "report.txt").read_text()
+    assert table in capsys.readouterr().out
+    header, own, ddp = table.splitlines()
+    assert header.split() == ["loss", "virtual", "time", "sent", "per", "worker", "rounds",
+                              "utilisation"]  # fmt: skip
+    assert own.startswith("DiLoCo")
+    assert f"{loss:.4f}" in own
+    assert ddp.startswith("DDP")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["val_loss"] == loss
+    assert report["rounds"] == 12
+    with (tmp_path / "simulation.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert float(rows[-1]["val_loss"]) == loss
+    assert [float(row["time_s"]) for row in rows] == sorted(float(row["time_s"]) for row in rows)
+    with (tmp_path / "timeline.csv").open() as lines:
+        kinds = {row["kind"] for row in csv.DictReader(lines)}
+    assert kinds == {"compute", "wait", "send"}
+    with (tmp_path / "workers.csv").open() as lines:
+        assert [int(row["steps"]) for row in csv.DictReader(lines)] == [STEPS] * 4
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+
+
+def test_workers_that_fail_come_back() -> None:
+    choice = ["algorithm=diloco", "algorithm.sync_every=2", "simulation.step_s=10"]
+    failures = ["simulation.mean_between_failures_s=60", "simulation.mean_away_s=5"]
+    run = SimulatedRun(config(*choice, *failures))
+    progress = list(run.train())
+    assert progress[-1].rounds == STEPS // 2
+    assert "away" in {event.kind for event in run.simulation.timeline}
+
+
+def test_averaging_by_the_clock() -> None:
+    run = SimulatedRun(config("algorithm=async_model_average", "network=lan"))
+    *_, last = run.train()
+    assert last.steps == STEPS
+    assert last.rounds > 1
+
+
+def test_what_cannot_work_is_an_error(subtests: pytest.Subtests) -> None:
+    for overrides, message in (
+        (["algorithm=ddp"], "needs an algorithm with rounds, got DDP"),
+        (["algorithm=pairwise_gossip"], "needs an algorithm with rounds, got PairwiseGossip"),
+        (["num_workers=0"], "num_workers must be at least 1, got 0"),
+        (["simulation.max_steps=0"], "simulation.max_steps must be at least 1, got 0"),
+        (["simulation.jitter=2"], "simulation: jitter is the largest part"),
+        (["algorithm.sync_every=99"], "fewer local steps than the 99 of a round"),
+        (["topology=hypercube", "num_workers=6"], "power of two"),
+    ):
+        with subtests.test(message), pytest.raises(SettingsError, match=message):
+            list(SimulatedRun(config(*overrides)).train())
+    with pytest.raises(SettingsError, match="network=... is for simulate=true. Use link="):
+        checked(config("simulate=false", "network=lan"))
