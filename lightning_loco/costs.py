@@ -220,6 +220,11 @@ class Method:
                 f"topology={self.topology}."
             )
 
+    @property
+    def num_fragments(self) -> int:
+        """Number of fragments, which are exchanged in turn."""
+        return self.schedule.num_fragments
+
 
 METHODS: dict[str, ExchangeKind] = {
     "ddp": "mean",

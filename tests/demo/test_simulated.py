@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, seed_everything
 from omegaconf import DictConfig
 
 import train
-from lightning_loco import GASLoCStrategy, NoLoCoStrategy
+from lightning_loco import DiLoCoStrategy, GASLoCStrategy, LocalSGDStrategy, NoLoCoStrategy
 from lightning_loco.checked_settings import SettingsError, checked
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
@@ -23,6 +23,7 @@ from lightning_loco.demo.simulated import SimulatedRun, run_simulation
 from tests.pool import Pool, make_trainer
 
 STEPS = 12
+OTHERS = {"gasloc": ["algorithm.momentum_on=local"]}
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
 DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
 
@@ -51,8 +52,10 @@ class Losses(Callback):
 def train_really(rank: int, world: int, strategy: str) -> list[float]:
     seed_everything(0, workers=True, verbose=False)
     made = {
-        "gasloc": lambda: GASLoCStrategy(sync_every=3, momentum_on="gossiped"),
+        "gasloc": lambda: GASLoCStrategy(sync_every=3),
         "noloco": lambda: NoLoCoStrategy(sync_every=3),
+        "diloco": lambda: DiLoCoStrategy(sync_every=3),
+        "local_sgd": lambda: LocalSGDStrategy(sync_every=3),
     }[strategy]()
     losses = Losses()
     trainer = make_trainer(
@@ -63,11 +66,12 @@ def train_really(rank: int, world: int, strategy: str) -> list[float]:
     return losses.values
 
 
-@pytest.mark.parametrize("algorithm", ["gasloc", "noloco"])
+@pytest.mark.parametrize("algorithm", ["gasloc", "noloco", "diloco", "local_sgd"])
 def test_losses_are_those_of_a_real_run_bit_for_bit(pool: Pool, algorithm: str) -> None:
     """Links, speeds and jitter change when, and not what."""
     real = pool.run(train_really, algorithm, world=4)
     choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
+    choice += OTHERS.get(algorithm, ())
     seed_everything(0, workers=True, verbose=False)
     run = SimulatedRun(config(*choice, "simulation.spread=0.5", "simulation.jitter=0.1"))
     progress = list(run.train())
