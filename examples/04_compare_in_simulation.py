@@ -1,9 +1,9 @@
 """Eight workers in one process: compare algorithms before you book the machines.
 
 What it shows: the simulation runs the algorithms of a real run and computes the same numbers, on a
-virtual clock: how long they would take at 100 steps per second and over links of 1 Mbit/s, and for
-which part of that time workers would compute. The workers disagree on purpose, since each sees another part of the plane. "one alone" is a worker that
-never communicates.
+virtual clock: how long they would take at 100 local steps per second and over links of 1 Mbit/s,
+and for which part of that time workers would compute. The workers disagree on purpose, since each
+sees another part of the plane. "one alone" is a worker that never communicates.
 
 Run it: python examples/04_compare_in_simulation.py
 """

@@ -54,7 +54,7 @@ def train_really(rank: int, world: int, strategy: str) -> list[float]:
     made = {
         "gasloc": lambda: GASLoCStrategy(sync_every=3),
         "noloco": lambda: NoLoCoStrategy(sync_every=3),
-        "diloco": lambda: DiLoCoStrategy(sync_every=3),
+        "diloco": lambda: DiLoCoStrategy(sync_every=3, outer_lr=0.9, outer_momentum=0.6),
         "local_sgd": lambda: LocalSGDStrategy(sync_every=3),
     }[strategy]()
     losses = Losses()
@@ -67,8 +67,11 @@ def train_really(rank: int, world: int, strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("algorithm", ["gasloc", "noloco", "diloco", "local_sgd"])
-def test_losses_are_those_of_a_real_run_bit_for_bit(pool: Pool, algorithm: str) -> None:
-    """Links, speeds and jitter change when, and not what."""
+def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str) -> None:
+    """Bit for bit with gossip; an all-reduce of gloo adds up in another order.
+
+    Links, speeds and jitter change when, and not what.
+    """
     real = pool.run(train_really, algorithm, world=4)
     choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
     choice += OTHERS.get(algorithm, ())
@@ -78,7 +81,9 @@ def test_losses_are_those_of_a_real_run_bit_for_bit(pool: Pool, algorithm: str) 
     assert progress[-1].rounds == STEPS // 3
     for worker in range(4):
         simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
-        assert simulated == real[worker]
+        if run.settings.algorithm.exchange == "neighbors":
+            assert simulated == real[worker]
+        assert simulated == pytest.approx(real[worker], rel=1e-5)
 
 
 def test_a_run_writes_a_table_files_and_a_picture(
