@@ -84,6 +84,7 @@ def test_stragglers_print_what_they_cost() -> None:
         ("fetch_beside_training", "fetching", "/ alone"),
         ("remote_optimizer", "demo", "ours/raw"),
         ("replica_groups", "local step, DDP inside", "ratio"),
+        ("simulation", "gasloc", "of plain"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:

@@ -20,6 +20,7 @@ from lightning_loco.elastic.recovery import resume_from_state
 from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import LinkLike, LinkTimes, as_links
 from lightning_loco.parameters.ownership import find_ownership
 from lightning_loco.parameters.schema import check_model, first_difference
@@ -178,7 +179,7 @@ class Simulation:
         if failures:
             members.check_settings(self.settings)
         self.algorithm = self.settings.algorithm
-        self._step_times = _step_times(speeds, num_workers, jitter, seed)
+        self._step_times = make_step_times(speeds, num_workers, jitter, seed)
         if speeds is None and self.settings.schedule.sync_every_of(0) is None:
             raise ValueError(
                 f"{self.settings.schedule} needs to know how long local steps take. Give speeds, "
@@ -190,7 +191,7 @@ class Simulation:
         self._models = models
         self._clocks = [VirtualClock() for _ in models]
         self._timeline = Timeline(num_workers)
-        workers = _make_workers(models, self.settings, self._clocks)
+        workers = make_workers(models, self.settings, self._clocks)
         self._statistics = [worker.statistics for worker in workers]
         self._hub = self._make_hub(workers[0], bool(failures))
         self.engines = [self._make_engine(worker) for worker in workers]
@@ -480,8 +481,9 @@ class Simulation:
             members = [self.engines[worker] for worker in sorted(self._hub.present)]
             state = state_of_run(self.engines[donor], members, round_index)
         for worker in joining:
+            group = WorkerGroup(worker, self.num_workers, clock=self._clocks[worker])
             self.engines[worker] = self._make_engine(
-                _make_worker(self._models[worker], worker, self.settings, self._clocks[worker])
+                _make_worker(self._models[worker], group, self.settings)
             )
             resume_from_state(self.engines[worker], None, state, f"worker {donor}")
             if self._times is not None:
@@ -531,9 +533,10 @@ class Simulation:
         return math.sqrt(float((params - params.mean(0)).square().sum(1).mean()))
 
 
-def _step_times(
+def make_step_times(
     speeds: Sequence[float] | None, num_workers: int, jitter: float, seed: int
 ) -> StepTimes:
+    """Return how long local steps take; ValueError if there is not a speed for each worker."""
     if speeds is None:
         return StepTimes([0.0] * num_workers, jitter, seed)
     if len(speeds) != num_workers or not all(0 < speed < math.inf for speed in speeds):
@@ -544,13 +547,16 @@ def _step_times(
     return StepTimes([1 / speed for speed in speeds], jitter, seed)
 
 
-def _make_workers(
-    models: Sequence[nn.Module], settings: RoundSettings, clocks: Sequence[VirtualClock]
+def make_workers(
+    models: Sequence[nn.Module],
+    settings: RoundSettings | PairwiseSettings,
+    clocks: Sequence[VirtualClock],
 ) -> list[Worker]:
+    """Make the workers, with the parameters of the first model; ValueError if models differ."""
     workers: list[Worker] = []
     for number, (model, clock) in enumerate(zip(models, clocks, strict=True)):
         check_model(model)
-        worker = _make_worker(model, number, settings, clock)
+        worker = _make_worker(model, WorkerGroup(number, len(models), clock=clock), settings)
         schema = worker.replica.layout.schema()
         if workers and schema != (first := workers[0].replica.layout.schema()):
             raise ValueError(
@@ -563,10 +569,9 @@ def _make_workers(
 
 
 def _make_worker(
-    model: nn.Module, number: int, settings: RoundSettings, clock: VirtualClock
+    model: nn.Module, group: WorkerGroup, settings: RoundSettings | PairwiseSettings
 ) -> Worker:
     named = exchanged_parameters(model)
-    group = WorkerGroup(number, settings.num_workers, clock=clock)
     slices = settings.fragment_slices({name: p.numel() for name, p in named.items()})
     ownership = find_ownership(named, slices, settings.granularity, group)
     return Worker(group, make_replica(model, settings, named, ownership), checksum=0)

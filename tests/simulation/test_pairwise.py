@@ -1,0 +1,100 @@
+"""Pairwise gossip on a virtual clock: whose parameters are blended in, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import Link, PairwiseAverage
+from lightning_loco.simulation import PairwiseSimulation
+from tests.algorithms.toys import Point, assert_close
+
+NUMEL = 1000
+BYTES = 8 * NUMEL
+
+
+def points(num_workers: int) -> list[Point]:
+    return [Point(torch.zeros(NUMEL, dtype=torch.float64)) for _ in range(num_workers)]
+
+
+def full(value: float) -> Tensor:
+    return torch.full((NUMEL,), value, dtype=torch.float64)
+
+
+def test_two_workers_blend_as_by_hand() -> None:
+    """Worker 0 adds 1 in 1 s, worker 1 adds 10 in 2 s; each blends what was fetched before."""
+    models = points(2)
+    simulation = PairwiseSimulation(models, PairwiseAverage(factor=0.5), speeds=[1.0, 0.5])
+    simulation.run(lambda w: models[w].value.data.add_([1.0, 10.0][w]), seconds=3.0)
+    # At 1 s: 0 + 1, and the 0 of worker 1. At 2 s worker 0 again: 1.5, and 0. Worker 1: 10, and 0.
+    # Its fetch of 2 s brings 0.75 + ...: worker 0 at 3 s: 0.75 + 1, and the 5 of worker 1.
+    first = (0 + 1 + 0) / 2
+    second = (first + 1 + 0) / 2
+    slow = (0 + 10 + 0) / 2
+    assert_close(models[1].value.detach(), full(slow))
+    assert_close(models[0].value.detach(), full((second + 1 + slow) / 2))
+    assert [costs.rounds for costs in simulation.costs] == [3, 1]
+    # Clocks: 1, blended with the 1 of worker 1; and so on.
+    assert [costs.utilisation for costs in simulation.costs] == [1.0, 1.0]
+
+
+def test_a_fetch_takes_its_time_on_the_link_and_nobody_waits() -> None:
+    """0.6 s on the link, and 0.1 s for request and reply: there at the end of the third step."""
+    models = points(2)
+    link = Link(BYTES * 8 / 0.6 / 1e6, 0.05)
+    simulation = PairwiseSimulation(models, speeds=[4.0, 4.0], links=link)
+    simulation.run(lambda w: models[w].value.data.add_(1.0), seconds=6.05)
+    for costs in simulation.costs:
+        assert costs.steps == 24
+        assert costs.rounds == 8
+        assert costs.utilisation == pytest.approx(1.0)
+    fetches = [e for e in simulation.timeline if e.kind == "send" and e.worker == 0]
+    assert fetches[0].end_s - fetches[0].start_s == pytest.approx(0.7)
+    assert fetches[1].start_s == pytest.approx(0.75)
+    assert sum(costs.bytes_sent for costs in simulation.costs) in (16 * BYTES, 18 * BYTES)
+
+
+def test_a_fetch_that_takes_too_long_brings_nothing() -> None:
+    models = points(2)
+    simulation = PairwiseSimulation(models, speeds=[4.0, 4.0], links=Link(1, 3.0))
+    simulation.run(lambda w: models[w].value.data.add_(w), seconds=6.0)
+    assert [costs.rounds for costs in simulation.costs] == [0, 0]
+    assert [costs.bytes_sent for costs in simulation.costs] == [0, 0]
+    assert_close(models[1].value.detach(), full(24.0))
+
+
+def test_workers_come_together_and_the_seed_decides() -> None:
+    def spread(seed: int, probability: float) -> Tensor:
+        models = points(6)
+        simulation = PairwiseSimulation(
+            models,
+            PairwiseAverage(fetch_probability=probability, interpolation="loss"),
+            speeds=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            jitter=0.2,
+            links="wan",
+            compression="bf16",
+            seed=seed,
+        )
+
+        def local_step(worker: int) -> float:
+            models[worker].value.data.lerp_(full(float(worker)), 0.1)
+            return 1.0 + worker
+
+        simulation.run(local_step, seconds=40.0)
+        return torch.stack(simulation.params())[:, 0]
+
+    together, again, other = spread(0, 1.0), spread(0, 1.0), spread(1, 1.0)
+    assert torch.equal(together, again)
+    assert not torch.equal(together, other)
+    alone = spread(0, 0.0)
+    assert float(together.std()) < 0.5 * float(alone.std())
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least two models, got 1"):
+        PairwiseSimulation(points(1), speeds=[1.0])
+    with pytest.raises(ValueError, match="speeds are the local steps per second"):
+        PairwiseSimulation(points(2), speeds=[1.0])
+    with pytest.raises(ValueError, match="link has 3 entries"):
+        PairwiseSimulation(points(2), speeds=[1.0, 1.0], links=["wan", "wan", "lan"])
