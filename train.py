@@ -232,7 +232,7 @@ def run_configured(cfg: DictConfig) -> float | None:
     try:
         if cfg.simulate:
             complete_package()
-            from lightning_loco.demo.simulated import run_simulation
+            from lightning_loco.simulated_run import run_simulation
 
             return run_simulation(cfg)
         cfg = checked_settings.checked(cfg)

@@ -19,7 +19,7 @@ from lightning_loco import DiLoCoStrategy, GASLoCStrategy, LocalSGDStrategy, NoL
 from lightning_loco.checked_settings import SettingsError, checked
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.demo.simulated import SimulatedRun, run_simulation
+from lightning_loco.simulated_run import SimulatedRun, run_simulation
 from tests.pool import Pool, make_trainer
 
 STEPS = 12
