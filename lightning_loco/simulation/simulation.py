@@ -196,10 +196,12 @@ class Simulation:
         self._hub = self._make_hub(workers[0], bool(failures))
         self.engines = [self._make_engine(worker) for worker in workers]
         self.losses: list[LossPoint] = []
-        self._made, self._rounds = [0] * num_workers, [0] * num_workers
+        self._made = [0] * num_workers
+        self._earlier_rounds, self._joined_at = [0] * num_workers, [0] * num_workers
         self._alive, self._returned = set(range(num_workers)), set[int]()
         self._lives = [0] * num_workers
         self._transfer_s = [0.0] * num_workers
+        self._admits = False
         self._order = itertools.count()
         self._failures = [
             self._event(time_s, failure.worker, kind)
@@ -337,10 +339,8 @@ class Simulation:
                 point = LossPoint(worker, engine.worker.steps, clock.time_s, float(loss))
                 self.losses.append(point)
             if engine.is_due:
-                before = engine.worker.round_index
                 self._unfinished[worker] = engine.round_in_parts()
                 yield from self._finish_round(worker)
-                self._rounds[worker] += engine.worker.round_index - before
                 yield None
 
     def _finish_round(self, worker: int) -> Iterator[Part]:
@@ -389,6 +389,7 @@ class Simulation:
             end_s: Failures after this time are left for the next call.
             come_back: Returns what a worker does that returns. Default: it waits for the next call.
         """
+        self._admits = come_back is not None
         parts = {worker: begin(worker) for worker in sorted(self._alive)}
         if come_back is not None:
             parts |= {worker: come_back(worker) for worker in sorted(self._returned)}
@@ -444,11 +445,13 @@ class Simulation:
 
     def _fail(self, worker: int, kind: EventKind, now_s: float) -> None:
         """A worker dies, is noticed to be dead, or returns."""
-        if kind == "death" and worker in self._alive:
-            self._alive.remove(worker)
+        if kind == "death":
+            self._alive.discard(worker)
+            self._returned.discard(worker)
             self._lives[worker] += 1
             self._clocks[worker].time_s = now_s
-            self._waiting.pop(worker, None)
+            if self._waiting.pop(worker, None) is not None:
+                self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
             self._unfinished[worker] = iter(())
             self._hub.lose(worker, now_s)
         elif kind == "noticed":
@@ -475,17 +478,20 @@ class Simulation:
 
     def _admit(self, round_index: int, donor: int) -> list[int]:
         """Give the workers that have returned the state at the start of a round."""
+        if not self._admits or not self._returned:
+            return []
         joining = sorted(self._returned)
         self._returned.clear()
-        if joining:
-            members = [self.engines[worker] for worker in sorted(self._hub.present)]
-            state = state_of_run(self.engines[donor], members, round_index)
+        members = [self.engines[worker] for worker in sorted(self._hub.present)]
+        state = state_of_run(self.engines[donor], members, round_index)
         for worker in joining:
+            self._earlier_rounds[worker] = self._rounds_of(worker)
             group = WorkerGroup(worker, self.num_workers, clock=self._clocks[worker])
             self.engines[worker] = self._make_engine(
                 _make_worker(self._models[worker], group, self.settings)
             )
             resume_from_state(self.engines[worker], None, state, f"worker {donor}")
+            self._joined_at[worker] = self.engines[worker].worker.round_index
             if self._times is not None:
                 size = sum(tensor.nbytes for tensor in state.tensors.values())
                 time = self._times.fetch(worker, donor, size, round_index)
@@ -508,7 +514,7 @@ class Simulation:
             WorkerCosts(
                 worker,
                 self._made[worker],
-                self._rounds[worker],
+                self._rounds_of(worker),
                 self._statistics[worker].bytes_sent,
                 self._clocks[worker].time_s,
                 self._timeline.seconds[worker]["compute"],
@@ -516,6 +522,10 @@ class Simulation:
             )
             for worker in range(self.num_workers)
         ]
+
+    def _rounds_of(self, worker: int) -> int:
+        index = self.engines[worker].worker.round_index
+        return self._earlier_rounds[worker] + index - self._joined_at[worker]
 
     def params(self) -> list[Tensor]:
         """Return a flat copy of each worker's parameters, ``(P,)``."""

@@ -17,7 +17,7 @@ from lightning_loco.simulation import Failure, random_failures
 from tests.algorithms.toys import Point, assert_close
 
 EVERY = 10
-SPEEDS = (1.0, 1.0, 1.0, 1.0)
+SPEEDS = [1.0] * 4
 """A round takes 10 s."""
 
 
@@ -160,6 +160,41 @@ def test_a_worker_that_returns_waits_for_the_state_on_its_link() -> None:
     failures = [Failure(3, at_s=14.0, back_s=35.0)]
     run = Run(LocalSGD(), failures, links=link).go(4)
     assert run.simulation.time_s[3] > run.simulation.time_s[0]
+
+
+def test_a_worker_that_dies_before_it_has_joined_stays_away() -> None:
+    """It is back at 23 s, and the next round is at 30 s."""
+    failures = [Failure(3, 14.0, 23.0), Failure(3, 25.0, 62.0)]
+    run = Run(LocalSGD(), failures).go(5)
+    assert run.returned == []
+    assert_close(run.value(0), full(2.5 + 4 * 2.0))
+    run.go(3)
+    assert [worker for worker, _ in run.returned] == [3]
+    assert torch.equal(run.value(3), run.value(0))
+    away = [e for e in run.simulation.timeline if e.kind == "away"]
+    assert [(e.start_s, e.end_s) for e in away] == [(14.0, 23.0), (25.0, 62.0)]
+
+
+def test_draining_admits_nobody() -> None:
+    models = points()
+    simulation = Simulation(
+        models,
+        DiLoCo(0.5, 0.0),
+        sync_every=EVERY,
+        overlap=True,
+        warm_start=False,
+        speeds=[1.0, 1.0, 1.0, 0.9],
+        failures=[Failure(1, at_s=4.0, back_s=38.0)],
+    )
+    simulation.run(lambda w: add_own_number(models, w), seconds=39.5)
+    simulation.drain()
+    outer = [engine.outer() for engine in simulation.engines]
+    assert torch.equal(outer[0], outer[2])
+    assert torch.equal(outer[0], outer[3])
+    simulation.run(lambda w: add_own_number(models, w), num_rounds=2)
+    simulation.drain()
+    outer = [engine.outer() for engine in simulation.engines]
+    assert all(torch.equal(one, outer[0]) for one in outer)
 
 
 def test_all_dead_is_an_error() -> None:
