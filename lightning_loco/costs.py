@@ -25,8 +25,8 @@ from lightning_loco.schedules import (
 )
 from lightning_loco.topology import Topology
 
-ExchangeKind = Literal["mean", "gather", "neighbors"]
-"""All-reduce, all-gather, or messages to the neighbors in a topology."""
+ExchangeKind = Literal["mean", "gather", "neighbors", "server"]
+"""All-reduce, all-gather, messages to the neighbors in a topology, or to a server and back."""
 
 
 class Encoding(NamedTuple):
@@ -69,7 +69,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         kind: How messages move.
-        num_bytes: For a mean or gather all that a worker sends; for neighbors one message.
+        num_bytes: For a mean or gather all that a worker sends; otherwise one message.
         hops: Messages that follow each other, each of which adds a latency.
     """
 
@@ -84,14 +84,14 @@ class Traffic(NamedTuple):
         With B encoded bytes and N workers, a mean sends :math:`2 B (N - 1) / N` in
         :math:`2 (N - 1)` hops of a ring, or in 2 hops if it is compressed; a sparse one sends
         :math:`B (N - 1)` in one hop. A gather sends :math:`B (N - 1)` in :math:`N - 1` hops of a
-        ring, and neighbors get B each.
+        ring; neighbors and a server get B each.
 
         Example:
             >>> Traffic.of("mean", 1000, 4, ENCODINGS["none"])
             Traffic(kind='mean', num_bytes=6000, hops=6)
         """
         n, size = num_workers, encoding.num_bytes(numel)
-        if kind == "neighbors":
+        if kind in ("neighbors", "server"):
             return cls(kind, size, 1)
         if n == 1:
             return cls(kind, 0, 0)
@@ -117,7 +117,10 @@ class Traffic(NamedTuple):
             if topology is None:
                 raise ValueError("An exchange with neighbors needs a topology, such as Ring().")
             return times.all_neighbors(self.num_bytes, topology, index)
-        busy_s, latency_s = times.mean(self.num_bytes, self.hops, index)
+        if self.kind == "server":
+            busy_s, latency_s = times.server(self.num_bytes, index)
+        else:
+            busy_s, latency_s = times.mean(self.num_bytes, self.hops, index)
         n = times.num_workers
         return TransferTimes(np.full(n, busy_s), np.full(n, latency_s))
 
@@ -234,6 +237,7 @@ METHODS: dict[str, ExchangeKind] = {
     "streaming_diloco": "mean",
     "gasloc": "neighbors",
     "noloco": "neighbors",
+    "remote_optimizer": "server",
 }
 """Methods whose costs :func:`as_method` knows, and how their messages move."""
 
@@ -250,7 +254,8 @@ def as_method(
 
     Args:
         name: A name of :data:`METHODS`. ``"ddp"`` averages after every step, after the backward
-            pass: what DDP hides behind the backward pass is not subtracted.
+            pass: what DDP hides behind the backward pass is not subtracted. So does
+            ``"remote_optimizer"``, on a server where worker 0 is.
         sync_every: Local steps between rounds H.
         topology: For ``"gasloc"`` and ``"noloco"``.
         encoding: How messages are encoded.
@@ -276,7 +281,7 @@ def as_method(
             sync_every, fragments or "auto", "auto" if delay is None else delay
         )
     else:
-        schedule = EverySteps(1 if name == "ddp" else sync_every)
+        schedule = EverySteps(1 if name in ("ddp", "remote_optimizer") else sync_every)
     return Method(schedule, METHODS[name], topology, encoding)
 
 

@@ -504,6 +504,20 @@ class LinkTimes:
             senders, receivers = np.asarray(workers)[senders], np.asarray(workers)[receivers]
         return self._messages(senders, receivers, num_bytes, round_index)
 
+    def server(self, num_bytes: float, round_index: int) -> TransferTime:
+        """Return the time of a request of each worker to a server, and of its replies.
+
+        The server has a link like that of worker 0, at the same site. All requests, of
+        ``num_bytes`` each, share it, and so do all replies, which are as long.
+        """
+        workers = np.arange(self.num_workers)
+        route = self._route(workers, np.zeros_like(workers))
+        queued = num_bytes * int(route.is_shared.sum())
+        queue_s = self.links.of_worker(0).seconds(queued)
+        latency_s = float(self._latency_s(workers, route, round_index).max())
+        busy_s = max(float(route.seconds(num_bytes).max()), queue_s)
+        return TransferTime(2 * busy_s, 2 * latency_s)
+
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
         """Return the time of a request to a peer and its reply of ``num_bytes``.
 

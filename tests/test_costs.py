@@ -67,6 +67,19 @@ def test_pairs_wait_only_for_each_other() -> None:
     assert costs.time_s == pytest.approx([slow_s if w in slow else fast_s for w in range(4)])
 
 
+def test_messages_to_a_server_queue_on_its_link() -> None:
+    """The server is beside worker 0; the fourth worker is slower than all together."""
+    method, steps = as_method("remote_optimizer"), StepTimes([1.0] * 4)
+    queued_s = 4 * BYTES * 8 / 100e6
+    for links, exchange_s in (
+        ([Link(100, 0.1)] * 4, 2 * (queued_s + 0.1)),
+        ([*[Link(100, 0.1)] * 3, Link(10, 0.2)], 2 * (BYTES * 8 / 10e6 + 0.2)),
+    ):
+        costs = estimate(method, NUMEL, steps, times_of(links, 4), 3)
+        assert costs.seconds_per_round == pytest.approx(1 + exchange_s)
+        assert costs.bytes_per_round == BYTES
+
+
 def test_messages_to_several_neighbors_share_the_link() -> None:
     method = as_method("gasloc", 1, Ring())
     costs = estimate(method, NUMEL, StepTimes([1.0] * 4), times_of(Link(100), 4), 2)
