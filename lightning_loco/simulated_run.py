@@ -110,7 +110,7 @@ class SimulatedRun:
             self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
             self._simulation = Simulation.from_settings(
                 self._models,
-                dataclasses.replace(settings, link=None),
+                settings,
                 speeds=[1 / step_s for step_s in self.steps.step_s],
                 jitter=own.jitter,
                 links=self.links,

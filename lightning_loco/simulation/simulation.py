@@ -148,6 +148,8 @@ class Simulation:
     ) -> Simulation:
         """Create a simulation with any schedule, compression and merge policy.
 
+        Without ``links`` they are those of the settings.
+
         Raises:
             ValueError: If the schedule follows the clock and there are no ``speeds``, or as in the
                 class.
@@ -171,6 +173,8 @@ class Simulation:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
         num_workers = len(models)
+        known = settings.link if links is None else as_links(links)
+        settings = dataclasses.replace(settings, link=None)
         if failures:
             members = MembersOfSimulation(tuple(failures))
             members.check(num_workers)
@@ -185,7 +189,7 @@ class Simulation:
                 f"{self.settings.schedule} needs to know how long local steps take. Give speeds, "
                 "the local steps per second of each worker."
             )
-        if (known := as_links(links)) is not None:
+        if known is not None:
             known.check(num_workers)
         self._times = None if known is None else LinkTimes(known, num_workers)
         self._models = models

@@ -209,6 +209,16 @@ def test_links_and_speeds_do_not_change_numbers(subtests: pytest.Subtests) -> No
             assert torch.equal(plain, timed)
 
 
+def test_links_of_the_settings_are_those_of_the_simulation() -> None:
+    settings = RoundSettings(LocalSGD(), EverySteps(5))
+    with_link = dataclasses.replace(settings, link=Links(SLOW))
+    times = [
+        simulate(with_link, 2, speeds=SPEEDS),
+        simulate(settings, 2, speeds=SPEEDS, links=SLOW),
+    ]
+    assert times[0].time_s == times[1].time_s
+
+
 def test_a_simulation_is_the_same_for_the_same_seed() -> None:
     def events(seed: int) -> list[TimelineEvent]:
         settings = RoundSettings(GASLoC(), EverySteps(3), topology="ring")
