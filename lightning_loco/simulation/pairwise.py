@@ -69,7 +69,6 @@ class PairwiseSimulation:
         seed: Of the jitter, and of the choice of peers.
 
     Attributes:
-        losses: What ``local_step`` has returned, in order of the virtual time.
         clocks: How long the parameters of each worker have been trained, in local steps.
 
     Raises:
@@ -110,7 +109,7 @@ class PairwiseSimulation:
         self.algorithm, self._settings = settings.algorithm, settings
         self._step_times = make_step_times(speeds, n, jitter, seed)
         self._times = None if settings.link is None else LinkTimes(settings.link, n)
-        self._timeline, self.losses = Timeline(n), list[LossPoint]()
+        self._timeline, self._losses = Timeline(n), list[LossPoint]()
         self.clocks = [0.0] * n
         replicas = [
             worker.replica
@@ -209,7 +208,7 @@ class PairwiseSimulation:
         self._made[worker] += 1
         if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.ndim == 0):
             self._last_losses[worker] = float(loss)
-            self.losses.append(LossPoint(worker, self._made[worker], now_s, float(loss)))
+            self._losses.append(LossPoint(worker, self._made[worker], now_s, float(loss)))
         fetch = self._fetches[worker]
         if fetch is not None and fetch.arrives_s <= now_s:
             self._fetches[worker] = None
@@ -236,6 +235,11 @@ class PairwiseSimulation:
         self._averagers[worker].blend(params, factor, was_finite=True)
         self.clocks[worker] = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._blends[worker] += 1
+
+    @property
+    def losses(self) -> list[LossPoint]:
+        """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
+        return self._losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:

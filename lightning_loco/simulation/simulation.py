@@ -95,7 +95,6 @@ class Simulation:
         engines: The engine of each worker.
         algorithm: Prepared for these workers.
         settings: Prepared for these workers.
-        losses: What ``local_step`` has returned, if anything, in order of the virtual time.
 
     Raises:
         ValueError: If there is no model, or the settings are invalid for these workers.
@@ -199,7 +198,7 @@ class Simulation:
         self._statistics = [worker.statistics for worker in workers]
         self._hub = self._make_hub(workers[0], bool(failures))
         self.engines = [self._make_engine(worker) for worker in workers]
-        self.losses: list[LossPoint] = []
+        self._losses: list[LossPoint] = []
         self._made = [0] * num_workers
         self._earlier_rounds, self._joined_at = [0] * num_workers, [0] * num_workers
         self._alive, self._returned = set(range(num_workers)), set[int]()
@@ -341,7 +340,7 @@ class Simulation:
             engine.count_step()
             if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.ndim == 0):
                 point = LossPoint(worker, engine.worker.steps, clock.time_s, float(loss))
-                self.losses.append(point)
+                self._losses.append(point)
             if engine.is_due:
                 self._unfinished[worker] = engine.round_in_parts()
                 yield from self._finish_round(worker)
@@ -505,6 +504,11 @@ class Simulation:
         return joining
 
     # ------------------------------------------------------------------------ results
+
+    @property
+    def losses(self) -> list[LossPoint]:
+        """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
+        return self._losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:
