@@ -93,7 +93,8 @@ class SimulatedRun:
             chosen = cfg.network if cfg.network._target_ else cfg.link
             self.links = as_links(hydra.utils.instantiate(chosen) if chosen._target_ else None)
         with errors_for("model"):
-            model = hydra.utils.instantiate({**cfg.model, "total_steps": own.max_steps})
+            length = cfg.model.get("total_steps") or own.max_steps
+            model = hydra.utils.instantiate({**cfg.model, "total_steps": length})
         if not isinstance(model, ByteGPT):
             raise SettingsError(f"simulate=true needs a ByteGPT, got {type(model).__name__}.")
         with errors_for("data"):
@@ -363,7 +364,8 @@ def draw(path: Path, name: str, progress: list[Progress], simulation: Simulation
             if event.kind == "send" and event.worker == worker:
                 work.plot([event.start_s, event.end_s], [worker, worker], "k-", linewidth=1)
     patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    work.legend(handles=[*patches, Patch(color="black", label="message under way")])
+    patches.append(Patch(color="black", label="message under way"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     work.set(xlabel="virtual time (s)", ylabel="worker")
     work.invert_yaxis()
     figure.savefig(path, dpi=120)
