@@ -46,8 +46,8 @@ class Hub:
         times: How long messages take. Default: no time.
         topology: Who sends to whom, for gossip.
         timeline: Where messages are recorded.
-        admit: Called with a round and the worker that has sent its message last, before the round
-            is complete; returns workers that join in this round.
+        admit: Called with a round, the worker that has sent its message last, and the time, before
+            the round is complete; returns workers that join in this round.
 
     Attributes:
         present: The workers that rounds wait for.
@@ -65,7 +65,7 @@ class Hub:
         times: LinkTimes | None = None,
         topology: Topology | None = None,
         timeline: Timeline | None = None,
-        admit: Callable[[int, int], Iterable[int]] | None = None,
+        admit: Callable[[int, int, float], Iterable[int]] | None = None,
     ) -> None:
         self.exchange = exchange
         self.num_workers = num_workers
@@ -249,7 +249,7 @@ class HubRound:
         if self.members or not hub.present or not hub.present <= self.messages.keys():
             return
         donor = min(hub.present) if last is None else last
-        if joining := set(hub.admit(self.index, donor)):
+        if joining := set(hub.admit(self.index, donor, now_s)):
             hub.present |= joining
             self.joining |= joining
             return

@@ -479,7 +479,7 @@ class Simulation:
         self._timeline.add(worker, "wait", began_s, clock.time_s)
         yield from rest()
 
-    def _admit(self, round_index: int, donor: int) -> list[int]:
+    def _admit(self, round_index: int, donor: int, now_s: float) -> list[int]:
         """Give the workers that have returned the state at the start of a round."""
         if not self._admits or not self._returned:
             return []
@@ -500,7 +500,7 @@ class Simulation:
                 time = self._times.fetch(worker, donor, size, round_index)
                 self._transfer_s[worker] = time.seconds
             self._alive.add(worker)
-        self._hub.wake(joining, self._clocks[donor].time_s)
+        self._hub.wake(joining, now_s)
         return joining
 
     # ------------------------------------------------------------------------ results

@@ -175,6 +175,15 @@ def test_a_worker_that_dies_before_it_has_joined_stays_away() -> None:
     assert [(e.start_s, e.end_s) for e in away] == [(14.0, 23.0), (25.0, 62.0)]
 
 
+def test_a_worker_joins_when_the_others_stop_to_wait_for_a_dead_one() -> None:
+    """Workers 0 and 1 are ready at 10 s, and notice at 13.5 s that worker 3 is dead."""
+    failures = [Failure(2, 1.0, 8.0), Failure(3, 8.5)]
+    run = Run(LocalSGD(), failures).go(1)
+    assert run.simulation.time_s == pytest.approx([13.5, 13.5, 13.5, 8.5])
+    for worker in range(3):
+        assert_close(run.value(worker), full(1.5))
+
+
 def test_draining_admits_nobody() -> None:
     models = points()
     simulation = Simulation(
