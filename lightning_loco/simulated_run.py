@@ -20,20 +20,27 @@ import hydra
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_loco.callbacks.rank_record import drawing
 from lightning_loco.checked_settings import SettingsError, early_settings, errors_for
-from lightning_loco.costs import ENCODINGS, StepTimes, as_method, estimate
+from lightning_loco.costs import ENCODINGS, Costs, StepTimes, as_method, estimate
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import quieten_lightning
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.links import Link, Links, LinkTimes, as_links
+from lightning_loco.report.page import write_report
+from lightning_loco.report.record import Curve, RunRecord
 from lightning_loco.simulation import Failure, Simulation, random_failures
-from lightning_loco.strategies.summary import format_bytes
+from lightning_loco.topology import Topology
+from lightning_loco.values import format_bytes
 from lightning_loco.worker import exchanged_parameters
+
+MAX_EVENTS = 20_000
+"""Spans of the timeline that the page has."""
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +149,16 @@ class SimulatedRun:
         """Trainable parameters of the model."""
         return sum(p.numel() for p in exchanged_parameters(self._evaluated).values())
 
+    def costs_of_ddp(self, end: Progress) -> Costs:
+        """What DDP would cost for as many local steps."""
+        return estimate(
+            as_method("ddp", encoding=ENCODINGS["none"]),
+            self.num_parameters,
+            self.steps,
+            LinkTimes(self.links or Links(Link(math.inf)), len(self.steps.step_s)),
+            max(1, round(end.steps)),
+        )
+
     def train(self) -> Iterator[Progress]:
         """Train, and yield the state after about equal parts of the run."""
         own, simulation = self._own, self._simulation
@@ -245,31 +262,18 @@ def run_simulation(cfg: DictConfig) -> float:
             format_bytes(round(state.bytes_sent)),
             100 * state.utilisation,
         )
-    folder = Path(cfg.run_dir)
-    text = table(name, progress[-1], run)
+    folder, ddp = Path(cfg.run_dir), run.costs_of_ddp(progress[-1])
+    text = table(name, progress[-1], ddp)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
     write_files(folder, progress, run.simulation)
-    print(f"\n{text}")
-    try:
-        draw(folder / "simulation.png", name, progress, run.simulation)
-    except ModuleNotFoundError as error:
-        print(f"\nNo picture: {error}. Install 'lightning-loco[report]'.")
-    print(f"\nAll files are in {folder}")
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    write_report(record_of(name, progress, run, ddp, settings), folder)
+    print(f"\n{text}\n\nAll files are in {folder}")
     return progress[-1].val_loss
 
 
-def table(name: str, end: Progress, run: SimulatedRun) -> str:
+def table(name: str, end: Progress, ddp: Costs) -> str:
     """Return the results as a table, with the costs of DDP for as many local steps."""
-    n = len(run.steps.step_s)
-    links = run.links or Links(Link(math.inf))
-    steps = max(1, round(end.steps))
-    ddp = estimate(
-        as_method("ddp", encoding=ENCODINGS["none"]),
-        run.num_parameters,
-        run.steps,
-        LinkTimes(links, n),
-        steps,
-    )
     rows = [
         ("", "loss", "virtual time", "sent per worker", "rounds", "utilisation"),
         _row(name, f"{end.val_loss:.4f}", end.time_s, end.bytes_sent, end.rounds, end.utilisation),
@@ -278,7 +282,7 @@ def table(name: str, end: Progress, run: SimulatedRun) -> str:
             "-",
             float(ddp.time_s.max()),
             float(ddp.bytes_sent.mean()),
-            steps,
+            max(1, round(end.steps)),
             float(ddp.utilisation.mean()),
         ),
     ]
@@ -300,7 +304,7 @@ def _row(
 
 
 def write_files(folder: Path, progress: list[Progress], simulation: Simulation) -> None:
-    """Write the progress, the costs of each worker and the timeline, as CSV and JSON."""
+    """Write the progress and the costs of each worker, as CSV and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in (
         ("simulation.csv", [dataclasses.asdict(state) for state in progress]),
@@ -311,7 +315,6 @@ def write_files(folder: Path, progress: list[Progress], simulation: Simulation) 
                 for one in simulation.costs
             ],
         ),
-        ("timeline.csv", [event._asdict() for event in simulation.timeline]),
     ):
         with (folder / file).open("w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(rows[0]) if rows else [])
@@ -321,51 +324,41 @@ def write_files(folder: Path, progress: list[Progress], simulation: Simulation) 
     (folder / "report.json").write_text(json.dumps(last, indent=2) + "\n", encoding="utf-8")
 
 
-def draw(path: Path, name: str, progress: list[Progress], simulation: Simulation) -> None:
-    """Draw the loss against virtual time, and what the first workers did.
-
-    ModuleNotFoundError if matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    losses, work = figure.subplots(2, 1, sharex=True)
-    points = simulation.losses
-    losses.plot(
-        [point.time_s for point in points],
-        [point.loss for point in points],
-        ".",
-        markersize=1.5,
-        alpha=0.3,
-        label="training, local steps of all workers",
+def record_of(
+    name: str, progress: list[Progress], run: SimulatedRun, ddp: Costs, settings: dict[str, Any]
+) -> RunRecord:
+    """Return what the page of the run shows; all times are virtual."""
+    simulation, end = run.simulation, progress[-1]
+    n, topology = simulation.num_workers, run.settings.topology
+    training = Curve("train_loss", "train/loss")
+    for point in sorted(simulation.losses, key=lambda point: point.time_s):
+        training.add(point.step, point.time_s, None, point.loss)
+    validation = Curve("validation", "val/loss")
+    for state in progress:
+        validation.add(round(state.steps), state.time_s, state.bytes_sent, state.val_loss)
+    shares: list[dict[str, float]] = [{} for _ in range(n)]
+    for event in simulation.timeline:
+        own = shares[event.worker]
+        own[event.kind] = own.get(event.kind, 0.0) + event.end_s - event.start_s
+    return RunRecord(
+        title=f"{name}, {n} simulated workers",
+        seconds=end.time_s,
+        lanes=[f"worker {worker}" for worker in range(n)],
+        curves=[training, validation],
+        events=[
+            (event.worker, event.kind, event.start_s, event.end_s)
+            for event in simulation.timeline[:MAX_EVENTS]
+        ],
+        shares=shares,
+        events_left_out=max(0, len(simulation.timeline) - MAX_EVENTS),
+        numbers={"workers": n, "local steps": round(end.steps), "rounds": end.rounds},
+        bytes_sent=end.bytes_sent,
+        ddp_bytes=float(ddp.bytes_sent.mean()),
+        topology=drawing(topology, n) if isinstance(topology, Topology) else None,
+        settings=settings,
+        notes=[
+            "All workers were simulated in one process. Times are virtual: they follow from "
+            "simulation.step_s and the links.",
+            f"DDP would need {float(ddp.time_s.max()):,.1f} s for as many local steps.",
+        ],
     )
-    losses.plot(
-        [state.time_s for state in progress],
-        [state.val_loss for state in progress],
-        "o-",
-        color="black",
-        label="validation, mean of the models",
-    )
-    losses.set(title=f"{name}, {simulation.num_workers} workers", ylabel="loss (nats per byte)")
-    losses.legend()
-    shown = min(16, simulation.num_workers)
-    colors = {"compute": "C0", "wait": "C3", "away": "0.8"}
-    for kind, color in colors.items():
-        for worker in range(shown):
-            spans = [
-                (event.start_s, event.end_s - event.start_s)
-                for event in simulation.timeline
-                if event.kind == kind and event.worker == worker
-            ]
-            work.broken_barh(spans, (worker - 0.4, 0.8), color=color)
-    for worker in range(shown):
-        for event in simulation.timeline:
-            if event.kind == "send" and event.worker == worker:
-                work.plot([event.start_s, event.end_s], [worker, worker], "k-", linewidth=1)
-    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    patches.append(Patch(color="black", label="message under way"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
-    work.set(xlabel="virtual time (s)", ylabel="worker")
-    work.invert_yaxis()
-    figure.savefig(path, dpi=120)

@@ -19,6 +19,7 @@ from lightning_loco import DiLoCoStrategy, GASLoCStrategy, LocalSGDStrategy, NoL
 from lightning_loco.checked_settings import SettingsError, checked
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
+from lightning_loco.report.record import RunRecord
 from lightning_loco.simulated_run import SimulatedRun, run_simulation
 from tests.pool import Pool, make_trainer
 
@@ -109,12 +110,14 @@ def test_a_run_writes_a_table_files_and_a_picture(
         rows = list(csv.DictReader(lines))
     assert float(rows[-1]["val_loss"]) == loss
     assert [float(row["time_s"]) for row in rows] == sorted(float(row["time_s"]) for row in rows)
-    with (tmp_path / "timeline.csv").open() as lines:
-        kinds = {row["kind"] for row in csv.DictReader(lines)}
-    assert kinds == {"compute", "wait", "send"}
+    record = RunRecord.load(tmp_path)
+    assert {kind for _, kind, *_ in record.events} == {"compute", "wait", "send"}
+    (validation,) = record.of_kind("validation")
+    assert validation.points[-1][3] == pytest.approx(loss, rel=1e-6)
     with (tmp_path / "workers.csv").open() as lines:
         assert [int(row["steps"]) for row in csv.DictReader(lines)] == [STEPS] * 4
-    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+    page = (tmp_path / "report.html").read_text()
+    assert "DiLoCo, 4 simulated workers" in page
 
 
 def test_workers_that_fail_come_back() -> None:

@@ -354,7 +354,11 @@ def drawing_of(trainer: pl.Trainer) -> Drawing | None:
     topology = engine.settings.topology if isinstance(engine, Engine) else None
     if not isinstance(topology, Topology) or engine is None:
         return None
-    workers = engine.worker.group.num_workers
+    return drawing(topology, engine.worker.group.num_workers)
+
+
+def drawing(topology: Topology, workers: int) -> Drawing:
+    """Return the drawing of a topology of so many workers."""
     period = topology.period(workers)
     edges = {
         (min(worker, other), max(worker, other))
