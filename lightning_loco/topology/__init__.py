@@ -18,7 +18,14 @@ from lightning_loco.topology.momentum import (
     optimal_gossip,
 )
 from lightning_loco.topology.registry import TOPOLOGIES, as_topology, get_topology
-from lightning_loco.topology.spectral import chi, consensus_rate, lambda_max, spectral_gap
+from lightning_loco.topology.spectral import (
+    chi,
+    consensus_rate,
+    lambda_max,
+    laplacian_modes,
+    resistances,
+    spectral_gap,
+)
 from lightning_loco.topology.static import Complete, FixedGraph, Grid, Hypercube, Ring, Star, Torus
 
 __all__ = [
@@ -49,6 +56,8 @@ __all__ = [
     "get_topology",
     "gossip_radius",
     "lambda_max",
+    "laplacian_modes",
     "optimal_gossip",
+    "resistances",
     "spectral_gap",
 ]
