@@ -142,11 +142,15 @@ class RoundSettings:
                 f"no merge policy but Restart(), got {merge_policy!r}. Leave it out, or use DiLoCo."
             )
         self._check_messages(algorithm)
+        compression = self._prepared_compression()
+        if algorithm.estimates_neighbors and compression is not None:
+            known: dict[str, Any] = {"codec": compression.codec}
+            algorithm = dataclasses.replace(algorithm, **known)
         return dataclasses.replace(
             self,
             algorithm=algorithm,
             topology=topology,
-            compression=self._prepared_compression(),
+            compression=compression,
             merge_policy=merge_policy,
             num_workers=num_workers,
         )
@@ -171,7 +175,12 @@ class RoundSettings:
         if isinstance(self.compression, Compression):
             return self.compression
         algorithm = self.algorithm
-        made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
+        made = as_compression(
+            self.compression,
+            algorithm.exchange,
+            algorithm.sends_parameters,
+            algorithm.estimates_neighbors,
+        )
         if (
             made is not None
             and made.stays_in_model
