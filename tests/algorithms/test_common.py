@@ -325,7 +325,7 @@ def test_the_laws_of_every_algorithm_hold(case: Case, subtests: pytest.Subtests)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         with subtests.test("the_model_keeps_its_dtype_and_the_state_is_wide", dtype=dtype):
             law_the_model_keeps_its_dtype_and_the_state_is_float32_or_wider(case, dtype)
-    if (granularity := case.algorithm.granularity) is not None:
+    if (granularity := case.prepared(4).granularity) is not None:
         longer = ([6], [1, 2, 5], list(range(1, 12)), [11])
         for cuts in longer if granularity == 1 else ([granularity], [granularity, 2 * granularity]):
             with subtests.test("slices_give_the_same_result_as_the_whole", cuts=cuts):
