@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import doctest
 import importlib
 import json
@@ -342,3 +343,31 @@ def test_a_bound_says_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     failed, tried = doctest.testmod(importlib.import_module("common"))
     assert failed == 0
     assert tried >= 3
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("part", "row"),
+    [
+        ("consensus", "ring 8"),
+        ("every_step", "a2cid2"),
+        ("virtual_time", "gasloc_overlap"),
+    ],
+)
+def test_the_evidence_for_gasloc_has_a_table_a_file_and_a_figure(
+    part: str, row: str, tmp_path: Path
+) -> None:
+    file, picture = tmp_path / "all.csv", tmp_path / "figure.png"
+    output = run("gasloc_evidence", part, "--quick", "--out", str(file), "--png", str(picture))
+    assert len(cells(output, row)) >= 6
+    with file.open() as lines:
+        records = list(csv.DictReader(lines))
+    assert {record["seed"] for record in records} == {"0", "1"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    if part == "consensus":
+        for record in records:
+            measured, predicted = float(record["rate"]), float(record["predicted"])
+            # at the optimal momentum it is a double root, which is approached slowly
+            assert measured == pytest.approx(predicted, abs=0.05)
+    else:
+        assert all(1.5 < float(record["loss"]) < 5.7 for record in records)
