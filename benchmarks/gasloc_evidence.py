@@ -7,9 +7,9 @@
 consensus     The factor per round by which workers come closer, on rings, tori and hypercubes of 8
               to 64 workers: plain gossip, the momentum that is optimal on the graph, and the
               defaults of GASLoC. Rounds per factor e against chi, and the exponents of chi.
-every_step    A byte MLP with SGD, on 8 workers that each read a part of the text of their own:
-              D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of each method
-              is the best of a few on the ring with two seeds that are not used again.
+every_step    A byte MLP with SGD and a warm-up, on 8 workers that each read a part of the text of
+              their own: D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of
+              each method is the best of a few on the ring, for two seeds that are not used again.
 virtual_time  The same MLP with AdamW and windows from the whole text, until the virtual time is
               over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link and in two data
               centres. Messages take as long as those of a model that is ``--scale`` times larger.
@@ -272,14 +272,20 @@ def local_steps(
     models: list[ByteMLP],
     batches: list[Iterator[Tensor]],
     make: Callable[[Any], torch.optim.Optimizer],
+    warmup_steps: int = 0,
 ) -> Callable[[int], None]:
-    """The function that makes a local step of a worker."""
+    """The function that makes a local step of a worker; its learning rate rises at first."""
     optimizers = [make(model.parameters()) for model in models]
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda t: min(1.0, (t + 1) / (warmup_steps + 1)))
+        for one in optimizers
+    ]
 
     def local_step(worker: int) -> None:
         optimizers[worker].zero_grad()
         models[worker].loss(next(batches[worker])).backward()
         optimizers[worker].step()
+        schedulers[worker].step()
 
     return local_step
 
@@ -287,6 +293,7 @@ def local_steps(
 # ------------------------------------------------------------------------------- every step
 
 GRAPHS = ("ring", "grid", "hypercube", "random_matching")
+WARMUP = 20
 RATES = (0.5, 1.0, 2.0, 4.0)
 EVERY_STEP: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "d_psgd": (NeighborAverage(), {"overlap": True, "warm_start": False}),
@@ -307,7 +314,7 @@ def train_every_step(
     models = new_models(n, seed)
     shares = [text.batches(worker, n, seed, own_part=True) for worker in range(n)]
     simulation = Simulation(models, algorithm, topology=graph, **settings)
-    step = local_steps(models, shares, lambda params: torch.optim.SGD(params, lr))
+    step = local_steps(models, shares, lambda params: torch.optim.SGD(params, lr), WARMUP)
     record = {"graph": graph, "method": method, "seed": seed, "lr": lr}
     try:
         simulation.run(step, options.steps)
