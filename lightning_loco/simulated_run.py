@@ -329,7 +329,7 @@ def record_of(
 ) -> RunRecord:
     """Return what the page of the run shows; all times are virtual."""
     simulation, end = run.simulation, progress[-1]
-    n, topology = simulation.num_workers, run.settings.topology
+    n, topology = simulation.num_workers, simulation.settings.topology
     training = Curve("train_loss", "train/loss")
     for point in sorted(simulation.losses, key=lambda point: point.time_s):
         training.add(point.step, point.time_s, None, point.loss)
