@@ -341,7 +341,6 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
             ["inner.data_parallel_size=2", "algorithm=pairwise_gossip"],
             "inner: PairwiseGossip cannot shard the model .* algorithm=diloco",
         ),
-        (["inner.data_parallel_size=2", "membership=elastic"], "inner: Elastic members are"),
         (
             ["inner.data_parallel_size=2", "algorithm=diloco", "algorithm.start_method=spawn"],
             "inner: The method has start_method='spawn'",
