@@ -107,6 +107,7 @@ class ElasticConnection:
         request.message_ready.set()
         try:
             self._submit(request).wait()
+            self._continue_data(request)
             assert request.plan is not None
             engine.statistics.members = len(request.plan.names)
             if is_ahead(engine, request.state):
@@ -259,11 +260,13 @@ class ElasticConnection:
         another fragment, then is pending in place of its own.
         """
         engine, request = self.engine, self._pending
-        if request is None or all(sync.pending is None for sync in engine.fragments):
+        if request is None:
             return
         with WaitTimer(engine.statistics):
             request.wait()
-        if request.state is None or request.is_adopted:
+        self._continue_data(request)
+        has_pending = any(sync.pending is not None for sync in engine.fragments)
+        if request.state is None or request.is_adopted or not has_pending:
             return
         assert request.plan is not None
         started = engine.worker.round_index - request.round_index
@@ -273,6 +276,16 @@ class ElasticConnection:
         self._resume(request, missed_steps)
         self._add_pending_round(request)
         engine.worker.round_index = request.plan.round_index + started
+
+    def _continue_data(self, request: RoundRequest) -> None:
+        """Continue where the members of a new group have agreed to.
+
+        Only here, after the same local step on all ranks of a worker: those of one tensor-parallel
+        group must read the same samples.
+        """
+        start, request.data_start = request.data_start, None
+        if start is not None:
+            self.data_shard.reassign(*start)
 
     def _missed_steps(self, request: RoundRequest) -> int:
         """Return the local steps between the start of the run's round and this worker's position.

@@ -85,6 +85,8 @@ class RoundRequest:
         bytes_saved: Bytes that it would have sent in addition without compression.
         commit: What was received before all members had confirmed.
         plan: Plan of the exchange that succeeded; None before.
+        data_start: Where to continue in the stream of samples, as arguments of
+            :meth:`DataShard.reassign`; None if the group of the last attempt was not a new one.
         state: State of the run, if this worker needed it.
         is_adopted: Whether the engine has resumed from that state.
         error: Why the round failed.
@@ -104,6 +106,7 @@ class RoundRequest:
         self.bytes_sent = self.bytes_saved = 0
         self.commit: Commit | None = None
         self.plan: Plan | None = None
+        self.data_start: tuple[int, int, int] | None = None
         self.state: RunState | None = None
         self.is_adopted = False
         self.error: BaseException | None = None
@@ -150,7 +153,7 @@ class RoundThread(BackgroundThread):
         group: The process group.
         exchange: Exchanges the messages in it.
         run: Settings and schema of this worker's run, as plain values.
-        data_shard: Reassigned when the members change.
+        data_shard: Its position decides where new members continue.
         min_workers: Rounds wait for so many members; those that have finished count as present.
         timeout_s: Longest wait for enough members, in seconds.
         consistency: Compares the members' states.
@@ -274,7 +277,7 @@ class RoundThread(BackgroundThread):
                 continue
             self._warn_lost(plan)
             if plan.is_new:
-                self._data_shard.reassign(plan.data_position, plan.rank, len(plan.names))
+                request.data_start = plan.data_position, plan.rank, len(plan.names)
             copy = functools.partial(self._copy_state, request, plan)
             copying = run_in_thread(copy) if plan.joining else None  # while the group is created
             try:

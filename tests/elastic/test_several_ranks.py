@@ -132,6 +132,18 @@ def test_a_round_that_one_rank_has_not_confirmed_counts_for_its_worker_later(
         assert "Round 8 counts" in workers.output(2)
 
 
+def test_a_worker_with_a_flipped_bit_on_one_rank_receives_the_state_on_all(tmp_path: Path) -> None:
+    settings = ("--rounds=12", "--check-every=3")
+    with cluster(tmp_path, *settings, min_workers=3, ranks=RANKS) as workers:
+        for worker in range(3):
+            workers.start(worker, *(("--flip-at=4", "--fail-place=1") if worker == 1 else ()))
+        workers.wait_for_success(*range(6))
+        ends = [workers.lines(index)[-1] for index in range(6)]
+        assert [end["repaired"] for end in ends] == [1] * 6
+        assert len({end["checksum"] for end in ends[::2]}) == 1
+        assert len({end["checksum"] for end in ends[1::2]}) == 1
+
+
 def test_a_member_with_another_number_of_ranks_cannot_join(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=12", "--step-s=0.05", ranks=RANKS) as workers:
         workers.start(0)
@@ -145,7 +157,7 @@ def test_a_member_with_another_number_of_ranks_cannot_join(tmp_path: Path) -> No
         workers.wait_for_success(0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("kind", [(), ("--shard",)], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("kind", [(), ("--shard=data",)], ids=["DDP", "FSDP2"])
 def test_jobs_under_lightning(tmp_path: Path, kind: tuple[str, ...]) -> None:
     """A third job of two ranks joins, and a rank of the first is killed."""
     settings = ("--max-steps=240", *kind)
@@ -170,6 +182,23 @@ def test_jobs_under_lightning(tmp_path: Path, kind: tuple[str, ...]) -> None:
         assert ends[1] == ends[3]
         if not kind:
             assert ends[0] == ends[1]
+
+
+def test_ranks_of_tensor_parallelism_read_the_same_samples(tmp_path: Path) -> None:
+    """Also when one joins while a rank has read its next batch, and its sibling has not."""
+    settings = ("--max-steps=80", "--shard=tensor", "--overlap", "--step-s=0", "--late-s=0.1")
+    program = trainer_worker.main
+    with cluster(tmp_path, *settings, program=program, ranks=RANKS) as workers:
+        workers.start_all(2)
+        workers.start(2)
+        workers.wait_for_success(*range(6))
+        workers.check_rounds()
+        check_samples(workers, 0, 2, 4)
+        for first in (0, 2, 4):
+            own, sibling = by_round(workers, first), by_round(workers, first + 1)
+            for round_index in own.keys() & sibling.keys():
+                assert own[round_index]["samples"] == sibling[round_index]["samples"], round_index
+        assert {len(line["members"]) for line in own.values()} == {3}
 
 
 @pytest.mark.parametrize(

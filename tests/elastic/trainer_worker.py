@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import (
@@ -65,6 +67,14 @@ class ShardedModel(Model):
 
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+class TensorModel(Model):
+    """The same with tensor parallelism: all ranks of a worker need the same samples."""
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
 
 
 class RoundLog(Callback):
@@ -119,6 +129,9 @@ class RoundLog(Callback):
                 log.write(json.dumps(line) + "\n")
 
 
+MODELS = {None: Model, "data": ShardedModel, "tensor": TensorModel}
+
+
 class OverwriteWeights(Callback):
     """Overwrites the weights at the start of an epoch."""
 
@@ -160,11 +173,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--num-loaders", type=int, default=0)
     parser.add_argument("--epoch-steps", type=int)
     parser.add_argument("--step-s", type=float, default=0.03)
+    parser.add_argument("--late-s", type=float, default=0, help="more for each place but the first")
     parser.add_argument("--resume")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
-    parser.add_argument("--shard", action="store_true", help="over the ranks of the worker")
+    parser.add_argument("--shard", choices=MODELS, help="how, over the ranks of the worker")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
@@ -180,7 +194,8 @@ def main(arguments: list[str]) -> None:
     strategy: LocoStrategy | LocoModelParallelStrategy
     if args.shard:
         method = kind(sync_every=4, membership=elastic_of(args))
-        strategy = LocoModelParallelStrategy(method, data_parallel_size=args.ranks)
+        sizes = (args.ranks, 1) if args.shard == "data" else (1, args.ranks)
+        strategy = LocoModelParallelStrategy(method, *sizes)
     else:
         strategy = kind(sync_every=4, membership=elastic_of(args), replica_size=args.ranks)
     set_environment_of_rank(args)
@@ -192,7 +207,7 @@ def main(arguments: list[str]) -> None:
         callbacks=[
             CommunicationMonitor(),
             OverwriteWeights(args.writes_at),
-            RoundLog(args.log, args.step_s),
+            RoundLog(args.log, args.step_s + args.late_s * (args.index % args.ranks)),
         ],
         log_every_n_steps=1,
         fast_dev_run=args.max_steps if args.dev_run else False,
@@ -201,7 +216,7 @@ def main(arguments: list[str]) -> None:
     loader = DataLoader(
         Numbered(args.samples), batch_size=2, shuffle=True, num_workers=args.num_loaders
     )
-    model = ShardedModel() if args.shard else Model()
+    model = MODELS[args.shard]()
     trainer.fit(model, loader, ckpt_path=args.resume)
     held = torch.cat([local_tensor(p).detach().flatten() for p in model.parameters()])
     end = {"model": held.tolist(), "rounds": strategy.statistics.rounds}

@@ -50,9 +50,9 @@ def checksum(engine: Engine) -> int:
 
 
 def first_of(engine: Engine) -> float:
-    """First element of the outer parameters, or of the parameters if there are none."""
+    """First element of the outer parameters, or of the parameters; 0 if this rank owns none."""
     state = engine.fragments[0].state
-    return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
+    return float(state.get("outer", engine.worker.replica.layout.new_flat())[:1].sum())
 
 
 def algorithm_of(name: str, overlap: bool) -> Algorithm:
@@ -143,12 +143,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--numel", type=int, default=1000)
     parser.add_argument("--fail", choices=KINDS)
     parser.add_argument("--fail-at", help="a fault point")
-    parser.add_argument("--fail-place", type=int, default=0, help="of the rank that fails")
+    parser.add_argument("--fail-place", type=int, default=0, help="of the rank with a failure")
     parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument(
         "--fail-among", type=int, default=0, help="after a round of so many members"
     )
-    parser.add_argument("--lose-in", type=int, help="the others' confirmations of this round")
+    parser.add_argument(
+        "--lose-in", type=int, help="the connection, or the others' confirmations of this round"
+    )
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
     parser.add_argument(
@@ -174,6 +176,11 @@ def main(arguments: list[str]) -> None:
     engine.close()
 
 
+def is_place_of_failure(args: argparse.Namespace) -> bool:
+    """Whether this rank is the one of its worker that fails, or whose numbers go wrong."""
+    return bool(args.index % args.ranks == args.fail_place)
+
+
 def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[None]:
     """Make this worker fail as its arguments say."""
     worker = engine.worker
@@ -183,12 +190,12 @@ def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[
         members = 0 if last is None else len(last.plan.names)
         return worker.round_index >= args.fail_in and members >= args.fail_among
 
-    if args.index % args.ranks != args.fail_place:
+    if not is_place_of_failure(args):
         return nullcontext()
     if args.fail:
         return failing_at(args.fail_at, is_time, KINDS[args.fail])
     if args.lose_in:
-        point = "after confirming"
+        point = args.fail_at or "after confirming"
         return failing_at(point, lambda: worker.round_index >= args.lose_in, lose_confirmations)
     return nullcontext()
 
@@ -231,14 +238,14 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
             with torch.no_grad():
                 for p in model.parameters():
                     p.lerp_(torch.full_like(p, args.index // args.ranks + 1), PULL)
-                    if engine.worker.round_index == args.nan_in:
+                    if engine.worker.round_index == args.nan_in and is_place_of_failure(args):
                         p.fill_(torch.nan)
             time.sleep(args.step_s)
             if engine.step():
                 log_line()
                 if worker.round_index == args.save_at:
                     engine.state_dict()
-                if worker.round_index == args.flip_at:
+                if worker.round_index == args.flip_at and is_place_of_failure(args):
                     engine.fragments[0].state["outer"].view(torch.int32)[0] ^= 2**16
                     args.flip_at = -1
                     if args.other_past:
