@@ -24,6 +24,7 @@ POINTS = {
     "exchange": "before messages are exchanged between the members",
     "confirming": "before a member confirms that it has received",
     "after confirming": "all members have confirmed that they have received",
+    "copying the state": "before a member copies its state for a newcomer",
     "before the state is sent": "a newcomer waits for the state, which was copied already",
     "sending the state": "a description of the state was sent, the state was not",
     "receiving the state": "a description of the state was received, the state was not",

@@ -57,12 +57,15 @@ class Places:
 
         Raises:
             WorkerFailure: If a rank has failed or gives no sign of life; the message names it.
+            RuntimeError: After :meth:`close`.
         """
-        if self._inner is None:
+        if self.size == 1:
             return [value]
+        if (inner := self._inner) is None:
+            raise RuntimeError("This worker has left the run.")
         names, started = list(self._group.rank_names), self._group.clock.now()
         gathering = run_in_thread(
-            partial(notes.all_gather, notes.write(value), self._inner, names), exit_timeout_s=0.0
+            partial(notes.all_gather, notes.write(value), inner, names), exit_timeout_s=0.0
         )
         try:
             while not wait([gathering], _CHECK_EVERY_S).done:
@@ -89,7 +92,7 @@ class Places:
 
         Other ranks get tuples as lists.
         """
-        if self._inner is None:
+        if self.size == 1:
             return ask()
         answer, error = None, None
         if self.is_first:
@@ -106,7 +109,7 @@ class Places:
 
     def together(self, step: Callable[[], T]) -> T:
         """Make a step that all ranks make; RuntimeError on all of them if it fails on one."""
-        if self._inner is None:
+        if self.size == 1:
             return step()
         error: RuntimeError | None = None
         try:

@@ -13,6 +13,7 @@ from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.fragment_sync import FragmentSync
 from lightning_loco.engine.membership import LoopPosition
+from lightning_loco.fault_points import reach
 
 MAX_VECTORS = 8
 """Most vectors of the length of the parameters in a state."""
@@ -75,6 +76,7 @@ def copy_state(engine: Engine, position: dict[str, Any], with_saved_rounds: bool
     algorithm has none, the model's parameters are copied, and the round replaces them.
     ``with_saved_rounds`` includes results of rounds that were pending in a checkpoint.
     """
+    reach("copying the state")
     fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _to_cpu(v) for k, v in state.items() if isinstance(v, Tensor)}
     if engine.settings.algorithm.round_start(fragment.state) is None:

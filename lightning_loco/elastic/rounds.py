@@ -407,10 +407,10 @@ class RoundThread(BackgroundThread):
         if self._consistency.is_due(plan):
             request.message_ready.wait()
             plan = together(functools.partial(self._compare_states, plan))
-        if copying is None or plan.drifted:
-            state = self._copy_state(request, plan)
-        else:
-            state = copying.result()
+        state = None
+        if plan.joining:
+            copy = functools.partial(self._copy_state, request, plan)
+            state = together(copy if copying is None or plan.drifted else copying.result)
         received, statuses = None, None
         if plan.round_index != NO_STATE:
             commit = together(lambda: self._exchange_messages(request, plan))

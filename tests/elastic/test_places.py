@@ -38,6 +38,8 @@ def decide(rank: int, world: int) -> list[object]:
             found.append((type(error), str(error).partition("\n")[0]))
     found.append(places.together(lambda: rank))
     places.close(has_failed=False)
+    with pytest.raises(RuntimeError, match="has left the run"):
+        places.ask_first(ask)
     group.close()
     return found
 

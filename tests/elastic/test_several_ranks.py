@@ -132,6 +132,23 @@ def test_a_round_that_one_rank_has_not_confirmed_counts_for_its_worker_later(
         assert "Round 8 counts" in workers.output(2)
 
 
+@pytest.mark.parametrize(
+    "point",
+    ["copying the state", pytest.param("sending the state", marks=pytest.mark.soak)],
+)
+def test_one_rank_cannot_give_its_part_of_the_state(tmp_path: Path, point: str) -> None:
+    """All ranks of the newcomer receive the state later, and the donor continues."""
+    failure = ("--lose-in=1", f"--fail-at={point}", "--fail-place=1")
+    with cluster(tmp_path, "--rounds=40", "--step-s=0.02", ranks=RANKS) as workers:
+        for worker in range(2):
+            workers.start(worker, *failure)
+        workers.wait_for_round(2, 3)
+        workers.start(2)
+        workers.wait_for_success(*range(6))
+        workers.check_rounds()
+        assert "the connection is lost" in workers.output(0) + workers.output(1)
+
+
 def test_a_worker_with_a_flipped_bit_on_one_rank_receives_the_state_on_all(tmp_path: Path) -> None:
     settings = ("--rounds=12", "--check-every=3")
     with cluster(tmp_path, *settings, min_workers=3, ranks=RANKS) as workers:

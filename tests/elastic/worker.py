@@ -31,7 +31,7 @@ from lightning_loco.engine.membership import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.faults.failing import KINDS, failing_at, lose_confirmations
+from tests.faults.failing import KINDS, failing_at, lose_connection
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 PULL = 0.05
@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> None:
         "--fail-among", type=int, default=0, help="after a round of so many members"
     )
     parser.add_argument(
-        "--lose-in", type=int, help="the connection, or the others' confirmations of this round"
+        "--lose-in", type=int, help="in this round the confirmations, or what --fail-at says"
     )
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
@@ -196,7 +196,7 @@ def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[
         return failing_at(args.fail_at, is_time, KINDS[args.fail])
     if args.lose_in:
         point = args.fail_at or "after confirming"
-        return failing_at(point, lambda: worker.round_index >= args.lose_in, lose_confirmations)
+        return failing_at(point, lambda: worker.round_index >= args.lose_in, lose_connection)
     return nullcontext()
 
 

@@ -31,9 +31,9 @@ def raise_error() -> None:
     raise LookupError("trouble")
 
 
-def lose_confirmations() -> None:
-    """Fail after the others' confirmations were received."""
-    raise RuntimeError("the others' confirmations are lost")
+def lose_connection() -> None:
+    """Fail as gloo does, also after the others' confirmations were received."""
+    raise RuntimeError("the connection is lost")
 
 
 KINDS: dict[str, Callable[[], object]] = {
