@@ -69,6 +69,7 @@ class TrainerPosition:
     def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:
         self._trainer = trainer
         self._steps = steps
+        self._earlier_steps = 0
         self._has_warned = False
 
     @property
@@ -86,6 +87,7 @@ class TrainerPosition:
     def read(self) -> dict[str, Any]:
         """Return the current position."""
         return {
+            "earlier_steps": self._trainer.global_step - self._steps(),
             "logged_step": lightning_compat.logged_step(self._trainer),
             "total_steps": self._total_steps,
             "groups": read_hyperparameters(self._groups),
@@ -121,6 +123,7 @@ class TrainerPosition:
         for config, saved in zip(configs, saved_schedulers, strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         write_hyperparameters(groups, saved_groups)
+        self._earlier_steps = position["earlier_steps"]
         lightning_compat.set_logged_step(self._trainer, position["logged_step"])
 
     def finish_step(self) -> None:
@@ -134,8 +137,11 @@ class TrainerPosition:
                 config.scheduler.step()  # type: ignore[call-arg]
 
     def count_steps(self) -> None:
-        """Set the step counts of the trainer's loops to the local steps of this worker."""
-        loop, steps = self._trainer.fit_loop.epoch_loop, self._steps()
+        """Set the step counts of the trainer's loops to those of the run.
+
+        These include steps before the first one of the engine, of a checkpoint of plain Lightning.
+        """
+        loop, steps = self._trainer.fit_loop.epoch_loop, self._earlier_steps + self._steps()
         automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
         manual = loop.manual_optimization.optim_step_progress.total
         automatic.ready = automatic.completed = manual.ready = manual.completed = steps

@@ -19,6 +19,7 @@ from tests.elastic.resume_worker import SYNC_EVERY
 from tests.elastic.test_fit import check_samples
 from tests.elastic.trainer_worker import Model, Numbered
 from tests.pool import Pool, make_trainer
+from tests.small_model import quiet_trainer
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:You're resuming from a")]
 
@@ -149,6 +150,21 @@ def test_others_resume_from_the_state_of_a_job_with_a_later_checkpoint(tmp_path:
             assert len(common) >= 15
             assert max(rounds) not in found  # they skipped it
             assert all(found[round_index] == own[round_index] for round_index in common)
+
+
+def test_jobs_that_start_from_a_checkpoint_of_plain_lightning_end_together(tmp_path: Path) -> None:
+    """Their local steps follow those of the checkpoint, also on the job that gets the state."""
+    path, module = tmp_path / "plain.ckpt", Model()
+    trainer = quiet_trainer(max_steps=10)
+    trainer.fit(module, DataLoader(Numbered(), batch_size=2))
+    trainer.save_checkpoint(path)
+    with cluster(tmp_path, "--max-steps=31", program=resume_worker.main) as workers:
+        for index in range(2):
+            workers.start(index, f"--resume={path}")
+        workers.wait_for_success(0, 1)
+        workers.check_rounds()
+        assert [start_of(tmp_path, index)["steps"] for index in range(2)] == [10, 10]
+        assert workers.lines(0)[-1]["steps"] == workers.lines(1)[-1]["steps"] == 31
 
 
 # ----------------------------------------------------------------------- static runs
