@@ -86,7 +86,7 @@ class RoundRequest:
         commit: What was received before all members had confirmed.
         plan: Plan of the exchange that succeeded; None before.
         data_start: Where to continue in the stream of samples, as arguments of
-            :meth:`DataShard.reassign`; None if the group of the last attempt was not a new one.
+            :meth:`DataShard.reassign`; None if the members are those of the round before.
         state: State of the run, if this worker needed it.
         is_adopted: Whether the engine has resumed from that state.
         error: Why the round failed.

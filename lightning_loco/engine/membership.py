@@ -140,7 +140,7 @@ class DataShard:
 
     @property
     def first_unused(self) -> int:
-        """The first position that no reader uses before the next round."""
+        """The first position that no reader uses before the result of the round is applied."""
         with self._lock:
             rows = self._num_members * (self._used + self._most_per_round + 1)
             return self._base + rows * self.num_readers
