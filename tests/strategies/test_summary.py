@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lightning_loco.report.numbers import format_bytes
 from lightning_loco.strategies.registry import METHODS
+from lightning_loco.values import format_bytes
 from tests.pool import Pool
 from tests.small_model import TinyModule, flat, make_loader
 from tests.strategies.messages import RANK_ZERO, messages_of
