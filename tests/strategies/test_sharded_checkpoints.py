@@ -203,6 +203,25 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str,
         torch.testing.assert_close(plain, mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_a_run_goes_on_with_shards_of_another_number(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    """Two workers, whose shards are then of unequal sizes."""
+    path = str(tmp_path / "folder.ckpt")
+    with closing(Pool(6)) as ranks:
+        saved = ranks.run(fit, "diloco", (before, 1), path, 7, {}, world=2 * before)
+        same, other = (
+            ranks.run(fit, "diloco", (size, 1), path, None, {}, world=2 * size)
+            for size in (before, after)
+        )
+    for worker in range(2):
+        one, another = same[before * worker], other[after * worker]
+        assert torch.equal(one["start"], another["start"])
+        assert one["steps"] == another["steps"] == saved[0]["steps"]
+
+
 class Evaluated(ShardedModule):
     """SGD without momentum has no state."""
 
