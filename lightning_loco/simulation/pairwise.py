@@ -109,7 +109,7 @@ class PairwiseSimulation:
         self.algorithm, self._settings = settings.algorithm, settings
         self._step_times = make_step_times(speeds, n, jitter, seed)
         self._times = None if settings.link is None else LinkTimes(settings.link, n)
-        self._timeline, self._losses = Timeline(n), list[LossPoint]()
+        self._timeline = Timeline(n)
         self.clocks = [0.0] * n
         replicas = [
             worker.replica
@@ -206,9 +206,9 @@ class PairwiseSimulation:
         self._time_s[worker] = now_s
         loss = local_step(worker)
         self._made[worker] += 1
-        if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.ndim == 0):
-            self._last_losses[worker] = float(loss)
-            self._losses.append(LossPoint(worker, self._made[worker], now_s, float(loss)))
+        found = self._timeline.add_loss(worker, self._made[worker], now_s, loss)
+        if found is not None:
+            self._last_losses[worker] = found
         fetch = self._fetches[worker]
         if fetch is not None and fetch.arrives_s <= now_s:
             self._fetches[worker] = None
@@ -239,7 +239,7 @@ class PairwiseSimulation:
     @property
     def losses(self) -> list[LossPoint]:
         """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
-        return self._losses
+        return self._timeline.losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:

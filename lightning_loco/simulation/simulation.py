@@ -198,7 +198,6 @@ class Simulation:
         self._statistics = [worker.statistics for worker in workers]
         self._hub = self._make_hub(workers[0], bool(failures))
         self.engines = [self._make_engine(worker) for worker in workers]
-        self._losses: list[LossPoint] = []
         self._made = [0] * num_workers
         self._earlier_rounds, self._joined_at = [0] * num_workers, [0] * num_workers
         self._alive, self._returned = set(range(num_workers)), set[int]()
@@ -338,9 +337,7 @@ class Simulation:
             loss = local_step(worker)
             self._made[worker] += 1
             engine.count_step()
-            if isinstance(loss, float) or (isinstance(loss, Tensor) and loss.ndim == 0):
-                point = LossPoint(worker, engine.worker.steps, clock.time_s, float(loss))
-                self._losses.append(point)
+            self._timeline.add_loss(worker, engine.worker.steps, clock.time_s, loss)
             if engine.is_due:
                 self._unfinished[worker] = engine.round_in_parts()
                 yield from self._finish_round(worker)
@@ -508,7 +505,7 @@ class Simulation:
     @property
     def losses(self) -> list[LossPoint]:
         """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
-        return self._losses
+        return self._timeline.losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 Kind = Literal["compute", "wait", "send", "away"]
 """Local steps; waiting for others or for a link; a message on its way; dead."""
@@ -81,11 +83,13 @@ class Timeline:
 
     Attributes:
         events: In the order in which they ended, about.
+        losses: Of local steps, in order of the virtual time.
         seconds: Sum of the seconds of each worker, by kind.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.events: list[TimelineEvent] = []
+        self.losses: list[LossPoint] = []
         self.seconds: list[dict[Kind, float]] = [
             dict.fromkeys(("compute", "wait", "send", "away"), 0.0) for _ in range(num_workers)
         ]
@@ -103,3 +107,11 @@ class Timeline:
         if kind == "compute":
             self._open[worker] = len(self.events)
         self.events.append(TimelineEvent(worker, kind, start_s, end_s))
+
+    def add_loss(self, worker: int, step: int, time_s: float, value: Any) -> float | None:
+        """Add what a local step has returned if it is a loss, and return that; None for others."""
+        if not (isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0)):
+            return None
+        loss = float(value)
+        self.losses.append(LossPoint(worker, step, time_s, loss))
+        return loss
