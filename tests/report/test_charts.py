@@ -17,7 +17,7 @@ from lightning_loco.report.charts import (
     some_rounds,
     tick_text,
 )
-from lightning_loco.report.numbers import format_seconds
+from lightning_loco.report.page import format_seconds
 from lightning_loco.report.record import Curve, Drawing, Point
 from lightning_loco.values import format_bytes
 
