@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -16,11 +15,12 @@ import command
 import lightning_loco as loco
 import train
 from lightning_loco.cli import build_strategy
-from lightning_loco.links import Link, as_links
-from lightning_loco.plan.planner import Job, make_plan
+from lightning_loco.links import Link
+from lightning_loco.plan.planner import make_plan
 from lightning_loco.plan.report import commands, report
 from tests.conftest import ROOT
 from tests.docs.pages import overrides_of
+from tests.plan.test_planner import job
 from tests.programs import environment
 
 Run = Callable[[str], tuple[object, str]]
@@ -43,25 +43,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run_command
 
 
-def plan_of(link: Any, **changes: Any) -> Any:
-    links = as_links(link)
-    assert links is not None
-    values: dict[str, Any] = {
-        "num_parameters": 124_000_000,
-        "num_workers": 2,
-        "links": links,
-        "step_s": 0.5,
-        "tokens_per_step": 16_384,
-        "tokens": 2_480_000_000,
-    }
-    return make_plan(Job(**{**values, **changes}))
-
-
 PLANS = {
-    "DDP": plan_of("datacentre"),
-    "DiLoCo": plan_of("lan"),
-    "Streaming DiLoCo": plan_of(Link(50)),
-    "few rounds": plan_of(Link(50), tokens=3_000_000),
+    "DDP": make_plan(job("datacentre")),
+    "DiLoCo": make_plan(job("lan")),
+    "Streaming DiLoCo": make_plan(job(Link(50))),
+    "few rounds": make_plan(job(Link(50), tokens=3_000_000)),
 }
 
 
