@@ -9,7 +9,7 @@ Span = tuple[str, float, float]
 """Kind, start and end in seconds of the clock."""
 
 IN_BACKGROUND = ("round", "send")
-"""Kinds of spans in which a rank does something else meanwhile."""
+"""Kinds of spans in which a rank does something else at the same time."""
 
 
 class Spans:
