@@ -33,7 +33,7 @@ from lightning_loco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
-from lightning_loco.compression import Compensated, Int8, Sparse
+from lightning_loco.compression import Compensated, ErrorFeedback, Int8, Sparse
 from lightning_loco.engine import RoundSettings
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology, get_topology
@@ -263,6 +263,13 @@ CASES = {
     "diloco_compensated": Case(
         DiLoCo(1.5, 0.3),
         compression=Compensated(Sparse(k=4, block=16)),
+        accuracy=0.2,
+        variant_of="diloco",
+        not_in=ROUNDED,
+    ),
+    "sparseloco": Case(
+        DiLoCo(1.0, 0.0),
+        compression=ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95),
         accuracy=0.2,
         variant_of="diloco",
         not_in=ROUNDED,

@@ -42,6 +42,11 @@ class Codec(ABC):
     """Whether the loss is so large that training needs an error feedback."""
 
     @property
+    def averages_senders(self) -> bool:
+        """Whether the mean of a value is that of the workers that have sent it."""
+        return False
+
+    @property
     @abstractmethod
     def block(self) -> int:
         """Values in a block."""

@@ -92,7 +92,7 @@ class Compensated:
     Example:
         >>> from lightning_loco.compression import Sparse
         >>> Compensated(Sparse(k=32))
-        Compensated(codec=Sparse(k=32, block=4096))
+        Compensated(codec=Sparse(k=32, block=4096, mean_over='workers'))
     """
 
     codec: Codec
@@ -202,9 +202,15 @@ def as_compression(
         return None
     if isinstance(given, str):
         given = CODECS[given]()
-    if exchange == "mean" and isinstance(given, Compensated):
-        return Compression(given.codec, is_relative=sends_parameters, stays_in_model=True)
     codec = given if isinstance(given, Codec) else given.codec
+    if codec.averages_senders and (exchange != "mean" or isinstance(given, Compensated)):
+        raise ValueError(
+            f"{codec} averages each value over the workers that have sent it, which works with an "
+            "algorithm that averages over all workers and an error feedback, such as "
+            f"DiLoCoStrategy(compression=ErrorFeedback({codec}, 0.95)). Leave mean_over out."
+        )
+    if exchange == "mean" and isinstance(given, Compensated):
+        return Compression(codec, is_relative=sends_parameters, stays_in_model=True)
     if exchange == "mean":
         decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
         return Compression(codec, decay or None, is_relative=sends_parameters)

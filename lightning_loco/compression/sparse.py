@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,13 +23,23 @@ class Sparse(Codec):
     is the mean magnitude of its values. All other values become 0, so messages need an error
     feedback and must be pseudo-gradients.
 
+    The mean over N workers divides each sum by N, although most of them have not sent that value.
+    With ``mean_over="senders"``, as in the code of the paper's authors, it is divided by the number
+    of workers that have sent it, so that a value of one worker moves the parameter by all of it:
+
+    .. math::
+        \bar u = \frac{\sum_i Q(u^i)}{\max(1, \#\{i : Q(u^i) \ne 0\})}
+
     Args:
         k: Values that are kept in each block, a positive multiple of 4; 64 of 4096 are 1.56 %.
         block: Values in a block, a multiple of 4, at most 4096 and at least ``k``.
+        mean_over: ``"workers"`` divides each sum by the number of workers, ``"senders"`` by the
+            number of those that have sent the value; only for algorithms that average over all
+            workers, with an error feedback.
 
     Raises:
         TypeError: If a number is not an integer.
-        ValueError: If one is out of range.
+        ValueError: If one is out of range, or ``mean_over`` unknown.
 
     Source:
         Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706.
@@ -43,6 +54,7 @@ class Sparse(Codec):
 
     k: int = 64
     block: int = _LARGEST_BLOCK
+    mean_over: Literal["workers", "senders"] = "workers"
 
     at_once = 2**18
     is_sparse = True
@@ -59,6 +71,13 @@ class Sparse(Codec):
                 f"k counts the values that are kept in a block of {self.block} and must be a "
                 f"multiple of 4 between 4 and {self.block}, got {self.k}."
             )
+        if self.mean_over not in ("workers", "senders"):
+            raise ValueError(f"mean_over must be 'workers' or 'senders', got {self.mean_over!r}.")
+
+    @property
+    def averages_senders(self) -> bool:
+        """Whether the mean of a value is that of the workers that have sent it."""
+        return self.mean_over == "senders"
 
     @property
     def row_bytes(self) -> int:

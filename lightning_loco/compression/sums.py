@@ -1,4 +1,4 @@
-"""Sums of encoded messages, shard by shard.
+"""Sums and means of encoded messages, shard by shard.
 
 A *shard* is the part of a message that one worker adds up for all: whole blocks, about an N-th of
 the message. The worker receives the others' bytes of its shard, adds the values up, and encodes the
@@ -57,6 +57,31 @@ def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
         for wire in others:
             total[part].add_(codec.decode(wire[written], read))
     return total
+
+
+def average_senders(codec: Codec, wires: Sequence[Tensor], mean: Tensor) -> Tensor:
+    """Decode the messages of all workers, and average each value over those that have sent it.
+
+    A value that is 0 counts as not sent; one that no worker has sent is 0.
+
+    Example:
+        >>> import torch
+        >>> from lightning_loco.compression import Sparse
+        >>> codec = Sparse(k=4, block=8)
+        >>> first = codec.encode(torch.tensor([4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0]))
+        >>> second = codec.encode(torch.tensor([2.0, 2.0, 0.0, 0.0, 2.0, 2.0, 0.0, 0.0]))
+        >>> average_senders(codec, [first, second], torch.empty(8))
+        tensor([3., 3., 4., 4., 2., 2., 0., 0.])
+    """
+    for part, written in codec.pieces(mean):
+        total = codec.decode(wires[0][written], mean[part])
+        count = (total != 0).to(total.dtype)
+        for wire in wires[1:]:
+            read = codec.decode(wire[written], torch.empty_like(total))
+            total.add_(read)
+            count.add_(read != 0)
+        total.div_(count.clamp_(min=1))
+    return mean
 
 
 def add_written(codec: Codec, wire: Tensor, total: Tensor) -> Tensor:

@@ -433,7 +433,8 @@ class FragmentSync:
         """Yield each chunk with the mean, or what the algorithm makes of all messages."""
         weight = 1.0
         if self._exchange.is_weighted and not pending.is_reduced:
-            weight = total_weight(info.weights, pending.statuses.label)
+            total = total_weight(info.weights, pending.statuses.label)
+            weight = 1.0 if self._exchange.is_mean else total
         ageless = dataclasses.replace(info, ages=())  # a checkpoint combines before the end
         for chunk, part in bucket.split(received):
             if self._algorithm.gathers and not pending.is_reduced:

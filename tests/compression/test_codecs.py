@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco.compression import CODECS, E3M0, BFloat16, Codec, Float16, Int4, Int8, Sparse
-from lightning_loco.compression.sums import add_up, add_written, shards, subtract_written
+from lightning_loco.compression.sums import (
+    add_up,
+    add_written,
+    average_senders,
+    shards,
+    subtract_written,
+)
 
 SMALL = [BFloat16(), Float16(), Int8(8), Int4(8), E3M0(8), Sparse(4, 16)]
 LENGTHS = [1, 3, 8, 15, 16, 17, 64, 100, 4096, 5000]
@@ -182,6 +188,19 @@ def test_sums_are_sums_of_decoded_values(subtests: pytest.Subtests) -> None:
             assert torch.equal(lost, messages[0] - read(codec, messages[0]))
 
 
+def test_a_value_is_averaged_over_the_workers_that_have_sent_it() -> None:
+    codec = Sparse(16, 64, mean_over="senders")
+    messages = [randn(5000, seed) for seed in range(3)]
+    messages.append(torch.zeros(5000))
+    mean = average_senders(codec, [codec.encode(one) for one in messages], torch.empty(5000))
+    sent = torch.stack([read(codec, one) for one in messages])
+    counts = (sent != 0).sum(0)
+    assert set(counts.tolist()) == {0, 1, 2, 3}
+    for index, count in enumerate(counts.tolist()):
+        expected = sent[:, index].sum() / count if count else torch.tensor(0.0)
+        torch.testing.assert_close(mean[index], expected)
+
+
 def test_codecs_can_be_pickled_and_hashed(subtests: pytest.Subtests) -> None:
     for codec in SMALL:
         with subtests.test(str(codec)):
@@ -200,6 +219,7 @@ def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
         (lambda: Sparse(64, 32), ValueError, "between 4 and 32, got 64"),
         (lambda: Sparse(64, 8192), ValueError, "at most 4096, got 8192"),
         (lambda: Sparse(True), TypeError, "k counts values"),
+        (lambda: Sparse(mean_over="all"), ValueError, "'workers' or 'senders', got 'all'"),
     ):
         with subtests.test(words), pytest.raises(error, match=words):
             make()

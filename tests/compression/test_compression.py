@@ -73,6 +73,8 @@ def test_unsupported_combinations_are_refused(subtests: pytest.Subtests) -> None
         (ErrorFeedback(Int8()), "neighbors", ValueError, "without an error feedback"),
         ("int4", "pull", ValueError, "too roughly for gossip"),
         (ErrorFeedback(Int8()), "pull", ValueError, "Pulls take no error feedback.*codec alone"),
+        (Sparse(mean_over="senders"), "neighbors", ValueError, "all workers and an error feedback"),
+        (Compensated(Sparse(mean_over="senders")), "mean", ValueError, "Leave mean_over out"),
     ):
         with subtests.test(given=given, exchange=exchange), pytest.raises(error, match=words):
             as_compression(given, exchange, False)

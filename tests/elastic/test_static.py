@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_loco.engine import StepEngine
 from tests.elastic.cluster import cluster
-from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of, checksum
+from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of, checksum, compression_of
 from tests.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -31,7 +31,7 @@ def run_of_ranks(
         overlap=overlap,
         warm_start=False,
         topology=TOPOLOGIES.get(algorithm),
-        compression=compression,
+        compression=compression_of(compression),
     )
     found = [checksum(engine)]
     while engine.worker.round_index < ROUNDS:
@@ -54,6 +54,7 @@ def run_of_ranks(
         pytest.param("noloco", 4, True, None, marks=pytest.mark.soak),
         pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.soak),
         pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.soak),
+        pytest.param("diloco", 3, True, "senders", marks=pytest.mark.soak),
         pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.soak),
         pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.soak),
     ],

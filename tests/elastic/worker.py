@@ -25,6 +25,7 @@ from lightning_loco.algorithms import (
     NeighborAverage,
     NoLoCo,
 )
+from lightning_loco.compression import ErrorFeedback, Sparse
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
 from lightning_loco.engine.membership import Membership
@@ -34,6 +35,14 @@ from tests.elastic.arguments import elastic_of, make_parser
 from tests.faults.failing import KINDS, failing_at, lose_connection
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
+SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
+
+
+def compression_of(name: str | None) -> str | ErrorFeedback | None:
+    """A compression by its name; ``senders`` are sparse means over senders."""
+    return SENDERS if name == "senders" else name
+
+
 PULL = 0.05
 """Part of the way to the worker's target, ``index + 1``, that one local step makes."""
 
@@ -90,7 +99,7 @@ def streaming_settings(
     return RoundSettings(
         algorithm,
         schedule,
-        compression=args.compression,
+        compression=compression_of(args.compression),
         merge_policy=Mix(args.mix),
         membership=membership,
     )
@@ -114,7 +123,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         overlap=args.overlap,
         warm_start=False,
         topology=TOPOLOGIES.get(args.algorithm),
-        compression=args.compression,
+        compression=compression_of(args.compression),
         membership=elastic_of(args),
         group=group_of(args),
     )

@@ -28,6 +28,7 @@ from lightning_loco.compression.sums import shards
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
+from lightning_loco.simulation import Simulation
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.conftest import cover
@@ -61,6 +62,13 @@ WAYS = {
 }
 MEANS = {name: way for name, way in WAYS.items() if way[0].exchange == "mean"}
 CODECS = [BFloat16(), Float16(), Int8(8), Int4(8), E3M0(8), Sparse(4, 16)]
+OF_SENDERS = Sparse(4, 16, mean_over="senders")
+SPARSELOCO = {
+    "blocking": (DiLoCo(1.0, 0.0), EverySteps(2)),
+    "late": (DiLoCo(1.0, 0.0), EverySteps(2, overlap=True)),
+    "halves": (DiLoCo(1.0, 0.0), Halves(2)),
+    "parameters": (LocalSGD(), EverySteps(2)),
+}
 
 
 def test_same_numbers_in_processes_and_in_the_simulation(
@@ -151,7 +159,7 @@ def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest
     ("algorithm", "schedule", "codec", "world"),
     cover(
         [pytest.param(*way, id=name) for name, way in MEANS.items()],
-        [pytest.param(codec, id=str(codec)) for codec in CODECS],
+        [pytest.param(codec, id=str(codec)) for codec in (*CODECS, OF_SENDERS)],
         (2, 3, 4),
         strength=1,
     ),
@@ -204,12 +212,15 @@ def written(codec: Codec, values: Tensor) -> Tensor:
 
 
 def diloco_by_hand(codec: Codec, num_workers: int, rounds: int, lr: float) -> Tensor:
-    """DiLoCo with outer SGD, an error feedback of each worker and one of each sum of a shard."""
+    """DiLoCo with outer SGD, an error feedback of each worker and one of each sum of a shard.
+
+    With the mean over senders each sum is divided by how many workers have sent a value.
+    """
     outer = torch.zeros(150, dtype=torch.float64)
     models = [Point(outer.clone()) for _ in range(num_workers)]
     left = [torch.zeros_like(outer) for _ in models]
     for _ in range(rounds):
-        total = torch.zeros_like(outer)
+        total, count = torch.zeros_like(outer), torch.zeros_like(outer)
         for worker, model in enumerate(models):
             for _ in range(2):
                 approach(worker, model)
@@ -217,12 +228,13 @@ def diloco_by_hand(codec: Codec, num_workers: int, rounds: int, lr: float) -> Te
             sent = written(codec, wanted)
             left[worker] = wanted - sent
             total += sent
+            count += sent != 0
         mean = total
         if not codec.is_sparse:
             mean = written(codec, total)
             for worker, shard in enumerate(shards(codec, 150, num_workers)):
                 left[worker][shard.values] += (total - mean)[shard.values]
-        outer = outer - lr * mean / num_workers
+        outer = outer - lr * mean / (count.clamp(1) if codec.averages_senders else num_workers)
         for model in models:
             model.value.data.copy_(outer)
     return outer
@@ -238,13 +250,57 @@ def large_wide() -> Point:
 
 @pytest.mark.parametrize(
     ("codec", "world"),
-    cover([pytest.param(codec, id=str(codec)) for codec in CODECS], (1, 2, 4), strength=1),
+    [
+        *cover([pytest.param(codec, id=str(codec)) for codec in CODECS], (1, 2, 4), strength=1),
+        pytest.param(OF_SENDERS, 3, id="senders"),
+    ],
 )
 def test_diloco_is_its_plain_loop(pool: Pool, codec: Codec, world: int) -> None:
     settings = RoundSettings(DiLoCo(0.5, 0.0), EverySteps(2), compression=ErrorFeedback(codec))
     expected = diloco_by_hand(codec if world > 1 else Exact(), world, ROUNDS, 0.5)
     for history in pool.run(train, settings, ROUNDS, small_wide, world=world):
         assert_close(history[-1], expected)
+
+
+def test_means_over_senders_in_processes_are_those_of_the_simulation(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    """A worker that has not sent a value does not count, in one bucket or several, when resumed."""
+    settings = {
+        name: RoundSettings(*way, compression=ErrorFeedback(OF_SENDERS, 0.95))
+        for name, way in SPARSELOCO.items()
+    }
+    rows = {
+        (name, after): (one, ROUNDS, large_wide, after)
+        for name, one in settings.items()
+        for after in (None, 2)
+    }
+    results = run_each(pool, train, rows, world=3)
+    for name, one in settings.items():
+        with subtests.test(name):
+            unbroken, resumed = (torch.stack(results[name, after], 1) for after in (None, 2))
+            expected = simulate(
+                dataclasses.replace(one, bucket_bytes=SMALL_BUCKET), 3, ROUNDS, large_wide
+            )
+            assert torch.equal(unbroken[:ROUNDS], expected[:ROUNDS])
+            assert torch.equal(resumed, unbroken)
+            over_all = dataclasses.replace(one, compression=ErrorFeedback(Sparse(4, 16), 0.95))
+            assert not torch.equal(simulate(over_all, 3, ROUNDS, large_wide), expected)
+
+
+def test_a_worker_with_nan_does_not_count_as_a_sender() -> None:
+    models = [small_wide() for _ in range(3)]
+    settings = RoundSettings(
+        DiLoCo(1.0, 0.0), EverySteps(1), compression=ErrorFeedback(Sparse(16, 16, "senders"))
+    )
+    simulation = Simulation.from_settings(models, settings)
+
+    def local_step(worker: int) -> None:
+        value = torch.nan if worker == 1 else float(worker + 1)
+        models[worker].value.data.fill_(value)
+
+    simulation.run(local_step, 1)
+    assert_close(simulation.consensus(), torch.full((150,), 2.0, dtype=torch.float64))
 
 
 def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.background import run_in_thread
-from lightning_loco.compression import Compression
-from lightning_loco.compression.sums import add_up, shards, subtract_written
+from lightning_loco.compression import Codec, Compression
+from lightning_loco.compression.sums import add_up, average_senders, shards, subtract_written
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -25,7 +25,7 @@ _LONGEST_JOIN_S = 5.0
 
 
 class CompressedSum:
-    """The exchange of one compressed message, which ends with the sum of all.
+    """The exchange of one compressed message, which ends with the sum or the mean of all.
 
     Args:
         compression: How it is compressed.
@@ -65,7 +65,7 @@ class CompressedSum:
         """Exchange; what is lost is left in the message's memory, if it is fed back.
 
         Returns:
-            The sum over all workers, equal on all of them.
+            The sum over all workers, or the mean over the senders; equal on all workers.
         """
         return self._add_sparse(swap) if self._codec.is_sparse else self._add_shards(swap)
 
@@ -81,7 +81,7 @@ class CompressedSum:
         swap(dict.fromkeys(inbox, wire), inbox)
         if self._has_feedback:
             subtract_written(self._codec, wire, self._message)
-        return add_up(self._codec, self._in_order(wire, inbox), self._memory)
+        return _combine(self._codec, self._in_order(wire, inbox), self._memory)
 
     def _add_shards(self, swap: Swap) -> Tensor:
         codec, wire = self._codec, self._wire
@@ -104,8 +104,13 @@ class CompressedSum:
         return codec.decode(sums, self._memory)
 
 
+def _combine(codec: Codec, wires: Sequence[Tensor], memory: Tensor) -> Tensor:
+    combine = average_senders if codec.averages_senders else add_up
+    return combine(codec, wires, memory)
+
+
 def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor:
-    """Return the sum that every worker decodes; what is lost is left in the messages if fed back.
+    """Return what every worker decodes; what is lost is left in the messages if it is fed back.
 
     Args:
         compression: How messages are compressed.
@@ -116,7 +121,7 @@ def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor
     if compression.has_feedback:
         for wire, message in zip(wires, messages, strict=True):
             subtract_written(codec, wire, message)
-    add_up(codec, wires, total)
+    _combine(codec, wires, total)
     if codec.is_sparse:
         return total
     sums = codec.encode(total)
@@ -129,7 +134,7 @@ def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor
 
 
 class CompressedAllReduce(SeparateStatuses):
-    """Every worker receives the sum of the messages, to be divided by the total weight.
+    """Every worker receives the sum of the messages, or their mean over the senders.
 
     Between its two exchanges of bytes a worker has to add up. If rounds are overlapped, a thread
     does it during the local steps, bucket by bucket, so that all workers make their calls in one
@@ -152,6 +157,7 @@ class CompressedAllReduce(SeparateStatuses):
         is_overlapped: bool,
     ) -> None:
         super().__init__(group, statistics)
+        self.is_mean = compression.codec.averages_senders
         self._compression = compression
         self._is_overlapped = is_overlapped
         self._spare: list[Tensor] = []
@@ -190,7 +196,7 @@ class CompressedAllReduce(SeparateStatuses):
         return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Decode the sum; what is lost is left in the messages if it is fed back."""
+        """Decode the result; what is lost is left in the messages if it is fed back."""
         if len(messages) == 1:
             total = messages[0].clone()
             messages[0].zero_()
