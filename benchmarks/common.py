@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -172,6 +174,30 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
         return f"{values[0]:.{digits}f}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """The share of all choices of signs whose sum is as far from zero as the one that is there.
+
+    Example:
+        >>> paired_p([1.0, 2.0, 3.0])
+        0.25
+    """
+    total = abs(sum(differences))
+    sums = [
+        abs(sum(sign * value for sign, value in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    return sum(value >= total * (1 - 1e-9) for value in sums) / len(sums)
+
+
+def mean_and_deviation(values: Sequence[float], digits: int) -> str:
+    """``1.02 (0.03)``: mean and standard deviation; infinite losses are counted instead."""
+    if infinite := sum(math.isinf(value) for value in values):
+        return f"{infinite} of {len(values)} diverged"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ({statistics.stdev(values):.{digits}f})"
 
 
 def against(value: float, bound: float, digits: int = 2) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -147,11 +147,16 @@ class Training(NamedTuple):
             used = shares[:1] if self.method == "alone" else shares
             train_alone(model, used, steps)
         else:
-            train_together(model, shares, settings, steps, options)
+            models = [new_model(options, steps) for _ in shares]
+            models[0].load_state_dict(model.state_dict())
+            simulation = train_together(models, shares, settings, steps)
+            torch.nn.utils.vector_to_parameters(simulation.consensus(), model.parameters())
         return validate(model, data)
 
 
-def new_model(options: argparse.Namespace, steps: int) -> ByteGPT:
+def new_model(
+    options: argparse.Namespace, steps: int, optimizer: Literal["adamw", "muon"] = "adamw"
+) -> ByteGPT:
     """A GPT whose learning rate ends with the last step."""
     warmup = min(50, max(1, steps // 10))
     return ByteGPT(
@@ -161,6 +166,7 @@ def new_model(options: argparse.Namespace, steps: int) -> ByteGPT:
         context=CONTEXT,
         total_steps=steps,
         warmup_steps=warmup,
+        optimizer=optimizer,
     )
 
 
@@ -188,15 +194,9 @@ def train_alone(model: ByteGPT, shares: list[Iterator[Tensor]], steps: int) -> N
 
 
 def train_together(
-    model: ByteGPT,
-    shares: list[Iterator[Tensor]],
-    settings: RoundSettings,
-    steps: int,
-    options: argparse.Namespace,
-) -> None:
-    """All workers by turns; the model becomes their consensus."""
-    models = [new_model(options, steps) for _ in shares]
-    models[0].load_state_dict(model.state_dict())
+    models: list[ByteGPT], shares: list[Iterator[Tensor]], settings: RoundSettings, steps: int
+) -> Simulation:
+    """All workers by turns, which start from the first one's model."""
     simulation = Simulation.from_settings(models, settings)
     made: list[Any] = [one.configure_optimizers() for one in models]
 
@@ -211,7 +211,7 @@ def train_together(
     for _ in range(fragments):
         simulation.make_round()
     simulation.drain()
-    torch.nn.utils.vector_to_parameters(simulation.consensus(), model.parameters())
+    return simulation
 
 
 @torch.no_grad()

@@ -30,12 +30,12 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import make_parser, print_machine, print_table
+from common import make_parser, mean_and_deviation, paired_p, print_machine, print_table
 from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, GASLoC, NeighborAverage, Simulation, StreamingDiLoCoStrategy
@@ -58,30 +58,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, EMBEDDING, HIDDEN, BATCH = 8, 16, 64, 32
 TUNING_SEEDS = (1000, 1001)
 Record = dict[str, Any]
-
-
-def paired_p(differences: Sequence[float]) -> float:
-    """The share of all choices of signs whose sum is as far from zero as the one that is there.
-
-    Example:
-        >>> paired_p([1.0, 2.0, 3.0])
-        0.25
-    """
-    total = abs(sum(differences))
-    sums = [
-        abs(sum(sign * value for sign, value in zip(signs, differences, strict=True)))
-        for signs in itertools.product((1, -1), repeat=len(differences))
-    ]
-    return sum(value >= total * (1 - 1e-9) for value in sums) / len(sums)
-
-
-def mean_and_deviation(values: Sequence[float], digits: int) -> str:
-    """``1.02 (0.03)``: mean and standard deviation; infinite losses are counted instead."""
-    if infinite := sum(math.isinf(value) for value in values):
-        return f"{infinite} of {len(values)} diverged"
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    return f"{statistics.fmean(values):.{digits}f} ({statistics.stdev(values):.{digits}f})"
 
 
 def values_of(records: list[Record], key: str, **where: Any) -> list[float]:
