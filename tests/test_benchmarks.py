@@ -248,6 +248,24 @@ def test_hidden_keeps_finished_trainings(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
+def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
+    file, picture = tmp_path / "seeds.json", tmp_path / "seeds.png"
+    arguments = ["--quick", "--out", str(file)]
+    first = run("quality_seeds", *arguments)
+    assert len(json.loads(file.read_text())) == len(re.findall(r"^\d+/\d+:", first, re.MULTILINE))
+    again = run("quality_seeds", *arguments, "--png", str(picture))
+    assert not re.search(r"^\d+/\d+:", again, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cells(again, "snoo")[-1] == "0.0"
+    sent = {name: float(cells(again, name)[-1]) for name in ("whole_ddp", "lora_ddp")}
+    sent["lora_diloco_10"] = float(cells(again, "lora_diloco_10")[-1])
+    assert sent["lora_diloco_10"] < sent["lora_ddp"] < sent["whole_ddp"]
+    losses = {name: float(cells(again, name)[1]) for name in sent}
+    assert all(1 < loss < math.log(256) for loss in losses.values())
+
+
+@pytest.mark.soak
+@pytest.mark.process
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     file = tmp_path / "quality.json"
     arguments = ("--quick", "--only", "ddp", "diloco", "--out", str(file))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from lightning_loco import Elastic
-from lightning_loco.algorithms import Cosine
+from lightning_loco.algorithms import Cosine, DiLoCo
 from lightning_loco.checked_settings import SettingsError, early_settings
 from lightning_loco.cli import build_strategy
 from lightning_loco.compression import (
@@ -27,7 +27,7 @@ from lightning_loco.compression import (
     as_compression,
 )
 from lightning_loco.links import LINKS, NETWORKS, Links
-from lightning_loco.schedules import VaryingSteps
+from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, Topology
 
@@ -192,6 +192,13 @@ def test_compression_errors_can_stay_in_the_model() -> None:
     choice = ["algorithm=diloco", "compression=sparse", "compression.error_feedback=model"]
     settings = build_strategy(config(*choice, "compression.k=32")).settings
     assert settings.compression == Compensated(Sparse(k=32))
+
+
+def test_sparseloco_has_its_authors_settings() -> None:
+    settings = build_strategy(config("experiment=sparseloco")).settings
+    assert settings.algorithm == DiLoCo(outer_lr=1.0, outer_momentum=0.0)
+    assert settings.schedule == EverySteps(30)
+    assert settings.compression == ErrorFeedback(Sparse(k=128, mean_over="senders"), 0.95)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
