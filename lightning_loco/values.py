@@ -1,4 +1,4 @@
-"""Values of settings: checks of types and ranges, a plain form to compare, bytes as text."""
+"""Values of settings: checks of types and ranges, a plain form; bytes and seconds as text."""
 
 from __future__ import annotations
 
@@ -149,3 +149,18 @@ def format_bytes(num_bytes: float) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with one unit, such as 11.2 h; each unit is used from three of it on.
+
+    Example:
+        >>> [format_seconds(seconds) for seconds in (0.0123, 0.5, 12.34, 179)]
+        ['12.3 ms', '0.5 s', '12.3 s', '179 s']
+        >>> [format_seconds(seconds) for seconds in (245, 9000, 40_000, 1e6)]
+        ['4.1 min', '150.0 min', '11.1 h', '11.6 d']
+    """
+    for factor, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 3 * factor:
+            return f"{seconds / factor:,.1f} {unit}"
+    return f"{1000 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"

@@ -20,7 +20,7 @@ from lightning_loco.plan.loss import (
     SLOPE,
 )
 from lightning_loco.plan.planner import BACKWARD_SHARE, MIN_ROUNDS, Job, Option, Plan
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 
 _HEADINGS = ("", "H", "parts", "late", "computes", "per round", "in all", "time", "speed")
 _WIDTHS = (28, 4, 6, 5, 10, 11, 10, 10, 9)
@@ -284,19 +284,6 @@ def format_count(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.3g}{unit}"
     return f"{number:g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration, such as 11.2 h.
-
-    Example:
-        >>> format_seconds(0.5), format_seconds(600), format_seconds(40_000), format_seconds(1e6)
-        ('0.5 s', '10.0 min', '11.1 h', '11.6 d')
-    """
-    for factor, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 3 * factor:
-            return f"{seconds / factor:,.1f} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lightning_loco.report.charts import (
 )
 from lightning_loco.report.record import Curve, Point, RunRecord
 from lightning_loco.report.trace import TRACE_FILE, write_trace
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 
 PAGE_FILE = "report.html"
 """Name of the page in the folder of a run."""
@@ -46,18 +46,6 @@ MAX_LANES = 64
 
 MAX_GRAPH = 64
 """Workers of a topology that is drawn."""
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration, such as 12.3 s, 4 min 5 s or 2 h 30 min."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_value(value: float) -> str:

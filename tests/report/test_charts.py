@@ -17,9 +17,8 @@ from lightning_loco.report.charts import (
     some_rounds,
     tick_text,
 )
-from lightning_loco.report.page import format_seconds
 from lightning_loco.report.record import Curve, Drawing, Point
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 
 
 def points(count: int, num_bytes: int = 1000) -> list[Point]:
@@ -144,8 +143,8 @@ def test_graphs() -> None:
 
 def test_numbers_as_text() -> None:
     assert [format_bytes(n) for n in (0, 999, 12_300_000)] == ["0 B", "999 B", "12.3 MB"]
-    seconds = [format_seconds(s) for s in (0.0123, 12.34, 245.0, 9000.0)]
-    assert seconds == ["12.3 ms", "12.3 s", "4 min 5 s", "2 h 30 min"]
+    seconds = [format_seconds(s) for s in (0, 0.0123, 12.34, 245.0, 9000.0, 90_000.0)]
+    assert seconds == ["0 s", "12.3 ms", "12.3 s", "4.1 min", "150.0 min", "25.0 h"]
     assert [tick_text(t) for t in (0, 0.3, 8000, 1e8, 5e-5)] == [
         "0",
         "0.3",
