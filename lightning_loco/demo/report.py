@@ -30,7 +30,8 @@ class RunReport:
         algorithm: Name of the algorithm.
         topology: Name of the topology; None for algorithms without one.
         num_workers: Workers; if they join and leave, those of the last round.
-        val_loss: Validation loss of the final model, in nats per byte.
+        val_loss: Validation loss of the final model.
+        is_per_byte: Whether the loss is in nats per byte, as that of ``ByteTextData`` is.
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
         bytes_sent: Bytes that all ranks of a worker sent, mean over the workers.
@@ -48,6 +49,7 @@ class RunReport:
     topology: str | None
     num_workers: int
     val_loss: float | None = None
+    is_per_byte: bool = False
     tokens: int | None = None
     rounds: int | None = None
     bytes_sent: int | None = None
@@ -64,7 +66,7 @@ class RunReport:
             "algorithm": self.algorithm,
             "topology": self.topology or "-",
             "workers": str(self.num_workers),
-            "validation loss": "-" if self.val_loss is None else _nats(self.val_loss),
+            "validation loss": self._loss(),
             "trained on": "-" if self.tokens is None else f"{self.tokens:,} bytes",
             "rounds": _number(self.rounds, ",d"),
             "sent per worker": self._sent(),
@@ -77,6 +79,12 @@ class RunReport:
             lines["on the link"] = format_link_time(self.emulated_s, waited_s)
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+    def _loss(self) -> str:
+        if self.val_loss is None:
+            return "-"
+        bits = f" nats per byte ({self.val_loss / math.log(2):.3f} bits)"
+        return f"{self.val_loss:.4f}{bits if self.is_per_byte else ''}"
 
     def _sent(self) -> str:
         if self.bytes_sent is None:
@@ -121,6 +129,7 @@ def measure(
         algorithm=type(strategy).__name__.removesuffix("Strategy"),
         topology=None,
         num_workers=trainer.world_size,
+        is_per_byte=isinstance(data, ByteTextData),
     )
     step_bytes = None
     if isinstance(data, ByteTextData):
@@ -168,7 +177,3 @@ def measure(
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def _nats(loss: float) -> str:
-    return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"

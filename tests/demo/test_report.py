@@ -13,6 +13,7 @@ REPORT = RunReport(
     topology="ring",
     num_workers=4,
     val_loss=1.7,
+    is_per_byte=True,
     tokens=2_457_600,
     rounds=60,
     bytes_sent=402_186_240,
@@ -29,6 +30,11 @@ def test_the_table_is_aligned() -> None:
     assert "validation loss     1.7000 nats per byte (2.453 bits)" in lines
     assert "sent per worker     402.2 MB" in lines
     assert "consensus distance  1.230e-02" in lines
+
+
+def test_only_the_loss_of_bytes_has_a_unit() -> None:
+    other = dataclasses.replace(REPORT, is_per_byte=False)
+    assert "validation loss     1.7000" in other.table().splitlines()
 
 
 def test_missing_values_are_dashes() -> None:
