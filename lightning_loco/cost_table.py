@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 
+from lightning_loco.arguments import number_of, whole_number
 from lightning_loco.costs import ENCODINGS, METHODS, Costs, StepTimes, as_method, estimate
 from lightning_loco.links import LINKS, NETWORKS, LinkTimes, as_links
 from lightning_loco.topology import as_topology
@@ -13,10 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="number of workers")
     parser.add_argument(
-        "--parameters", type=float, required=True, metavar="P", help="of the model, e.g. 100e9"
+        "--parameters",
+        type=whole_number,
+        required=True,
+        metavar="P",
+        help="of the model, e.g. 100e9",
     )
     parser.add_argument(
-        "--step-s", type=float, required=True, metavar="SECONDS", help="mean time of a local step"
+        "--step-s",
+        type=number_of("seconds", "0.5"),
+        required=True,
+        metavar="SECONDS",
+        help="mean time of a local step",
     )
     names = ", ".join((*LINKS, *NETWORKS))
     parser.add_argument(
@@ -70,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
 
     ValueError or FileNotFoundError if an argument cannot work.
     """
-    if args.workers < 1 or not args.parameters >= 1:
-        raise ValueError(
-            f"--workers and --parameters must be at least 1, got {args.workers} and "
-            f"{args.parameters:g}."
-        )
+    for name in ("workers", "parameters", "every", "rounds"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value:,}.")
+    if not 0 < args.step_s < math.inf:
+        raise ValueError(f"--step-s must be positive and finite, got {args.step_s:g}.")
     links = as_links(args.network)
     assert links is not None
     links.check(args.workers)
@@ -90,10 +100,11 @@ def run(args: argparse.Namespace) -> int:
     method = as_method(
         args.method, args.every, topology, ENCODINGS[args.codec], args.fragments, args.delay
     )
-    numel = int(args.parameters)
     rows = {
-        args.method: estimate(method, numel, steps, times, args.rounds, method.num_fragments),
-        "ddp": estimate(as_method("ddp"), numel, steps, times, args.rounds),
+        args.method: estimate(
+            method, args.parameters, steps, times, args.rounds, method.num_fragments
+        ),
+        "ddp": estimate(as_method("ddp"), args.parameters, steps, times, args.rounds),
     }
     print(table(rows))
     return 0

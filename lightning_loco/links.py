@@ -6,6 +6,7 @@ The emulator and the simulation take all times from here.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import re
@@ -289,10 +290,12 @@ def _as_link(value: object, where: str) -> Link:
         return value
     if isinstance(value, str):
         if value not in LINKS:
-            names = (*LINKS, *NETWORKS) if where == "link" else LINKS
+            names = (*LINKS, *NETWORKS) if where == "link" else tuple(LINKS)
+            close = difflib.get_close_matches(value, names, 1)
+            instead = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(
                 f"{where} must be one of {', '.join(names)}, a Link(...) or the path of a .yaml or "
-                f".json file, got {value!r}."
+                f".json file, got {value!r}.{instead}"
             )
         return LINKS[value]
     if isinstance(value, Mapping):

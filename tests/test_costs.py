@@ -191,7 +191,11 @@ def test_the_command_names_what_is_wrong() -> None:
     for words, message in (
         ("--network moon", "link must be one of wan, dsl, .*'moon'"),
         ("--topology ring", "diloco averages over all workers and takes no --topology"),
-        ("--workers 0", "must be at least 1, got 0"),
+        ("--workers 0", "--workers must be at least 1, got 0"),
+        ("--every 0", "--every must be at least 1, got 0"),
+        ("--parameters 1B", "must be a whole number, such as 124e6, got '1B'"),
+        ("--step-s 0", "--step-s must be positive and finite, got 0"),
+        ("--step-s 500ms", "must be a number of seconds, such as 0.5, got '500ms'"),
     ):
         done = command(*f"--workers 4 --parameters 1e6 --step-s 1 {words}".split())
         assert done.returncode == 2

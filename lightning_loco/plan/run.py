@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
+
+from lightning_loco.arguments import number_of, whole_number
 
 BYTES_PER_GRADIENT = {
     "32-true": 4,
@@ -24,7 +25,11 @@ TOKENS_PER_PARAMETER = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "--parameters", type=_count, metavar="P", required=True, help="of the model, such as 124e6"
+        "--parameters",
+        type=whole_number,
+        metavar="P",
+        required=True,
+        help="of the model, such as 124e6",
     )
     parser.add_argument(
         "--workers",
@@ -35,21 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     speed = parser.add_mutually_exclusive_group(required=True)
     speed.add_argument(
-        "--step-s", type=float, metavar="SECONDS", help="of a local step of a worker, alone"
+        "--step-s",
+        type=number_of("seconds", "0.5"),
+        metavar="SECONDS",
+        help="of a local step of a worker, alone",
     )
     speed.add_argument(
-        "--tokens-per-s", type=float, metavar="T", help="the same as tokens of a worker per second"
+        "--tokens-per-s",
+        type=number_of("tokens per second", "30e3"),
+        metavar="T",
+        help="the same as tokens of a worker per second",
     )
     parser.add_argument(
         "--tokens-per-step",
-        type=_count,
+        type=whole_number,
         metavar="T",
         required=True,
         help="tokens of a local step of a worker: sequences times length, with accumulation",
     )
     parser.add_argument(
         "--tokens",
-        type=_count,
+        type=whole_number,
         metavar="T",
         help=f"tokens of the whole run; default {TOKENS_PER_PARAMETER} per parameter",
     )
@@ -59,12 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="links as in train.py link=...: a name such as lan, wan, dsl, or a file of links",
     )
-    links.add_argument("--mbit", type=float, help="megabits per second of each worker's link")
+    links.add_argument(
+        "--mbit",
+        type=number_of("megabits per second", "1000"),
+        help="megabits per second of each worker's link",
+    )
     links.add_argument(
         "--measured", metavar="FILE", help="links that lightning-loco doctor --json FILE measured"
     )
     parser.add_argument(
-        "--latency-ms", type=float, metavar="MS", help="one-way latency, with --mbit; default 0"
+        "--latency-ms",
+        type=number_of("milliseconds", "20"),
+        metavar="MS",
+        help="one-way latency, with --mbit; default 0",
     )
     parser.add_argument(
         "--precision",
@@ -129,18 +147,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    """Convert a number such as 124e6 to an integer."""
-    with contextlib.suppress(ValueError):
-        if (number := float(text)).is_integer():
-            return int(number)
-    raise argparse.ArgumentTypeError(f"must be a whole number, such as 124e6, got {text!r}")
-
-
 def _links(args: argparse.Namespace) -> Any:
     """Return the description of the links that was given."""
     if args.latency_ms is not None and args.mbit is None:
         raise ValueError("--latency-ms belongs to --mbit. Drop it, or give --mbit.")
+    if args.latency_ms is not None and not args.latency_ms >= 0:
+        raise ValueError(f"--latency-ms must be at least 0, got {args.latency_ms:g}.")
     if args.mbit is not None:
         return {"mbit_per_s": args.mbit, "latency_s": (args.latency_ms or 0) / 1000}
     if args.measured is None:

@@ -127,8 +127,10 @@ def test_errors_name_the_argument_and_what_to_do(
     alone.write_text('{"links": null}')
     for arguments, message in (
         ("--parameters x --workers 2 --link lan", "must be a whole number, such as 124e6, got 'x'"),
-        ("--workers 2 --link lann", "link must be one of wan, dsl, lan"),
+        ("--workers 2 --link lann", "got 'lann'. Did you mean 'lan'?"),
         ("--workers 2 --link nowhere.yaml", "There is no file of links 'nowhere.yaml'"),
+        ("--workers 2 --mbit 1Gbit", "must be a number of megabits per second, such as 1000, got"),
+        ("--workers 2 --mbit 10 --latency-ms -1", "--latency-ms must be at least 0, got -1"),
         ("--workers 2 --mbit 0", "mbit_per_s of a link must be positive"),
         ("--workers 2 --link lan --latency-ms 3", "--latency-ms belongs to --mbit"),
         ("--link lan", "--workers is missing"),
