@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
+import socket
 import sys
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -44,12 +46,16 @@ def import_submodule(name: str) -> ModuleType:
 def add_lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the lighthouse."""
     parser.add_argument(
-        "--bind", default="[::]:29510", help="address and port; default %(default)s"
+        "--bind",
+        default="[::]:29510",
+        metavar="HOST:PORT",
+        help="address of this machine, and port; default %(default)s",
     )
     parser.add_argument(
         "--min-workers",
         type=int,
         default=1,
+        metavar="N",
         help="least number of workers in a round; default %(default)s",
     )
     parser.add_argument(
@@ -84,6 +90,27 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_lighthouse(args: argparse.Namespace) -> None:
+    """Raise ValueError, which names the argument, if the lighthouse could not start with it."""
+    host, _, port = args.bind.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"--bind must be HOST:PORT, such as [::]:29510, got {args.bind!r}.")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ValueError(f"--bind cannot listen at {args.bind}: {error.strerror}.") from None
+    if args.min_workers < 1:
+        raise ValueError(f"--min-workers must be at least 1, got {args.min_workers}.")
+    for name in ("heartbeat_timeout", "join_timeout"):
+        if not 0.001 <= (seconds := getattr(args, name)) < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be a positive number of seconds, got {seconds:g}.")
+
+
 def become_lighthouse(args: argparse.Namespace) -> NoReturn:
     """Replace this process by torchft's program, so that signals reach it."""
     program = Path(sys.executable).with_name("torchft_lighthouse")
@@ -109,7 +136,10 @@ def write_keys(path: str) -> int:
     except FileExistsError:
         print(f"{path} exists. Name another file, or delete it first.", file=sys.stderr)
         return 1
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        print(f"Cannot write {path}: {error.strerror}.", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
         print(f"Cannot write {path}: {error}", file=sys.stderr)
         return 1
     print(f"Wrote {path} (mode 600). Copy it to every machine and pass key_file={path}.")
@@ -184,11 +214,12 @@ def main() -> int:
     )
     keys.add_argument("file", metavar="FILE", help="path of the new file; it must not exist")
     args = parser.parse_args()
-    if args.command == "lighthouse":
-        become_lighthouse(args)
     if args.command == "keys":
         return write_keys(args.file)
     try:
+        if args.command == "lighthouse":
+            check_lighthouse(args)
+            become_lighthouse(args)
         status: int = import_submodule(MODULES[args.command]).run(args)
     except (ValueError, FileNotFoundError) as error:
         commands.choices[args.command].error(str(error))

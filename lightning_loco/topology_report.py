@@ -186,4 +186,5 @@ def draw(topology: Topology, num_workers: int, path: str) -> None:
     try:
         figure.savefig(Path(path), dpi=120)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--png cannot write {path}: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"--png cannot write {path}: {reason}.") from error

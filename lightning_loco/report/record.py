@@ -244,7 +244,11 @@ class RunRecord:
             if not isinstance(value, dict) or value.get("format") != FORMAT:
                 raise ValueError(f'it has no "format": {FORMAT}')
             return cls._from_json(value)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except KeyError as error:
+            raise ValueError(
+                f"{file} is no record of a run that can be read: it has no {error}."
+            ) from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is no record of a run that can be read: {error}.") from error
 
     @classmethod

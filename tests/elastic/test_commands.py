@@ -56,6 +56,32 @@ def running(folder: Path, name: str, command: str, *more: str, **environ: str) -
 
 
 @pytest.mark.process
+def test_the_lighthouse_names_the_argument_that_cannot_work(subtests: pytest.Subtests) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, message in (
+            ("--bind=somewhere", "--bind must be HOST:PORT, such as [::]:29510, got 'somewhere'."),
+            ("--bind=[::]:99999", "--bind must be HOST:PORT"),
+            (f"--bind=127.0.0.1:{port}", f"cannot listen at 127.0.0.1:{port}: Address already in"),
+            ("--min-workers=0", "--min-workers must be at least 1, got 0."),
+            ("--heartbeat-timeout=-1", "--heartbeat-timeout must be a positive number of seconds"),
+            ("--join-timeout=0", "--join-timeout must be a positive number of seconds, got 0."),
+        ):
+            free = () if "--bind" in arguments else ("--bind=127.0.0.1:0",)
+            with subtests.test(arguments):
+                done = subprocess.run(
+                    [sys.executable, str(ROOT / "command.py"), "lighthouse", arguments, *free],
+                    env=environment(),
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                    check=False,
+                )
+                assert done.returncode == 2
+                assert message in done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.soak
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
     lighthouse, train, *_ = commands()

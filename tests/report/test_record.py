@@ -98,6 +98,12 @@ def test_other_files_are_refused(tmp_path: Path, changes: dict[str, object], mes
     assert message in str(raised.value)
 
 
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="can be read: it has no 'lanes'"):
+        RunRecord.load(tmp_path)
+
+
 def test_text_is_no_record(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for text in ("", "[]", "{", "[" * 100_000):

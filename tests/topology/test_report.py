@@ -95,7 +95,12 @@ def test_errors_name_what_is_wrong(subtests: pytest.Subtests) -> None:
         ("rings", 4, None, "Did you mean 'ring'?"),
         ("hypercube", 6, None, "needs a power of two workers, got 6"),
         ("ring", 1, None, "--workers must be from 2 to"),
-        ("ring", 4, "/nowhere/graph.png", "--png cannot write /nowhere/graph.png"),
+        (
+            "ring",
+            4,
+            "/nowhere/graph.png",
+            "graph.png: No such file or directory.",
+        ),
     ):
         with subtests.test(message), pytest.raises(ValueError, match=re.escape(message)):
             run(argparse.Namespace(topology=name, workers=workers, png=png))

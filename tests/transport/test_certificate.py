@@ -148,3 +148,8 @@ def test_command_writes_a_key_file_and_does_not_overwrite_it(tmp_path: Path) -> 
     assert second.returncode == 1
     assert f"{path} exists. Name another file, or delete it first." in second.stderr
     read_certificate(path)
+    nowhere = subprocess.run(
+        [*command[:-1], "/nowhere/job.pem"], capture_output=True, text=True, env=os.environ
+    )
+    assert nowhere.returncode == 1
+    assert nowhere.stderr == "Cannot write /nowhere/job.pem: No such file or directory.\n"
