@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from difflib import get_close_matches
@@ -23,6 +23,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 STARTED = datetime.now()
+
+COMPLETE_GROUPS = ("algorithm", "topology", "link", "network", "compression")
+"""Groups whose files name all settings, so that another one is a mistake."""
 
 
 def conf_dir() -> str:
@@ -189,11 +192,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
     Hydra refuses it too, with a page of text. Nothing is checked if the user has set a search path
     or a primary configuration, which only Hydra can resolve.
     """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = _parse(arguments)
     if options.config_path or options.config_name or "hydra.searchpath=" in " ".join(overrides):
         return None
     groups, known = known_keys()
@@ -217,6 +216,53 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
                 all_of_them = ", ".join(sorted(choices))
                 return f"{key}={value}: no such {key}.{instead}\nThere are {all_of_them}."
     return None
+
+
+def unknown_setting(arguments: Sequence[str]) -> str | None:
+    """Describe an unknown setting of a chosen method on the command line; None if there is none.
+
+    Hydra refuses it too, and proposes to add it, which would fail later. Nothing is checked with
+    the options of :func:`unknown_choice`, with an experiment, or for files of the user.
+    """
+    options, overrides = _parse(arguments)
+    joined = " ".join(overrides)
+    if any(vars(options).values()) or "hydra.searchpath=" in joined or "experiment=" in joined:
+        return None
+    default = OmegaConf.load(Path(conf_dir()) / "train.yaml").defaults
+    chosen = {
+        str(group): str(choice)
+        for entry in default
+        if isinstance(entry, DictConfig)
+        for group, choice in entry.items()
+    }
+    for override in overrides:
+        if found := re.fullmatch(r"\+*(\w+)=([\w,]+)", override):
+            chosen[found[1]] = found[2]
+    for override in overrides:
+        found = re.match(r"(\w+)\.(\w+)[.\w]*=", override)
+        if not found or found[1] not in COMPLETE_GROUPS:
+            continue
+        group, name = found.groups()
+        for choice in chosen[group].split(","):
+            file = Path(conf_dir()) / group / f"{choice}.yaml"
+            known = {str(key) for key in OmegaConf.load(file)} if file.is_file() else {name}
+            if name in known:
+                continue
+            settings = {key for key in known if not key.startswith("_")}
+            instead = suggestion(name, settings, f"{group}.{{}}")
+            if not instead and settings:
+                instead = f" There are {', '.join(sorted(settings))}."
+            return f"{group}.{name}: {group}={choice} has no such setting.{instead}"
+    return None
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the options that change where configurations are, and all other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    return parser.parse_known_args(arguments)
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
@@ -257,7 +303,7 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(module("doctor.facts").describe_versions())
         return
-    if mistake := unknown_choice(sys.argv[1:]):
+    if mistake := unknown_choice(sys.argv[1:]) or unknown_setting(sys.argv[1:]):
         raise SystemExit(error_text(mistake))
     run_configured()
 

@@ -253,6 +253,45 @@ class TestChoices:
         assert found is not None
         assert found.endswith("Did you mean model=mine?\nThere are gpt, mine.")
 
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (
+                "algorithm=diloco algorithm.sync_evry=5",
+                "algorithm.sync_evry: algorithm=diloco has no such setting. Did you mean "
+                "algorithm.sync_every?",
+            ),
+            (
+                "algorithm.interval_s=1",
+                "algorithm.interval_s: algorithm=gasloc has no such setting. There are bucket_",
+            ),
+            (
+                "--multirun algorithm=gasloc,diloco algorithm.momentum=0",
+                "algorithm.momentum: algorithm=diloco has no such setting. Did you mean algorithm.",
+            ),
+            ("topology.rows=2", "topology.rows: topology=none has no such setting."),
+            ("link.mbit_per_s=2", "link.mbit_per_s: link=none has no such setting."),
+        ],
+    )
+    def test_unknown_settings_are_named(self, arguments: str, message: str) -> None:
+        found = train.unknown_setting(arguments.split())
+        assert found is not None
+        assert found.startswith(message)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            "algorithm=diloco algorithm.sync_every=5 trainer.deterministic=true +algorithm.new=1",
+            "algorithm=diloco algorithm.outer_lr.start=1 topology=torus topology.rows=2",
+            "experiment=sparse compression.k=8",
+            "--config-dir=mine algorithm=mine algorithm.own=1",
+            "algorithm=mine algorithm.own=1",
+            "link=wan link.mbit_per_s=10 network=lan",
+        ],
+    )
+    def test_settings_that_may_exist_are_checked_by_hydra(self, arguments: str) -> None:
+        assert train.unknown_setting(arguments.split()) is None
+
     @pytest.mark.parametrize("program", ["train", "command"])
     def test_the_version_needs_no_slow_imports(
         self, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
