@@ -23,6 +23,7 @@ from lightning_loco.plan.planner import BACKWARD_SHARE, MIN_ROUNDS, Job, Option,
 from lightning_loco.values import format_bytes, format_seconds
 
 _HEADINGS = ("", "H", "parts", "late", "computes", "per round", "in all", "time", "speed")
+_START = "On each machine, with one of them as HOST and any NAME (with GPUs add trainer=gpu):"
 _WIDTHS = (28, 4, 6, 5, 10, 11, 10, 10, 9)
 
 
@@ -45,7 +46,15 @@ def report(plan: Plan) -> str:
     for option in plan.faster:
         loss = "but its loss is not known" if option.gap is None else f"loss {option.gap}"
         lines += [f"Faster: {_settings(option)}: {format_seconds(option.time_s)}, {loss}."]
-    lines += ["", *(f"  {line}" for line in commands(plan)), "", "Arithmetic:"]
+    shell, python = commands(plan)
+    lines += [
+        "",
+        _START,
+        f"  {shell}",
+        "In your own script, started in the same way:",
+        f"  {python}",
+    ]
+    lines += ["", "Arithmetic:"]
     lines += [f"  {title:<18}{text}" for title, text in _arithmetic(job, plan.chosen)]
     return "\n".join(lines)
 
@@ -140,7 +149,7 @@ _STRATEGIES = {
 
 
 def commands(plan: Plan) -> list[str]:
-    """Return the command that runs the chosen option, and the line for a Trainer in Python."""
+    """Return what runs the chosen option: a command for each machine, and a Trainer in Python."""
     option, workers = plan.chosen, plan.job.num_workers
     machines = f"devices=1, num_nodes={workers}"
     overrides = [f"algorithm={option.candidate.method}"]
@@ -154,8 +163,11 @@ def commands(plan: Plan) -> list[str]:
             arguments["compression"] = f'"{option.candidate.compression}"'
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         trainer = f"Trainer(strategy={_STRATEGIES[option.candidate.method]}({given}), {machines})"
-    overrides += ["trainer.devices=1", f"trainer.num_nodes={workers}"]
-    return [f"python train.py {' '.join(overrides)}", trainer]
+    launcher = (
+        f"torchrun --nnodes={workers} --nproc-per-node=1 --rdzv-backend=c10d "
+        "--rdzv-endpoint=HOST:29500 --rdzv-id=NAME"
+    )
+    return [f"{launcher} train.py {' '.join(overrides)}", trainer]
 
 
 def _arguments(option: Option) -> dict[str, str]:
