@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import signal
 import time
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.strategies import Strategy
@@ -189,6 +191,7 @@ def check_before_launch(
             f"{trainer.num_devices} ranks on one machine cannot be swept by --multirun: each child"
             " would repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm."
         )
+    check_machines(trainer)
     path, is_private = cfg.ckpt_path, cfg.algorithm.get("checkpoint_folder") == "private"
     if path and path not in CHECKPOINT_NAMES and not (is_private or Path(path).exists()):
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
@@ -204,6 +207,23 @@ def check_before_launch(
     with errors_for("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)
+
+
+def check_machines(trainer: Trainer) -> None:
+    """Raise SettingsError if this process would wait for machines whose addresses are not given.
+
+    Without MASTER_PORT Lightning takes any free port, which no other machine knows.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_known = "MASTER_PORT" in os.environ or not isinstance(environment, LightningEnvironment)
+    if trainer.num_nodes > 1 and not is_known:
+        raise SettingsError(
+            f"trainer.num_nodes={trainer.num_nodes}, but this process does not know the other "
+            f"machines. Start it on each with torchrun --nnodes={trainer.num_nodes} "
+            f"--nproc-per-node={trainer.num_devices} --rdzv-backend=c10d "
+            "--rdzv-endpoint=HOST:29500 --rdzv-id=NAME train.py ..., or with SLURM; or set "
+            "MASTER_ADDR, MASTER_PORT and NODE_RANK."
+        )
 
 
 def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:

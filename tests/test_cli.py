@@ -149,6 +149,15 @@ class TestRun:
         with pytest.raises(ValueError, match="nowhere.ckpt that all .* disks: worker 0 has none"):
             cli.run(config(tmp_path, *private))
 
+    def test_several_machines_need_a_launcher(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        for algorithm in ("diloco", "ddp", "remote_optimizer"):
+            own = (f"algorithm={algorithm}", "trainer.devices=2", "trainer.num_nodes=2")
+            with pytest.raises(cli.SettingsError, match="Start it on each with torchrun --nnodes"):
+                cli.run(config(tmp_path, *own))
+
     def test_the_number_of_workers_is_checked_before_others_are_started(
         self, tmp_path: Path
     ) -> None:
