@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_loco.parameter_server.buckets import Accumulator, BucketBuffer, ParamBucket
 from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
 from lightning_loco.parameter_server.protocol import (
-    GradientClipping,
     Message,
     MessageKind,
     MessageTag,
@@ -106,7 +105,7 @@ class LocalBackend:
             self._hyperparameters.update(request.hyperparameters)
             everything = range(len(self._params))
             self._set_gradients(everything, request)
-            self._clip(request.clip)
+            self._clip(request)
             step_without_closure(self._optimizer)
             self._clear_gradients(everything)
         if self._after_step is not None:
@@ -120,6 +119,18 @@ class LocalBackend:
     def weights(self, index: int) -> Tensor:
         """Return the parameters of a bucket, as they are sent."""
         return self._buffers[index].pack(self._params)
+
+    def gradient_norms(self, missing: Iterable[int]) -> list[Tensor]:
+        """Return the norm of each mean gradient in the accumulator, zero for a missing one."""
+        left_out, zero = set(missing), torch.zeros(())
+        return [
+            zero
+            if index in left_out
+            else torch.linalg.vector_norm(gradient.to(param.device, param.dtype)).cpu()
+            for index, (param, gradient) in enumerate(
+                zip(self._params, self._accumulator.params, strict=True)
+            )
+        ]
 
     def state(self) -> OptimizerState:
         """Return the optimizer's state."""
@@ -166,8 +177,8 @@ class LocalBackend:
         for index in indices:
             self._params[index].grad = None
 
-    def _clip(self, clip: GradientClipping | None) -> None:
-        if clip is None:
+    def _clip(self, request: StepRequest) -> None:
+        if (clip := request.clip) is None:
             return
         present = [param for param in self._params if param.grad is not None]
         if clip.by == "value":
@@ -175,11 +186,7 @@ class LocalBackend:
         elif self._exchange_norms is None:
             torch.nn.utils.clip_grad_norm_(present, clip.limit)
         else:
-            zero = torch.zeros(())
-            norms = [
-                zero if param.grad is None else torch.linalg.vector_norm(param.grad).cpu()
-                for param in self._params
-            ]
+            norms = self.gradient_norms(request.missing)
             total = torch.linalg.vector_norm(torch.stack(self._exchange_norms(norms)))
             torch.nn.utils.clip_grads_with_norm_(present, clip.limit, total)
 

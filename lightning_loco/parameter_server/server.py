@@ -203,17 +203,7 @@ class GradientServer:
         """
         if not any(checksums.values()):
             return
-        if len(set(checksums.values())) > 1:
-            changed = [client.name for client, found in checksums.items() if found is not None]
-            if len(changed) < len(checksums):
-                others = [client.name for client in checksums if client.name not in changed]
-                how = f"on {_names(changed)} but not on {_names(others)}"
-            else:
-                how = f"on {_names(changed)}, but not to the same values"
-            raise RuntimeError(
-                f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
-                "workers, with the same random numbers, or not at all."
-            )
+        check_changes({client.name: found for client, found in checksums.items()})
         is_loaded = False
         for client in checksums:
             self._clients.reply(client, {"give": not is_loaded})
@@ -248,6 +238,25 @@ class GradientServer:
             reply = {"stop": stop, "present": present, "behind": client in self._behind}
             self._clients.reply(client, reply)
             self._behind.discard(client)
+
+
+def check_changes(checksums: Mapping[str, str | None]) -> None:
+    """Raise RuntimeError unless all workers have changed parameters in the same way, or none has.
+
+    ``checksums`` has that of each worker's parameters by its name, None if they have not changed.
+    """
+    if len(set(checksums.values())) < 2:
+        return
+    changed = [name for name, found in checksums.items() if found is not None]
+    if len(changed) < len(checksums):
+        others = [name for name in checksums if name not in changed]
+        how = f"on {_names(changed)} but not on {_names(others)}"
+    else:
+        how = f"on {_names(changed)}, but not to the same values"
+    raise RuntimeError(
+        f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
+        "workers, with the same random numbers, or not at all."
+    )
 
 
 def _names(names: Sequence[str]) -> str:
@@ -304,24 +313,44 @@ class MeanGradient:
 
         RuntimeError if no sender is left, or too few clients, or the mean is not finite.
         """
-        bucket, total = self._buckets[index], self._accumulator.buckets[index]
-        received: list[tuple[RankConnection, Tensor]] = []
+        mean = BucketMean(self._buckets[index], self._accumulator.buckets[index])
         for client in senders:
             if client not in self._clients.active:
                 continue
             with self._clients.drop_if_unreachable(client):
-                memory = self._receivers[client].next()
-                received.append((client, memory))
-                if len(received) > 1:
-                    bucket.add_decoded(memory, total)
-                elif memory is not total:
-                    bucket.decode(memory, total)
-        if not received:
+                mean.add(client.name, self._receivers[client].next())
+        mean.finish()
+
+
+class BucketMean:
+    """Averages the gradients of a bucket, as they were sent, in the order in which they are added.
+
+    Args:
+        bucket: The bucket.
+        total: Memory for the mean, ``(numel,)``; the first gradient may be there already.
+    """
+
+    def __init__(self, bucket: ParamBucket, total: Tensor) -> None:
+        self._bucket = bucket
+        self._total = total
+        self._received: list[tuple[str, Tensor]] = []
+
+    def add(self, name: str, encoded: Tensor) -> None:
+        """Add the gradient of a worker; ``encoded`` must not change until :meth:`finish`."""
+        self._received.append((name, encoded))
+        if len(self._received) > 1:
+            self._bucket.add_decoded(encoded, self._total)
+        elif encoded is not self._total:
+            self._bucket.decode(encoded, self._total)
+
+    def finish(self) -> None:
+        """Divide the sum; RuntimeError if there was no gradient, or the mean is not finite."""
+        if not self._received:
             raise RuntimeError("All workers that were making a step have ended.")
-        if len(received) > 1:
-            _divide(total, len(received))
-        if not _is_finite(total):
-            raise RuntimeError(_not_finite_text(bucket, received, total))
+        if len(self._received) > 1:
+            _divide(self._total, len(self._received))
+        if not _is_finite(self._total):
+            raise RuntimeError(_not_finite_text(self._bucket, self._received, self._total))
 
 
 class GradientReceiver:
@@ -414,19 +443,19 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _not_finite_text(
-    bucket: ParamBucket, received: Sequence[tuple[RankConnection, Tensor]], mean: Tensor
+    bucket: ParamBucket, received: Sequence[tuple[str, Tensor]], mean: Tensor
 ) -> str:
     """Return an error message that names the clients whose gradients are not finite.
 
     The mean may have overwritten the first client's gradient; it is named if no other one is.
     """
     names = [
-        client.name
-        for client, memory in received
+        name
+        for name, memory in received
         if memory is not mean and not _is_finite(bucket.decode(memory, torch.empty_like(mean)))
     ]
     if not names and received[0][1] is mean:
-        names = [received[0][0].name]
+        names = [received[0][0]]
     return (
         f"{', '.join(names) or 'The sum over all workers'}: a gradient is not finite (infinite or "
         "NaN), and would have made the parameters of all workers so. Check the loss there; for a "
