@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_loco.links import Array, LinkTimes, TransferTimes, draw, messages_of
+from lightning_loco.links import Array, LinkTimes, Route, TransferTimes, draw, messages_of
 from lightning_loco.schedules import (
     EverySteps,
     Schedule,
@@ -109,20 +109,98 @@ class Traffic(NamedTuple):
         return self.num_bytes * num_messages if self.kind == "neighbors" else self.num_bytes
 
     def seconds(self, times: LinkTimes, topology: Topology | None, index: int) -> TransferTimes:
-        """Return how long the exchange takes for each worker in round ``index``.
+        """Return how long a mean, a gather or gossip takes for each worker in round ``index``.
 
-        ValueError if it is with neighbors and there is no topology.
+        For a server see :class:`ServerTimes`. ValueError if gossip has no topology.
         """
         if self.kind == "neighbors":
             if topology is None:
                 raise ValueError("An exchange with neighbors needs a topology, such as Ring().")
             return times.all_neighbors(self.num_bytes, topology, index)
-        if self.kind == "server":
-            busy_s, latency_s = times.server(self.num_bytes, index)
-        else:
-            busy_s, latency_s = times.mean(self.num_bytes, self.hops, index)
+        busy_s, latency_s = times.mean(self.num_bytes, self.hops, index)
         n = times.num_workers
         return TransferTimes(np.full(n, busy_s), np.full(n, latency_s))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerTimes:
+    """When gradients are at servers, and parameters back at the workers, in seconds.
+
+    Each server has a link like that of worker 0, at the same site. The messages of all workers
+    share it, the first one sent first, and so do all replies, which are sent side by side. What a
+    worker exchanges with several servers shares the worker's link.
+
+    Args:
+        times: The links of the workers.
+        message_bytes: Bytes of the gradient that each worker sends to each server. The parameters
+            that come back are as long.
+        relayed_bytes: Bytes that each server still exchanges with an optimizer beside it when it
+            has all gradients. Default: there is none, with 2 tiers.
+
+    Example:
+        >>> from lightning_loco.links import Link, Links
+        >>> times = LinkTimes(Links(Link(mbit_per_s=80, latency_s=0.01)), num_workers=2)
+        >>> servers = ServerTimes(times, [1_000_000])
+        >>> servers.gradients(np.array([0.0, 0.05]), 0)
+        array([[0.11],
+               [0.21]])
+    """
+
+    times: LinkTimes
+    message_bytes: Sequence[int]
+    relayed_bytes: Sequence[int] = ()
+
+    def gradients(self, sent_s: Array, index: int, workers: Sequence[int] | None = None) -> Array:
+        """Return when the gradient of each worker is at each server, ``(N, servers)``.
+
+        Args:
+            sent_s: When each worker sends it, ``(N,)``.
+            index: Index of the step, for the jitter.
+            workers: Those that take part. Default: all.
+        """
+        route, latency_s, own_s = self._links(index, workers)
+        shared, found = route.is_shared, np.empty((len(sent_s), len(self.message_bytes)))
+        order = np.lexsort((latency_s[shared], sent_s[shared]))
+        places = np.arange(len(order))
+        for server, num_bytes in enumerate(self.message_bytes):
+            done_s = sent_s + np.maximum(route.seconds(num_bytes), own_s)
+            each_s = self._of_server(num_bytes)
+            begins_s = np.maximum.accumulate(sent_s[shared][order] - places * each_s)
+            queued_s = np.empty(len(order))
+            queued_s[order] = begins_s + (places + 1) * each_s
+            done_s[shared] = np.maximum(done_s[shared], queued_s)
+            found[:, server] = done_s + latency_s
+        return found
+
+    def parameters(self, known_s: Array, index: int, workers: Sequence[int] | None = None) -> Array:
+        """Return when each worker has the parameters of all servers, ``(N,)``.
+
+        ``known_s`` is when each server has all gradients, ``(servers,)``; the rest as in
+        :meth:`gradients`.
+        """
+        route, latency_s, own_s = self._links(index, workers)
+        if self.relayed_bytes:
+            own_latency_s = float(self.times.own[0, 1])
+            between_s = [self._of_server(size) + 2 * own_latency_s for size in self.relayed_bytes]
+            known_s = known_s + np.array(between_s)
+        done_s: Array = known_s.min() + own_s
+        num_shared = int(route.is_shared.sum())
+        for num_bytes, start_s in zip(self.message_bytes, known_s.tolist(), strict=True):
+            queued_s = np.where(route.is_shared, num_shared * self._of_server(num_bytes), 0.0)
+            done_s = np.maximum(done_s, start_s + np.maximum(route.seconds(num_bytes), queued_s))
+        return done_s + latency_s
+
+    def _of_server(self, num_bytes: float) -> float:
+        """Return how long so many bytes take on the link of a server."""
+        return self.times.links.of_worker(0).seconds(num_bytes)
+
+    def _links(self, index: int, workers: Sequence[int] | None) -> tuple[Route, Array, Array]:
+        """Return routes to the servers, latencies, and how long all bytes take on own links."""
+        senders = np.arange(self.times.num_workers) if workers is None else np.asarray(workers)
+        route = self.times.route(senders, np.zeros_like(senders))
+        own_s = 8e-6 * sum(self.message_bytes) / self.times.own[senders, 0]
+        latency_s = self.times.latency_s(senders, route, index)
+        return route, latency_s, np.where(route.is_shared, own_s, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,6 +528,12 @@ def _send(
     sent_s: Array,
 ) -> _Sent:
     """Return when what all send at ``sent_s`` arrives."""
+    if traffic.kind == "server":
+        servers = ServerTimes(times, [traffic.num_bytes])
+        known_s = servers.gradients(sent_s, index).max(0)
+        arrives_s = servers.parameters(known_s, index)
+        known = np.full_like(sent_s, known_s.max())
+        return _Sent(began_at, begun_s, known, arrives_s, arrives_s, arrives_s)
     if method.topology is None:
         last_s = np.full_like(sent_s, sent_s.max())
     else:

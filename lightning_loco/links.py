@@ -469,8 +469,8 @@ class LinkTimes:
         if len(workers) < 2:
             return TransferTime(0.0, 0.0)
         senders = np.asarray(workers)
-        route = self._route(senders, np.roll(senders, -1))
-        latency_s = self._latency_s(senders, route, round_index)
+        route = self.route(senders, np.roll(senders, -1))
+        latency_s = self.latency_s(senders, route, round_index)
         return TransferTime(float(route.seconds(num_bytes).max()), hops * float(latency_s.max()))
 
     def neighbors(
@@ -507,28 +507,14 @@ class LinkTimes:
             senders, receivers = np.asarray(workers)[senders], np.asarray(workers)[receivers]
         return self._messages(senders, receivers, num_bytes, round_index)
 
-    def server(self, num_bytes: float, round_index: int) -> TransferTime:
-        """Return the time of a request of each worker to a server, and of its replies.
-
-        The server has a link like that of worker 0, at the same site. All requests, of
-        ``num_bytes`` each, share it, and so do all replies, which are as long.
-        """
-        workers = np.arange(self.num_workers)
-        route = self._route(workers, np.zeros_like(workers))
-        queued = num_bytes * int(route.is_shared.sum())
-        queue_s = self.links.of_worker(0).seconds(queued)
-        latency_s = float(self._latency_s(workers, route, round_index).max())
-        busy_s = max(float(route.seconds(num_bytes).max()), queue_s)
-        return TransferTime(2 * busy_s, 2 * latency_s)
-
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
         """Return the time of a request to a peer and its reply of ``num_bytes``.
 
         ``count`` is the number of this worker's fetch, for the jitter.
         """
         senders = np.array([worker, peer])
-        route = self._route(senders, senders[::-1])
-        latency_s = float(self._latency_s(senders, route, count).sum())
+        route = self.route(senders, senders[::-1])
+        latency_s = float(self.latency_s(senders, route, count).sum())
         return TransferTime(float(route.seconds(num_bytes)[1]), latency_s)
 
     def _messages(
@@ -539,30 +525,31 @@ class LinkTimes:
         Those of a worker are right if ``senders`` and ``receivers`` have all messages to it and
         from it, and all messages of those that send to it.
         """
-        n, route = self.num_workers, self._route(senders, receivers)
+        n, route = self.num_workers, self.route(senders, receivers)
         shared = route.is_shared
         sent = np.bincount(senders[shared], minlength=n)
         received = np.bincount(receivers[shared], minlength=n)
-        own_mbit_per_s = self._own[:, 0]
+        own_mbit_per_s = self.own[:, 0]
         busy_s = 8e-6 * (num_bytes * np.maximum(sent, received)) / own_mbit_per_s
         sending_s = 8e-6 * (num_bytes * sent) / own_mbit_per_s
         message_s = np.where(shared, sending_s[senders], route.seconds(num_bytes))
         np.maximum.at(busy_s, receivers, message_s)
         np.maximum.at(busy_s, senders[~shared], message_s[~shared])
         latency_s = np.zeros(n)
-        np.maximum.at(latency_s, receivers, self._latency_s(senders, route, round_index))
+        np.maximum.at(latency_s, receivers, self.latency_s(senders, route, round_index))
         return TransferTimes(busy_s, latency_s)
 
     @functools.cached_property
-    def _own(self) -> Array:
+    def own(self) -> Array:
         """The links of the workers: bandwidth, latency, jitter; ``(N, 3)``."""
         own = np.tile(np.array(dataclasses.astuple(self.links.default)), (self.num_workers, 1))
         for worker, link in self.links.workers:
             own[worker] = dataclasses.astuple(link)
         return own.astype(np.float64)
 
-    def _route(self, senders: Indices, receivers: Indices) -> Route:
-        links, first, second = self.links, self._own[senders], self._own[receivers]
+    def route(self, senders: Indices, receivers: Indices) -> Route:
+        """Return the links that messages pass through."""
+        links, first, second = self.links, self.own[senders], self.own[receivers]
         found = np.maximum(first, second)
         found[:, 0] = np.minimum(first[:, 0], second[:, 0])
         is_shared = np.ones(len(found), dtype=bool)
@@ -577,7 +564,7 @@ class LinkTimes:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
         return Route(found[:, 0], found[:, 1], found[:, 2], is_shared)
 
-    def _latency_s(self, senders: Indices, route: Route, index: int) -> Array:
+    def latency_s(self, senders: Indices, route: Route, index: int) -> Array:
         """Return the latency of messages, with the jitter of round ``index``."""
         if not route.jitter_s.any():
             return route.latency_s

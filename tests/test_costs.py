@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from lightning_loco.compression import CODECS
-from lightning_loco.costs import ENCODINGS, Method, StepTimes, Traffic, as_method, estimate
+from lightning_loco.costs import (
+    ENCODINGS,
+    Method,
+    ServerTimes,
+    StepTimes,
+    Traffic,
+    as_method,
+    estimate,
+)
 from lightning_loco.links import Link, Links, LinkTimes, as_links
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import RandomMatching, Ring
@@ -76,8 +84,34 @@ def test_messages_to_a_server_queue_on_its_link() -> None:
         ([*[Link(100, 0.1)] * 3, Link(10, 0.2)], 2 * (BYTES * 8 / 10e6 + 0.2)),
     ):
         costs = estimate(method, NUMEL, steps, times_of(links, 4), 3)
-        assert costs.seconds_per_round == pytest.approx(1 + exchange_s)
+        assert costs.time_s.max() == pytest.approx(3 * (1 + exchange_s))
         assert costs.bytes_per_round == BYTES
+
+
+def test_a_server_has_received_what_early_workers_have_sent() -> None:
+    """The last worker sends when the messages of the others are there."""
+    queue_s, last_s = BYTES * 8 / 100e6, 5.0
+    steps = StepTimes([1.0, 1.0, 1.0, last_s])
+    costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(Link(100, 0.1), 4), 3)
+    assert costs.time_s == pytest.approx([3 * (last_s + queue_s + 4 * queue_s + 0.2)] * 4)
+
+
+def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
+    """One worker is slow, another one has a slow link: they do not add up after the first step."""
+    links = [Link(1e9), Link(1e9), Link(10)]
+    steps, slow_s = StepTimes([0.1, 9.0, 0.1]), BYTES * 8 / 10e6
+    costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(links, 3), 3)
+    assert costs.time_s == pytest.approx([3 * 9.0, 3 * 9.0, 3 * 9.0 + slow_s], rel=1e-4)
+
+
+def test_several_servers_share_the_links_of_workers() -> None:
+    """Two servers with half of the bytes each: the server's queue halves, if workers are many."""
+    for n, halves in ((1, 1.0), (2, 1.0), (4, 2.0)):
+        servers = ServerTimes(times_of(Link(100), n), [BYTES // 2] * 2)
+        whole_s = halves * BYTES * 8 / 100e6
+        known_s = servers.gradients(np.zeros(n), 0).max(0)
+        assert known_s == pytest.approx([whole_s] * 2)
+        assert servers.parameters(known_s, 0) == pytest.approx([2 * whole_s] * n)
 
 
 def test_messages_to_several_neighbors_share_the_link() -> None:
