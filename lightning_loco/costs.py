@@ -180,8 +180,7 @@ class ServerTimes:
         """
         route, latency_s, own_s = self._links(index, workers)
         if self.relayed_bytes:
-            own_latency_s = float(self.times.own[0, 1])
-            between_s = [self._of_server(size) + 2 * own_latency_s for size in self.relayed_bytes]
+            between_s = [self._of_server(size) + 2 * self.between_s for size in self.relayed_bytes]
             known_s = known_s + np.array(between_s)
         done_s: Array = known_s.min() + own_s
         num_shared = int(route.is_shared.sum())
@@ -189,6 +188,11 @@ class ServerTimes:
             queued_s = np.where(route.is_shared, num_shared * self._of_server(num_bytes), 0.0)
             done_s = np.maximum(done_s, start_s + np.maximum(route.seconds(num_bytes), queued_s))
         return done_s + latency_s
+
+    @property
+    def between_s(self) -> float:
+        """Latency of a message between two servers, which are at the same site, in seconds."""
+        return float(self.times.own[0, 1])
 
     def _of_server(self, num_bytes: float) -> float:
         """Return how long so many bytes take on the link of a server."""

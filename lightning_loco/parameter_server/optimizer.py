@@ -214,7 +214,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reach("local step")
-        _check_gradients(self.param_groups, self._frozen)
+        check_gradients(self.param_groups, self._frozen)
         start = time.perf_counter()
         request = StepRequest(clip=self._clip, stop=self._stop_reason)
         self._clip = None
@@ -396,7 +396,7 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _check_gradients(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
+def check_gradients(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
     """Refuse sparse gradients, and parameters that have become trainable after the start."""
     for group in groups:
         for param in group["params"]:
