@@ -68,6 +68,123 @@ class Progress:
     val_loss: float
 
 
+class Workers:
+    """The models of all workers, and their data.
+
+    Args:
+        model: The model with which all start.
+        data: The data, which are divided among them.
+        num_workers: Number of workers.
+        seed: Of the order of the data.
+
+    Attributes:
+        models: One model per worker.
+    """
+
+    def __init__(self, model: ByteGPT, data: ByteTextData, num_workers: int, seed: int) -> None:
+        self.models = [copy.deepcopy(model) for _ in range(num_workers)]
+        self._batches = [_batches(data, num_workers, w, seed) for w in range(num_workers)]
+
+    def backward(self, worker: int) -> Tensor:
+        """Compute the gradients of the next batch of a worker; return the loss."""
+        model = self.models[worker]
+        loss = model.loss(next(self._batches[worker]))
+        model.zero_grad()
+        loss.backward()
+        return loss.detach()
+
+
+class RoundTraining:
+    """Trains the workers with an algorithm with rounds.
+
+    Args:
+        cfg: The configuration.
+        settings: What a round is.
+        workers: The models and the data.
+        links: The links of the workers.
+        steps: How long local steps take.
+
+    Attributes:
+        name: Of the algorithm.
+        simulation: The simulation.
+        topology: Who sends to whom, for gossip.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: RoundSettings,
+        workers: Workers,
+        links: Links | None,
+        steps: StepTimes,
+    ) -> None:
+        self._own, self._workers = cfg.simulation, workers
+        self._clip = cfg.trainer.get("gradient_clip_val")
+        self._optimizers = [_configured(model) for model in workers.models]
+        self.simulation = Simulation.from_settings(
+            workers.models,
+            settings,
+            speeds=[1 / step_s for step_s in steps.step_s],
+            jitter=self._own.jitter,
+            links=links,
+            failures=self._failures(len(workers.models), cfg.seed),
+            seed=cfg.seed,
+        )
+        self.name = type(settings.algorithm).__name__
+        topology = self.simulation.settings.topology
+        self.topology = topology if isinstance(topology, Topology) else None
+
+    def _failures(self, num_workers: int, seed: int) -> list[Failure]:
+        own = self._own
+        if own.mean_between_failures_s is None:
+            return []
+        longest_s = 100 * own.max_steps * own.step_s
+        return random_failures(
+            num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
+        )
+
+    def parts(self) -> Iterator[None]:
+        """Train, in about equal parts."""
+        own, simulation = self._own, self.simulation
+        schedule = simulation.settings.schedule
+        every = schedule.sync_every_of(0)
+        rounds = None if every is None else own.max_steps * schedule.num_fragments // every
+        if rounds == 0:
+            raise SettingsError(
+                f"simulation.max_steps={own.max_steps} are fewer local steps than the "
+                f"{every} of a round. Raise it, or lower algorithm.sync_every."
+            )
+        if rounds is None:
+            for _ in range(own.reports):
+                seconds = own.max_steps * own.step_s / own.reports
+                simulation.run(self._local_step, seconds=seconds, on_return=self._on_return)
+                yield
+            return
+        for count in _divided(rounds, own.reports):
+            simulation.run(self._local_step, count, on_return=self._on_return)
+            yield
+
+    def _local_step(self, worker: int) -> Tensor:
+        loss = self._workers.backward(worker)
+        optimizer, scheduler = self._optimizers[worker]
+        if self._clip:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, self._clip)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    def _on_return(self, worker: int) -> None:
+        """A worker that was dead has a new optimizer, at the learning rate of the others."""
+        self._optimizers[worker] = _configured(self._workers.models[worker])
+        optimizer, scheduler = self._optimizers[worker]
+        scheduler.last_epoch = step = self.simulation.steps[worker]
+        for group, base, factor in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+
+
 class SimulatedRun:
     """The workers of a configuration: models, data, optimizers and their simulation.
 
@@ -80,7 +197,6 @@ class SimulatedRun:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._own = own = cfg.simulation
-        self._clip = cfg.trainer.get("gradient_clip_val")
         n = cfg.num_workers
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise SettingsError(f"num_workers must be at least 1, got {n}.")
@@ -95,7 +211,6 @@ class SimulatedRun:
                 "algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco or local_sgd. "
                 "The costs of ddp are in the table beside them."
             )
-        self.settings = settings
         with errors_for("network"):
             chosen = cfg.network if cfg.network._target_ else cfg.link
             self.links = as_links(hydra.utils.instantiate(chosen) if chosen._target_ else None)
@@ -110,39 +225,26 @@ class SimulatedRun:
                 raise ValueError(f"simulate=true needs ByteTextData, got {type(data).__name__}.")
             data.check(n)
         self._validation = [batch.long() for batch in data.val_dataloader()]
-        self._models = [copy.deepcopy(model) for _ in range(n)]
         self._evaluated = model
-        self._batches = [_batches(data, n, worker, cfg.seed) for worker in range(n)]
-        self._optimizers = [self._configured(worker) for worker in range(n)]
+        workers = Workers(model, data, n, cfg.seed)
         with errors_for("simulation"):
             self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
-            self._simulation = Simulation.from_settings(
-                self._models,
-                settings,
-                speeds=[1 / step_s for step_s in self.steps.step_s],
-                jitter=own.jitter,
-                links=self.links,
-                failures=self._failures(n, cfg.seed),
-                seed=cfg.seed,
-            )
+            self._training = RoundTraining(cfg, settings, workers, self.links, self.steps)
 
-    def _configured(self, worker: int) -> tuple[Any, Any]:
-        made: Any = self._models[worker].configure_optimizers()
-        return made["optimizer"], made["lr_scheduler"]["scheduler"]
+    @property
+    def name(self) -> str:
+        """Name of the algorithm."""
+        return self._training.name
 
-    def _failures(self, num_workers: int, seed: int) -> list[Failure]:
-        own = self._own
-        if own.mean_between_failures_s is None:
-            return []
-        longest_s = 100 * own.max_steps * own.step_s
-        return random_failures(
-            num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
-        )
+    @property
+    def topology(self) -> Topology | None:
+        """Who sends to whom, for gossip."""
+        return self._training.topology
 
     @property
     def simulation(self) -> Simulation:
         """The simulation."""
-        return self._simulation
+        return self._training.simulation
 
     @property
     def num_parameters(self) -> int:
@@ -161,23 +263,8 @@ class SimulatedRun:
 
     def train(self) -> Iterator[Progress]:
         """Train, and yield the state after about equal parts of the run."""
-        own, simulation = self._own, self._simulation
-        schedule, reported = self.settings.schedule, 0
-        every = schedule.sync_every_of(0)
-        rounds = None if every is None else own.max_steps * schedule.num_fragments // every
-        if rounds == 0:
-            raise SettingsError(
-                f"simulation.max_steps={own.max_steps} are fewer local steps than the "
-                f"{every} of a round. Raise it, or lower algorithm.sync_every."
-            )
-        parts = own.reports if rounds is None else min(own.reports, rounds)
-        for part in range(parts):
-            if rounds is None:
-                seconds = own.max_steps * own.step_s / parts
-                simulation.run(self._local_step, seconds=seconds, on_return=self._on_return)
-            else:
-                count = rounds * (part + 1) // parts - rounds * part // parts
-                simulation.run(self._local_step, count, on_return=self._on_return)
+        simulation, reported = self.simulation, 0
+        for _ in self._training.parts():
             losses = [point.loss for point in simulation.losses[reported:]]
             reported = len(simulation.losses)
             costs = simulation.costs
@@ -191,36 +278,27 @@ class SimulatedRun:
                 self._validate(),
             )
 
-    def _local_step(self, worker: int) -> Tensor:
-        model, (optimizer, scheduler) = self._models[worker], self._optimizers[worker]
-        loss = model.loss(next(self._batches[worker]))
-        optimizer.zero_grad()
-        loss.backward()
-        if self._clip:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(params, self._clip)
-        optimizer.step()
-        scheduler.step()
-        return loss.detach()
-
-    def _on_return(self, worker: int) -> None:
-        """A worker that was dead has a new optimizer, at the learning rate of the others."""
-        self._optimizers[worker] = optimizer, scheduler = self._configured(worker)
-        scheduler.last_epoch = step = self._simulation.steps[worker]
-        for group, base, factor in zip(
-            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(step)
-
     @torch.no_grad()
     def _validate(self) -> float:
         params = list(exchanged_parameters(self._evaluated).values())
         sizes = [p.numel() for p in params]
-        for p, part in zip(params, self._simulation.consensus().split(sizes), strict=True):
+        for p, part in zip(params, self.simulation.consensus().split(sizes), strict=True):
             p.copy_(part.view_as(p))
         losses = [self._evaluated.loss(batch).item() for batch in self._validation]
         weights = [len(batch) for batch in self._validation]
         return float(np.average(losses, weights=weights))
+
+
+def _configured(model: ByteGPT) -> tuple[Any, Any]:
+    """Return the optimizer of a model, and its schedule."""
+    made: Any = model.configure_optimizers()
+    return made["optimizer"], made["lr_scheduler"]["scheduler"]
+
+
+def _divided(total: int, parts: int) -> Iterator[int]:
+    """Divide a number into so many about equal parts, and no more than it."""
+    parts = min(parts, total)
+    yield from (total * (part + 1) // parts - total * part // parts for part in range(parts))
 
 
 def _batches(data: ByteTextData, num_workers: int, worker: int, seed: int) -> Iterator[Tensor]:
@@ -248,7 +326,7 @@ def run_simulation(cfg: DictConfig) -> float:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     run = SimulatedRun(cfg)
-    name = type(run.settings.algorithm).__name__
+    name = run.name
     log.info("%s, %d workers of %s parameters", name, cfg.num_workers, f"{run.num_parameters:,}")
     progress = []
     for state in run.train():
@@ -329,7 +407,7 @@ def record_of(
 ) -> RunRecord:
     """Return what the page of the run shows; all times are virtual."""
     simulation, end = run.simulation, progress[-1]
-    n, topology = simulation.num_workers, simulation.settings.topology
+    n, topology = simulation.num_workers, run.topology
     training = Curve("train_loss", "train/loss")
     for point in sorted(simulation.losses, key=lambda point: point.time_s):
         training.add(point.step, point.time_s, None, point.loss)
@@ -354,7 +432,7 @@ def record_of(
         numbers={"workers": n, "local steps": round(end.steps), "rounds": end.rounds},
         bytes_sent=end.bytes_sent,
         ddp_bytes=float(ddp.bytes_sent.mean()),
-        topology=drawing(topology, n) if isinstance(topology, Topology) else None,
+        topology=None if topology is None else drawing(topology, n),
         settings=settings,
         notes=[
             "All workers were simulated in one process. Times are virtual: they follow from "

@@ -82,7 +82,7 @@ def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str) -> None:
     assert progress[-1].rounds == STEPS // 3
     for worker in range(4):
         simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
-        if run.settings.algorithm.exchange == "neighbors":
+        if run.simulation.algorithm.exchange == "neighbors":
             assert simulated == real[worker]
         assert simulated == pytest.approx(real[worker], rel=1e-5)
 

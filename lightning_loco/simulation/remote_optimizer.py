@@ -191,8 +191,7 @@ class RemoteOptimizerSimulation:
         while self._steps < last and self._compute(local_step, end_s):
             self._make_step()
             after_step()
-        if seconds is not None:
-            self._ended_s = end_s
+        self._ended_s = end_s if seconds is not None else max(self._time_s)
 
     def _compute(self, local_step: LocalStep, end_s: float) -> bool:
         """Compute the gradients of a step in order of time; return whether all are ready in time.
