@@ -21,26 +21,35 @@ import numpy as np
 import torch
 from lightning.pytorch import seed_everything
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.callbacks.rank_record import drawing
-from lightning_loco.checked_settings import SettingsError, early_settings, errors_for
+from lightning_loco.checked_settings import SettingsError, codec_of, early_settings, errors_for
 from lightning_loco.costs import ENCODINGS, Costs, StepTimes, as_method, estimate
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import quieten_lightning
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.links import Link, Links, LinkTimes, as_links
+from lightning_loco.parameter_server.buckets import BUCKET_BYTES
+from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
-from lightning_loco.simulation import Failure, Simulation, random_failures
+from lightning_loco.simulation import (
+    Failure,
+    RemoteOptimizerSimulation,
+    Simulation,
+    random_failures,
+)
 from lightning_loco.topology import Topology
 from lightning_loco.values import format_bytes
 from lightning_loco.worker import exchanged_parameters
 
 MAX_EVENTS = 20_000
 """Spans of the timeline that the page has."""
+
+AnySimulation = Simulation | RemoteOptimizerSimulation
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +194,80 @@ class RoundTraining:
             group["lr"] = base * factor(step)
 
 
+class RemoteTraining:
+    """Trains the workers with a remote optimizer, in 2 tiers; otherwise as :class:`RoundTraining`.
+
+    Args:
+        cfg: The configuration.
+        workers: The models and the data.
+        links: The links of the workers.
+        steps: How long local steps take.
+    """
+
+    name = "RemoteOptimizer"
+    topology = None
+
+    def __init__(
+        self, cfg: DictConfig, workers: Workers, links: Links | None, steps: StepTimes
+    ) -> None:
+        self._own, self._workers = cfg.simulation, workers
+        self._schedulers: list[Any] = []
+        given = cfg.algorithm
+        compression = codec_of(cfg.compression) if cfg.compression._target_ else None
+        self.simulation = RemoteOptimizerSimulation(
+            workers.models,
+            self._make_optimizer,
+            num_servers=given.get("num_servers", 1),
+            compression=as_codec(compression),
+            bucket_bytes=given.get("bucket_bytes", BUCKET_BYTES),
+            gradient_clip_val=cfg.trainer.get("gradient_clip_val"),
+            gradient_clip_algorithm=cfg.trainer.get("gradient_clip_algorithm") or "norm",
+            speeds=[1 / step_s for step_s in steps.step_s],
+            jitter=self._own.jitter,
+            links=links,
+            seed=cfg.seed,
+        )
+
+    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, ByteGPT)
+        optimizer, scheduler = _configured(model)
+        self._schedulers.append(scheduler)
+        made: torch.optim.Optimizer = optimizer
+        return made
+
+    def parts(self) -> Iterator[None]:
+        """Train, in about equal parts."""
+        for count in _divided(self._own.max_steps, self._own.reports):
+            self.simulation.run(self._workers.backward, count, after_step=self._after_step)
+            yield
+
+    def _after_step(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+
+def check_remote(cfg: DictConfig) -> None:
+    """Raise SettingsError for what a simulated remote optimizer does not have."""
+    given, n = cfg.algorithm, cfg.num_workers
+    if (named := given.get("num_workers")) not in (None, n):
+        raise SettingsError(
+            f"A simulation has num_workers={n}, and algorithm.num_workers is {named}. Drop "
+            "algorithm.num_workers."
+        )
+    if (size := given.get("replica_size", 1)) != 1:
+        raise SettingsError(
+            f"Simulated workers have one rank each, got algorithm.replica_size={size}. Drop it."
+        )
+    if cfg.simulation.mean_between_failures_s is not None:
+        raise SettingsError(
+            "With a remote optimizer a worker that dies ends the run, or is gone for good. Drop "
+            "simulation.mean_between_failures_s, or use RemoteOptimizerSimulation with min_workers."
+        )
+    for group in ("topology", "membership"):
+        if cfg[group]._target_:
+            raise SettingsError(f"A remote optimizer takes no {group}. Drop {group}=...")
+
+
 class SimulatedRun:
     """The workers of a configuration: models, data, optimizers and their simulation.
 
@@ -203,13 +286,15 @@ class SimulatedRun:
         for name in ("max_steps", "reports"):
             if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 1:
                 raise SettingsError(f"simulation.{name} must be at least 1, got {own[name]}.")
-        settings = early_settings(cfg)
-        if not isinstance(settings, RoundSettings):
-            kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
+        kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
+        settings = None if kind == RemoteTraining.name else early_settings(cfg)
+        if kind == RemoteTraining.name:
+            check_remote(cfg)
+        elif not isinstance(settings, RoundSettings):
             raise SettingsError(
-                f"simulate=true needs an algorithm with rounds, got {kind}. Choose "
-                "algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco or local_sgd. "
-                "The costs of ddp are in the table beside them."
+                f"simulate=true needs an algorithm with rounds or a remote optimizer, got {kind}. "
+                "Choose algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco, "
+                "local_sgd or remote_optimizer. The costs of ddp are in the table beside them."
             )
         with errors_for("network"):
             chosen = cfg.network if cfg.network._target_ else cfg.link
@@ -229,7 +314,11 @@ class SimulatedRun:
         workers = Workers(model, data, n, cfg.seed)
         with errors_for("simulation"):
             self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
-            self._training = RoundTraining(cfg, settings, workers, self.links, self.steps)
+            self._training: RoundTraining | RemoteTraining
+            if isinstance(settings, RoundSettings):
+                self._training = RoundTraining(cfg, settings, workers, self.links, self.steps)
+            else:
+                self._training = RemoteTraining(cfg, workers, self.links, self.steps)
 
     @property
     def name(self) -> str:
@@ -242,7 +331,7 @@ class SimulatedRun:
         return self._training.topology
 
     @property
-    def simulation(self) -> Simulation:
+    def simulation(self) -> AnySimulation:
         """The simulation."""
         return self._training.simulation
 
@@ -381,7 +470,7 @@ def _row(
     return name, loss, f"{time_s:,.1f} s", sent, f"{rounds:,}", f"{utilisation:.1%}"
 
 
-def write_files(folder: Path, progress: list[Progress], simulation: Simulation) -> None:
+def write_files(folder: Path, progress: list[Progress], simulation: AnySimulation) -> None:
     """Write the progress and the costs of each worker, as CSV and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in (

@@ -13,17 +13,27 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, seed_everything
 from omegaconf import DictConfig
+from torch import Tensor
 
 import train
-from lightning_loco import DiLoCoStrategy, GASLoCStrategy, LocalSGDStrategy, NoLoCoStrategy
+from lightning_loco import (
+    DiLoCoStrategy,
+    GASLoCStrategy,
+    LocalSGDStrategy,
+    NoLoCoStrategy,
+    RemoteOptimizerStrategy,
+)
 from lightning_loco.checked_settings import SettingsError, checked
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.report.record import RunRecord
 from lightning_loco.simulated_run import SimulatedRun, run_simulation
 from tests.pool import Pool, make_trainer
+from tests.small_model import flat
+from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 12
+REMOTE = "algorithm=remote_optimizer"
 OTHERS = {"gasloc": ["algorithm.momentum_on=local"]}
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
 DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
@@ -82,9 +92,52 @@ def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str) -> None:
     assert progress[-1].rounds == STEPS // 3
     for worker in range(4):
         simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
-        if run.simulation.algorithm.exchange == "neighbors":
+        if run.topology is not None:
             assert simulated == real[worker]
         assert simulated == pytest.approx(real[worker], rel=1e-5)
+
+
+def train_remotely(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[float], Tensor]:
+    seed_everything(0, workers=True, verbose=False)
+    losses = Losses()
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(timeout_s=30, **settings),
+            max_steps=STEPS,
+            max_epochs=-1,
+            gradient_clip_val=1.0,
+            callbacks=[losses],
+        )
+        model, data = ByteGPT(lr=0.001, **MODEL), ByteTextData(**DATA)
+        trainer.fit(model, datamodule=data)
+        return losses.values, flat(model)
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "choice"),
+    [
+        (3, {}, []),
+        (3, {"compression": "int8"}, ["compression=int8"]),
+        (2, {"num_servers": 2}, ["algorithm.num_servers=2"]),
+    ],
+)
+def test_losses_of_a_remote_optimizer_are_those_of_a_real_run(
+    pool: Pool, workers: int, settings: dict[str, Any], choice: list[str]
+) -> None:
+    """Bit for bit, and so are the parameters of the server in the end."""
+    real = pool.run(train_remotely, settings, world=4)
+    seed_everything(0, workers=True, verbose=False)
+    others = ["network=one_slow_link", "simulation.spread=0.5", "simulation.jitter=0.1"]
+    run = SimulatedRun(config(REMOTE, f"num_workers={workers}", *others, *choice))
+    progress = list(run.train())
+    assert progress[-1].rounds == progress[-1].steps == STEPS
+    for worker in range(workers):
+        simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
+        assert simulated == real[worker][0]
+        assert len(simulated) == STEPS
+    if "num_servers" not in settings:  # otherwise each has a shard
+        assert torch.equal(run.simulation.consensus(), real[-1][1])
 
 
 def test_a_run_writes_a_table_files_and_a_picture(
@@ -138,8 +191,14 @@ def test_averaging_by_the_clock() -> None:
 
 def test_what_cannot_work_is_an_error(subtests: pytest.Subtests) -> None:
     for overrides, message in (
-        (["algorithm=ddp"], "needs an algorithm with rounds, got DDP"),
-        (["algorithm=pairwise_gossip"], "needs an algorithm with rounds, got PairwiseGossip"),
+        (["algorithm=ddp"], "with rounds or a remote optimizer, got DDP"),
+        (["algorithm=pairwise_gossip"], "or a remote optimizer, got PairwiseGossip"),
+        ([REMOTE, "algorithm.num_workers=3"], "num_workers=4, and algorithm.num_workers is 3"),
+        ([REMOTE, "algorithm.replica_size=2"], "Simulated workers have one rank each"),
+        ([REMOTE, "simulation.mean_between_failures_s=9"], "a worker that dies ends the run"),
+        ([REMOTE, "topology=ring"], "A remote optimizer takes no topology"),
+        ([REMOTE, "compression=int4"], "too roughly for a remote optimizer"),
+        ([REMOTE, "algorithm.num_servers=999"], "more than the model's"),
         (["num_workers=0"], "num_workers must be at least 1, got 0"),
         (["simulation.max_steps=0"], "simulation.max_steps must be at least 1, got 0"),
         (["simulation.jitter=2"], "simulation: jitter is the largest part"),
