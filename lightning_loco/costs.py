@@ -122,13 +122,18 @@ class Traffic(NamedTuple):
         return TransferTimes(np.full(n, busy_s), np.full(n, latency_s))
 
 
+AHEAD_BYTES = 16 * 2**20
+"""What a server receives at most of a gradient before the last worker sends its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerTimes:
     """When gradients are at servers, and parameters back at the workers, in seconds.
 
     Each server has a link like that of worker 0, at the same site. The messages of all workers
-    share it, the first one sent first, and so do all replies, which are sent side by side. What a
-    worker exchanges with several servers shares the worker's link.
+    share it, the first one sent first, and so do all replies, which are sent side by side. Before
+    the last worker sends its gradient, a server receives :data:`AHEAD_BYTES` of each other one at
+    most. What a worker exchanges with several servers shares the worker's link.
 
     Args:
         times: The links of the workers.
@@ -168,6 +173,11 @@ class ServerTimes:
             begins_s = np.maximum.accumulate(sent_s[shared][order] - places * each_s)
             queued_s = np.empty(len(order))
             queued_s[order] = begins_s + (places + 1) * each_s
+            if (rest := num_bytes - AHEAD_BYTES) > 0:
+                late_bytes = np.full(len(sent_s), float(rest))
+                late_bytes[sent_s.argmax()] = num_bytes
+                late_s = sent_s.max() + self._of_server(float(late_bytes[shared].sum()))
+                queued_s = np.maximum(queued_s, late_s)
             done_s[shared] = np.maximum(done_s[shared], queued_s)
             found[:, server] = done_s + latency_s
         return found

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_loco.compression import CODECS
 from lightning_loco.costs import (
+    AHEAD_BYTES,
     ENCODINGS,
     Method,
     ServerTimes,
@@ -21,6 +22,7 @@ from lightning_loco.costs import (
     estimate,
 )
 from lightning_loco.links import Link, Links, LinkTimes, as_links
+from lightning_loco.parameter_server.server import PREFETCH_BYTES
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.conftest import ROOT
@@ -94,6 +96,16 @@ def test_a_server_has_received_what_early_workers_have_sent() -> None:
     steps = StepTimes([1.0, 1.0, 1.0, last_s])
     costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(Link(100, 0.1), 4), 3)
     assert costs.time_s == pytest.approx([3 * (last_s + queue_s + 4 * queue_s + 0.2)] * 4)
+
+
+def test_a_server_receives_a_part_of_large_gradients_ahead() -> None:
+    """16 MiB of each; the rest of all shares its link once the last worker sends."""
+    assert AHEAD_BYTES == PREFETCH_BYTES
+    num_bytes = 5 * AHEAD_BYTES
+    for last_s, in_time in ((0.0, 4 * 5), (1e4, 5 + 3 * 4)):
+        servers = ServerTimes(times_of(Link(8e-6 * AHEAD_BYTES), 4), [num_bytes])
+        known_s = servers.gradients(np.array([0.0, last_s, 0.0, 0.0]), 0).max()
+        assert known_s == pytest.approx(last_s + in_time)
 
 
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
