@@ -173,6 +173,26 @@ def test_a_run_writes_a_table_files_and_a_picture(
     assert "DiLoCo, 4 simulated workers" in page
 
 
+def test_a_remote_optimizer_writes_the_same_files(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    files = []
+    for algorithm in ("remote_optimizer", "local_sgd"):
+        folder = tmp_path / algorithm
+        folder.mkdir()
+        choice = [f"algorithm={algorithm}", "network=lan", "num_workers=2", f"run_dir={folder}"]
+        composed = config(*choice)
+        if algorithm == "local_sgd":
+            composed.algorithm.sync_every = 4
+        run_simulation(composed)
+        files.append({file.name for file in folder.iterdir()})
+    assert files[0] == files[1]
+    assert "report.html" in files[0]
+    report = (tmp_path / "remote_optimizer" / "report.txt").read_text()
+    assert report.splitlines()[1].startswith("RemoteOptimizer")
+    record = RunRecord.load(tmp_path / "remote_optimizer")
+    assert {kind for _, kind, *_ in record.events} == {"compute", "wait", "send"}
+
+
 def test_workers_that_fail_come_back() -> None:
     choice = ["algorithm=diloco", "algorithm.sync_every=2", "simulation.step_s=10"]
     failures = ["simulation.mean_between_failures_s=60", "simulation.mean_away_s=5"]
