@@ -280,7 +280,7 @@ class RemoteOptimizerSimulation:
         return self._server_times.parameters(known_s, self._steps, members)
 
     def _wait(self, worker: int, began_s: float, until_s: float) -> None:
-        """Let a worker wait, or die meanwhile."""
+        """Let a worker wait, or die while it waits."""
         died_s = self._death_s(worker)
         self._timeline.add(worker, "wait", began_s, min(until_s, died_s))
         self._time_s[worker] = until_s
