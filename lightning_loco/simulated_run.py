@@ -129,6 +129,7 @@ class RoundTraining:
     ) -> None:
         self._own, self._workers = cfg.simulation, workers
         self._clip = cfg.trainer.get("gradient_clip_val")
+        self._clips_values = cfg.trainer.get("gradient_clip_algorithm") == "value"
         self._optimizers = [_configured(model) for model in workers.models]
         self.simulation = Simulation.from_settings(
             workers.models,
@@ -178,7 +179,10 @@ class RoundTraining:
         optimizer, scheduler = self._optimizers[worker]
         if self._clip:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(params, self._clip)
+            if self._clips_values:
+                torch.nn.utils.clip_grad_value_(params, self._clip)
+            else:
+                torch.nn.utils.clip_grad_norm_(params, self._clip)
         optimizer.step()
         scheduler.step()
         return loss
@@ -286,6 +290,16 @@ class SimulatedRun:
         for name in ("max_steps", "reports"):
             if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 1:
                 raise SettingsError(f"simulation.{name} must be at least 1, got {own[name]}.")
+        if (batches := cfg.trainer.get("accumulate_grad_batches", 1)) != 1:
+            raise SettingsError(
+                "Simulated workers make a local step for each batch, got "
+                f"trainer.accumulate_grad_batches={batches}. Raise data.batch_size instead."
+            )
+        if (precision := cfg.trainer.get("precision", "32-true")) not in (32, "32", "32-true"):
+            raise SettingsError(
+                f"Simulated workers train in float32, got trainer.precision={precision}. Leave it "
+                "out."
+            )
         kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
         settings = None if kind == RemoteTraining.name else early_settings(cfg)
         if kind == RemoteTraining.name:

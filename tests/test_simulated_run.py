@@ -60,7 +60,7 @@ class Losses(Callback):
         self.values.append(outputs["loss"].item())
 
 
-def train_really(rank: int, world: int, strategy: str) -> list[float]:
+def train_really(rank: int, world: int, strategy: str, clip: str) -> list[float]:
     seed_everything(0, workers=True, verbose=False)
     made = {
         "gasloc": lambda: GASLoCStrategy(sync_every=3),
@@ -70,21 +70,36 @@ def train_really(rank: int, world: int, strategy: str) -> list[float]:
     }[strategy]()
     losses = Losses()
     trainer = make_trainer(
-        made, max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, callbacks=[losses]
+        made,
+        max_steps=STEPS,
+        max_epochs=-1,
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm=clip,
+        callbacks=[losses],
     )
     model, data = ByteGPT(lr=0.001, **MODEL), ByteTextData(**DATA)
     trainer.fit(model, datamodule=data)
     return losses.values
 
 
-@pytest.mark.parametrize("algorithm", ["gasloc", "noloco", "diloco", "local_sgd"])
-def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "clip"),
+    [
+        ("gasloc", "norm"),
+        ("gasloc", "value"),
+        ("noloco", "norm"),
+        ("diloco", "norm"),
+        ("local_sgd", "norm"),
+    ],
+)
+def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str, clip: str) -> None:
     """Bit for bit with gossip; an all-reduce of gloo adds up in another order.
 
     Links, speeds and jitter change when, and not what.
     """
-    real = pool.run(train_really, algorithm, world=4)
+    real = pool.run(train_really, algorithm, clip, world=4)
     choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
+    choice += ["trainer.gradient_clip_val=0.01", f"+trainer.gradient_clip_algorithm={clip}"]
     choice += OTHERS.get(algorithm, ())
     seed_everything(0, workers=True, verbose=False)
     run = SimulatedRun(config(*choice, "simulation.spread=0.5", "simulation.jitter=0.1"))
@@ -220,6 +235,11 @@ def test_what_cannot_work_is_an_error(subtests: pytest.Subtests) -> None:
         ([REMOTE, "compression=int4"], "too roughly for a remote optimizer"),
         ([REMOTE, "algorithm.num_servers=999"], "more than the model's"),
         (["num_workers=0"], "num_workers must be at least 1, got 0"),
+        (
+            ["trainer.accumulate_grad_batches=2"],
+            "a local step for each batch.*accumulate_grad_batches=2",
+        ),
+        (["trainer.precision=bf16-mixed"], "in float32, got trainer.precision=bf16-mixed"),
         (["simulation.max_steps=0"], "simulation.max_steps must be at least 1, got 0"),
         (["simulation.jitter=2"], "simulation: jitter is the largest part"),
         (["algorithm.sync_every=99"], "fewer local steps than the 99 of a round"),
