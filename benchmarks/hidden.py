@@ -14,7 +14,8 @@ and so is the time: no machine's noise is in this table. Finished trainings are 
   python benchmarks/hidden.py --text FILE --only diloco streaming_2 alone
   python benchmarks/hidden.py --width 128 --layers 4 --lr 1e-3 --seeds 0 1 2
 
-How to read it: the best method of each ratio is marked with a star. From a ratio of 0.3 on, one of
+How to read it: means over the seeds, with standard deviations if there are several; the best method
+of each ratio is marked with a star. From a ratio of 0.3 on, one of
 the hidden methods should be below ``diloco`` and below ``alone``.
 """
 
@@ -28,7 +29,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from common import make_parser, print_machine, print_table
+from common import make_parser, mean_and_deviation, print_machine, print_table
 from equal_time import HIDDEN, METHODS, Training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,22 +65,29 @@ def fit_all(options: argparse.Namespace) -> dict[str, float]:
     return losses
 
 
+def losses_of(
+    method: str, ratio: float, losses: dict[str, float], options: argparse.Namespace
+) -> list[float]:
+    """The loss of each seed."""
+    return [losses[Training(method, ratio, seed).key(options)] for seed in options.seeds]
+
+
 def mean_loss(
     method: str, ratio: float, losses: dict[str, float], options: argparse.Namespace
 ) -> float:
     """The mean over the seeds."""
-    keys = [Training(method, ratio, seed).key(options) for seed in options.seeds]
-    return statistics.mean(losses[key] for key in keys)
+    return statistics.mean(losses_of(method, ratio, losses, options))
 
 
 def row(method: str, losses: dict[str, float], options: argparse.Namespace) -> list[str]:
-    """The losses of one method by ratio, with how many local steps there was time for."""
+    """The loss of one method by ratio, and how many local steps there was time for."""
     cells = [method]
     for ratio in options.ratios:
         best = min(mean_loss(other, ratio, losses, options) for other in options.only)
         loss = mean_loss(method, ratio, losses, options)
         _, steps = Training(method, ratio, 0).plan(options)
-        cells.append(f"{loss:.3f}{'*' if loss == best else ' '} ({steps})")
+        found = mean_and_deviation(losses_of(method, ratio, losses, options), 3)
+        cells.append(f"{found}{'*' if loss == best else ' '} {steps}")
     return cells
 
 
@@ -92,9 +100,14 @@ def verdicts(losses: dict[str, float], options: argparse.Namespace) -> list[list
         best = min(found, key=found.__getitem__)
         cells = [f"{ratio:g}", best, f"{found[best]:.3f}"]
         for other in ("diloco", "alone"):
-            gap = 100 * (found[best] / mean_loss(other, ratio, losses, options) - 1)
-            bound = "" if ratio < PAYS_FROM else " ok" if gap < 0 else " MISSED"
-            cells.append(f"{gap:+.1f}{bound}")
+            pairs = zip(
+                losses_of(best, ratio, losses, options),
+                losses_of(other, ratio, losses, options),
+                strict=True,
+            )
+            gaps = [100 * (loss / base - 1) for loss, base in pairs]
+            bound = "" if ratio < PAYS_FROM else " ok" if statistics.mean(gaps) < 0 else " MISSED"
+            cells.append(f"{mean_and_deviation(gaps, 1)}{bound}")
         rows.append(cells)
     return rows
 
@@ -148,7 +161,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     print_machine()
     losses = fit_all(options)
-    header = ["loss (local steps), by ratio", *(f"{ratio:g}" for ratio in options.ratios)]
+    header = ["loss, local steps; by ratio", *(f"{ratio:g}" for ratio in options.ratios)]
     print_table(header, [row(method, losses, options) for method in options.only])
     if rows := verdicts(losses, options):
         print_table(["ratio", "best hidden", "loss", "to diloco %", "to alone %"], rows)
