@@ -182,19 +182,29 @@ def batches(data: ByteTextData, worker: int, num_workers: int, seed: int) -> Ite
         epoch += 1
 
 
-def train_alone(model: ByteGPT, shares: list[Iterator[Tensor]], steps: int) -> None:
-    """One model, with the mean gradient of as many batches as there are shares."""
+def train_alone(
+    model: ByteGPT, shares: list[Iterator[Tensor]], steps: int, clip: float = math.inf
+) -> None:
+    """One model, with the mean gradient of as many batches as there are shares.
+
+    ``clip`` is the largest norm of a gradient.
+    """
     made: Any = model.configure_optimizers()
     for _ in range(steps):
         made["optimizer"].zero_grad()
         for share in shares:
             (model.loss(next(share)) / len(shares)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         made["optimizer"].step()
         made["lr_scheduler"]["scheduler"].step()
 
 
 def train_together(
-    models: list[ByteGPT], shares: list[Iterator[Tensor]], settings: RoundSettings, steps: int
+    models: list[ByteGPT],
+    shares: list[Iterator[Tensor]],
+    settings: RoundSettings,
+    steps: int,
+    clip: float = math.inf,
 ) -> Simulation:
     """All workers by turns, which start from the first one's model."""
     simulation = Simulation.from_settings(models, settings)
@@ -203,6 +213,7 @@ def train_together(
     def local_step(worker: int) -> None:
         made[worker]["optimizer"].zero_grad()
         models[worker].loss(next(shares[worker])).backward()
+        torch.nn.utils.clip_grad_norm_(models[worker].parameters(), clip)
         made[worker]["optimizer"].step()
         made[worker]["lr_scheduler"]["scheduler"].step()
 

@@ -55,6 +55,8 @@ from lightning_loco.schedules import EverySteps
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAINING_BYTES = 4_000_000
 RANK, ADAPTER_LR = 8, 1e-2
+CLIP = 1.0
+"""Largest norm of a gradient, as in ``conf/trainer``."""
 
 
 class Row(NamedTuple):
@@ -199,7 +201,7 @@ class Training(NamedTuple):
             source = ByteTextData(batch_size=BATCH, context=CONTEXT, max_bytes=PRETRAINING_BYTES)
             source.check(1)
             model = new_model(options, steps)
-            train_alone(model, [batches(source, 0, 1, self.seed)], steps)
+            train_alone(model, [batches(source, 0, 1, self.seed)], steps, CLIP)
             start = model.state_dict()
             help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
             data = ByteTextData(path=help_text, batch_size=BATCH, context=CONTEXT)
@@ -210,9 +212,9 @@ class Training(NamedTuple):
         numel = sum(p.numel() for p in models[0].parameters() if p.requires_grad)
         sent = 8 * numel * steps * (row.workers - 1) / row.workers
         if row.rounds is None:
-            train_alone(models[0], shares, steps)
+            train_alone(models[0], shares, steps, CLIP)
         else:
-            simulation = train_together(models, shares, row.rounds, steps)
+            simulation = train_together(models, shares, row.rounds, steps, CLIP)
             trained = [p for p in models[0].parameters() if p.requires_grad]
             nn.utils.vector_to_parameters(simulation.consensus(), trained)
             sent = simulation.costs[0].bytes_sent
