@@ -185,6 +185,7 @@ def test_a_run_writes_a_table_files_and_a_picture(
     with (tmp_path / "workers.csv").open() as lines:
         assert [int(row["steps"]) for row in csv.DictReader(lines)] == [STEPS] * 4
     page = (tmp_path / "report.html").read_text()
+    assert "The bar below a lane shows messages that are under way." in page
     assert "DiLoCo, 4 simulated workers" in page
 
 
