@@ -149,7 +149,9 @@ def write_keys(path: str) -> int:
 def main() -> int:
     """Run a command. Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="lightning-loco", description="Tools for distributed runs."
+        prog="lightning-loco",
+        description="Tools for distributed runs. Training "
+        "itself is a program of its own: lightning-loco-train, in a checkout python train.py.",
     )
     versions = import_submodule("doctor.facts").describe_versions()
     parser.add_argument("--version", action="version", version=versions)

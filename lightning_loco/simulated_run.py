@@ -43,7 +43,7 @@ from lightning_loco.simulation import (
     random_failures,
 )
 from lightning_loco.topology import Topology
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 from lightning_loco.worker import exchanged_parameters
 
 MAX_EVENTS = 20_000
@@ -481,7 +481,7 @@ def _row(
     name: str, loss: str, time_s: float, bytes_sent: float, rounds: int, utilisation: float
 ) -> tuple[str, ...]:
     sent = format_bytes(round(bytes_sent))
-    return name, loss, f"{time_s:,.1f} s", sent, f"{rounds:,}", f"{utilisation:.1%}"
+    return name, loss, format_seconds(time_s), sent, f"{rounds:,}", f"{utilisation:.1%}"
 
 
 def write_files(folder: Path, progress: list[Progress], simulation: AnySimulation) -> None:
@@ -540,6 +540,6 @@ def record_of(
         notes=[
             "All workers were simulated in one process. Times are virtual: they follow from "
             "simulation.step_s and the links.",
-            f"DDP would need {float(ddp.time_s.max()):,.1f} s for as many local steps.",
+            f"DDP would need {format_seconds(float(ddp.time_s.max()))} for as many local steps.",
         ],
     )

@@ -17,7 +17,7 @@ from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, format_link_time
 from lightning_loco.topology import as_topology
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 
 Curve = list[tuple[int, float]]
 
@@ -70,8 +70,8 @@ class RunReport:
             "trained on": "-" if self.tokens is None else f"{self.tokens:,} bytes",
             "rounds": _number(self.rounds, ",d"),
             "sent per worker": self._sent(),
-            "waited per worker": "-" if self.wait_s is None else f"{self.wait_s:.1f} s",
-            "training time": "-" if self.train_s is None else f"{self.train_s:.1f} s",
+            "waited per worker": "-" if self.wait_s is None else format_seconds(self.wait_s),
+            "training time": "-" if self.train_s is None else format_seconds(self.train_s),
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
         if self.emulated_s is not None and self.hidden_s is not None:

@@ -12,7 +12,7 @@ from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
-from lightning_loco.values import format_bytes
+from lightning_loco.values import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine
@@ -140,7 +140,7 @@ def summarize(
         "local steps": f"{steps:,}",
         "rounds": f"{statistics.rounds:,}",
         "sent": f"{sent} (DDP: {format_bytes(of_ddp)})" if of_ddp else sent,
-        "waited": f"{statistics.wait_s:.1f} s",
+        "waited": format_seconds(statistics.wait_s),
     }
     if statistics.emulated_s is not None:
         rows["on the link"] = format_link_time(statistics.emulated_s, statistics.emulated_wait_s)
@@ -160,4 +160,5 @@ def bytes_of_ddp(num_ranks: int, num_bytes: int, steps: int) -> int:
 
 def format_link_time(sent_s: float, waited_s: float) -> str:
     """Format the seconds that messages took on an emulated link, and how many were waited for."""
-    return f"{sent_s:.1f} s: {sent_s - waited_s:.1f} s hidden, {waited_s:.1f} s waited"
+    hidden, waited = format_seconds(max(0.0, sent_s - waited_s)), format_seconds(waited_s)
+    return f"{format_seconds(sent_s)}: {hidden} hidden, {waited} waited"

@@ -18,7 +18,7 @@ REPORT = RunReport(
     rounds=60,
     bytes_sent=402_186_240,
     wait_s=1.25,
-    train_s=120.04,
+    train_s=43_200.0,
     consensus_distance=0.0123,
 )
 
@@ -29,6 +29,8 @@ def test_the_table_is_aligned() -> None:
     assert {line[18:20] for line in lines} == {"  "}
     assert "validation loss     1.7000 nats per byte (2.453 bits)" in lines
     assert "sent per worker     402.2 MB" in lines
+    assert "waited per worker   1.25 s" in lines
+    assert "training time       12.0 h" in lines
     assert "consensus distance  1.230e-02" in lines
 
 
@@ -44,7 +46,7 @@ def test_missing_values_are_dashes() -> None:
 
 def test_link_time() -> None:
     report = dataclasses.replace(REPORT, emulated_s=12.26, hidden_s=11.04)
-    assert "on the link         12.3 s: 11.0 s hidden, 1.2 s waited" in report.table().splitlines()
+    assert "on the link         12.3 s: 11 s hidden, 1.22 s waited" in report.table().splitlines()
     assert "on the link" not in REPORT.table()
 
 

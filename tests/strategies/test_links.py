@@ -20,7 +20,7 @@ WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, Engin
 LINK = Link(1000, 0.01)
 STEPS = 13
 OPTIONS = {"sync_every": 6, "fragments": 2}
-ROW = r"  on the link {9}([\d.]+) s: ([\d.]+) s hidden, ([\d.]+) s waited"
+ROW = r"  on the link {9}([\d.]+ m?s): ([\d.]+ m?s) hidden, ([\d.]+ m?s) waited"
 
 
 class SlowSteps(Callback):
@@ -54,13 +54,18 @@ def test_every_strategy_of_workers_accepts_a_link(pool: Pool, subtests: pytest.S
             check_link(*pool.run(fit, name, LINK, world=2))
 
 
+def seconds_in(text: str) -> float:
+    number, unit = text.split()
+    return float(number) / {"s": 1, "ms": 1000}[unit]
+
+
 def check_link(first: Any, second: Any) -> None:
     (line,) = first[0]
     found = re.fullmatch(ROW, line)
     assert found
     assert second[0] == []
-    under_way_s, hidden_s, waited_s = map(float, found.groups())
-    assert under_way_s == pytest.approx(waited_s + hidden_s, abs=0.11)  # rounded
+    under_way_s, hidden_s, waited_s = map(seconds_in, found.groups())
+    assert under_way_s == pytest.approx(waited_s + hidden_s, rel=0.01)  # three digits of each
     for _, emulated_s, is_logged in (first, second):
         assert emulated_s is not None
         assert emulated_s >= 0.01
