@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 STARTED = datetime.now()
 
-COMPLETE_GROUPS = ("algorithm", "topology", "link", "network", "compression")
+COMPLETE_GROUPS = ("algorithm", "topology", "link", "network", "compression", "model", "data")
 """Groups whose files name all settings, so that another one is a mistake."""
 
 
@@ -236,24 +236,31 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
         for group, choice in entry.items()
     }
     for override in overrides:
-        if found := re.fullmatch(r"\+*(\w+)=([\w,]+)", override):
+        if found := re.fullmatch(r"\+*(\w+)=(.*)", override):
             chosen[found[1]] = found[2]
     for override in overrides:
-        found = re.match(r"(\w+)\.(\w+)[.\w]*=", override)
+        found = re.match(r"(\w+)\.([a-z]\w*)[.\w]*=", override)
         if not found or found[1] not in COMPLETE_GROUPS:
             continue
         group, name = found.groups()
         for choice in chosen[group].split(","):
             file = Path(conf_dir()) / group / f"{choice}.yaml"
-            known = {str(key) for key in OmegaConf.load(file)} if file.is_file() else {name}
-            if name in known:
+            if not file.is_file() or name in (settings := settings_of(file)):
                 continue
-            settings = {key for key in known if not key.startswith("_")}
             instead = suggestion(name, settings, f"{group}.{{}}")
             if not instead and settings:
                 instead = f" There are {', '.join(sorted(settings))}."
             return f"{group}.{name}: {group}={choice} has no such setting.{instead}"
     return None
+
+
+def settings_of(file: Path) -> set[str]:
+    """Return the settings that a configuration and those that it is based on name."""
+    content = OmegaConf.load(file)
+    assert isinstance(content, DictConfig)
+    bases = [base for base in content.get("defaults", []) if base != "_self_"]
+    own = {str(key) for key in content if key != "defaults" and not str(key).startswith("_")}
+    return own.union(*(settings_of(file.with_name(f"{base}.yaml")) for base in bases))
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:

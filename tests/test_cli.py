@@ -280,6 +280,11 @@ class TestChoices:
             ),
             ("topology.rows=2", "topology.rows: topology=none has no such setting."),
             ("link.mbit_per_s=2", "link.mbit_per_s: link=none has no such setting."),
+            (
+                "model.widht=8",
+                "model.widht: model=gpt has no such setting. Did you mean model.width?",
+            ),
+            ("data.pth=a", "data.pth: data=stdlib has no such setting. Did you mean data.path?"),
         ],
     )
     def test_unknown_settings_are_named(self, arguments: str, message: str) -> None:
@@ -295,7 +300,10 @@ class TestChoices:
             "experiment=sparse compression.k=8",
             "--config-dir=mine algorithm=mine algorithm.own=1",
             "algorithm=mine algorithm.own=1",
+            "--multirun algorithm=choice(diloco,gasloc) algorithm.nesterov=false",
+            "topology._target_=mine.Ring",
             "link=wan link.mbit_per_s=10 network=lan",
+            "model.width=64 data=stdlib data.batch_size=2 data=text data.path=a",
         ],
     )
     def test_settings_that_may_exist_are_checked_by_hydra(self, arguments: str) -> None:
