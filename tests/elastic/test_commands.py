@@ -84,7 +84,7 @@ def test_the_lighthouse_names_the_argument_that_cannot_work(subtests: pytest.Sub
 @pytest.mark.process
 @pytest.mark.soak
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
-    lighthouse, train, *_ = commands()
+    _, lighthouse, train, *_ = commands()  # the first one installs
     (port,) = free_ports()
     here = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{port}"}
     bind = (f"--bind=127.0.0.1:{port}", "--heartbeat-timeout=1")
