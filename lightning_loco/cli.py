@@ -22,6 +22,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -142,12 +143,13 @@ def build_method(cfg: DictConfig) -> Strategy:
             check_takes_topology(kind.__name__, accepted is not None, topology)
             return make(topology=topology)
         strategy = make()
+        say = rank_zero_only(log.info)  # the other ranks build the same
         if accepted is not None and isinstance(accepted.default, str):
-            log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
+            say("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
         elif isinstance(strategy, EngineStrategy) and (
             strategy.settings.algorithm.exchange == "neighbors"
         ):
-            log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
+            say("No topology chosen: %s uses that of its algorithm.", kind.__name__)
         return strategy
 
 
