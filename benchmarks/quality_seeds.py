@@ -101,6 +101,8 @@ GROUPS: dict[str, dict[str, Row]] = {
     "methods": {
         "ddp": Row(None),
         "diloco": Row(every(10, DILOCO)),
+        "diloco_0.7_0.5": Row(every(10, DiLoCo(0.7, 0.5))),
+        "diloco_1.0_0.3": Row(every(10, DiLoCo(1.0, 0.3))),
         "async_diloco": Row(AsyncDiLoCoStrategy(10).settings),
         "streaming_diloco": Row(STREAMING.settings),
         "gasloc_ring": Row(every(10, GOSSIP, "ring")),
