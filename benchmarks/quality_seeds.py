@@ -183,7 +183,9 @@ class Training(NamedTuple):
         row = ROWS[self.name]
         rounds = None if row.rounds is None else row.rounds.describe()
         model = [options.width, options.layers, options.lr, self.steps(options)]
-        made = [row.workers, row.optimizer, row.tunes]
+        made = [row.workers, row.optimizer, row.tunes, BATCH, CONTEXT, CLIP]
+        if row.tunes:
+            made += [PRETRAINING_BYTES, RANK, ADAPTER_LR]
         return json.dumps([rounds, *made, self.seed, *model], default=str)
 
     def steps(self, options: argparse.Namespace) -> int:
@@ -233,11 +235,6 @@ class Training(NamedTuple):
         return model
 
 
-def fit(training: Training, options: argparse.Namespace) -> Result:
-    """What a training has found."""
-    return training.train(options)
-
-
 def fit_all(options: argparse.Namespace) -> dict[str, Result]:
     """The result of every training by its key; those that are not in the file yet are made."""
     results: dict[str, Result] = {}
@@ -250,7 +247,7 @@ def fit_all(options: argparse.Namespace) -> dict[str, Result]:
             wanted.setdefault(training.key(options), training)
     missing = {key: one for key, one in wanted.items() if key not in results}
     with ProcessPoolExecutor(options.jobs) as pool:
-        under_way = {pool.submit(fit, one, options): key for key, one in missing.items()}
+        under_way = {pool.submit(one.train, options): key for key, one in missing.items()}
         for number, future in enumerate(as_completed(under_way), start=1):
             key = under_way[future]
             results[key] = result = future.result()

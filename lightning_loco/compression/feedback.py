@@ -203,16 +203,12 @@ def as_compression(
     if isinstance(given, str):
         given = CODECS[given]()
     codec = given if isinstance(given, Codec) else given.codec
-    if codec.averages_senders and (exchange != "mean" or isinstance(given, Compensated)):
-        raise ValueError(
-            f"{codec} averages each value over the workers that have sent it, which works with an "
-            "algorithm that averages over all workers and an error feedback, such as "
-            f"DiLoCoStrategy(compression=ErrorFeedback({codec}, 0.95)). Leave mean_over out."
-        )
+    decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
+    if codec.averages_senders:
+        _check_mean_of_senders(codec, exchange, 0 if isinstance(given, Compensated) else decay)
     if exchange == "mean" and isinstance(given, Compensated):
         return Compression(codec, is_relative=sends_parameters, stays_in_model=True)
     if exchange == "mean":
-        decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
         return Compression(codec, decay or None, is_relative=sends_parameters)
     if given is not codec:
         reason = (
@@ -228,6 +224,17 @@ def as_compression(
             "averages over all workers."
         )
     return Compression(codec)
+
+
+def _check_mean_of_senders(codec: Codec, exchange: str, decay: float) -> None:
+    if not codec.is_sparse:
+        raise ValueError(f"{codec} averages over senders, which only a sparse codec can.")
+    if exchange != "mean" or not decay:
+        raise ValueError(
+            f"{codec} averages each value over the workers that have sent it. That needs an "
+            "algorithm that averages over all workers, such as DiLoCo, and an error feedback, such "
+            f"as ErrorFeedback({codec}, 0.95). Use mean_over='workers' otherwise."
+        )
 
 
 def check_compression(given: Any) -> None:

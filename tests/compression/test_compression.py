@@ -20,6 +20,10 @@ from lightning_loco.compression import (
 )
 
 
+class DenseMeanOfSenders(Int8):
+    averages_senders = True
+
+
 def test_names_make_codecs_that_fit_the_exchange(subtests: pytest.Subtests) -> None:
     for name, kind in CODECS.items():
         with subtests.test(name):
@@ -73,8 +77,10 @@ def test_unsupported_combinations_are_refused(subtests: pytest.Subtests) -> None
         (ErrorFeedback(Int8()), "neighbors", ValueError, "without an error feedback"),
         ("int4", "pull", ValueError, "too roughly for gossip"),
         (ErrorFeedback(Int8()), "pull", ValueError, "Pulls take no error feedback.*codec alone"),
-        (Sparse(mean_over="senders"), "neighbors", ValueError, "all workers and an error feedback"),
-        (Compensated(Sparse(mean_over="senders")), "mean", ValueError, "Leave mean_over out"),
+        (Sparse(mean_over="senders"), "neighbors", ValueError, "averages over all workers"),
+        (Compensated(Sparse(mean_over="senders")), "mean", ValueError, "and an error feedback"),
+        (ErrorFeedback(Sparse(mean_over="senders"), 0), "mean", ValueError, "an error feedback"),
+        (DenseMeanOfSenders(), "mean", ValueError, "only a sparse codec can"),
     ):
         with subtests.test(given=given, exchange=exchange), pytest.raises(error, match=words):
             as_compression(given, exchange, False)

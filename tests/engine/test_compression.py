@@ -289,18 +289,20 @@ def test_means_over_senders_in_processes_are_those_of_the_simulation(
 
 
 def test_a_worker_with_nan_does_not_count_as_a_sender() -> None:
-    models = [small_wide() for _ in range(3)]
-    settings = RoundSettings(
-        DiLoCo(1.0, 0.0), EverySteps(1), compression=ErrorFeedback(Sparse(16, 16, "senders"))
-    )
+    """Worker 0 sends the first 4 of 16 values, and worker 2 the next 4."""
+    models = [Point(torch.zeros(16, dtype=torch.float64)) for _ in range(3)]
+    settings = RoundSettings(DiLoCo(1.0, 0.0), EverySteps(1), compression=ErrorFeedback(OF_SENDERS))
     simulation = Simulation.from_settings(models, settings)
 
     def local_step(worker: int) -> None:
-        value = torch.nan if worker == 1 else float(worker + 1)
-        models[worker].value.data.fill_(value)
+        models[worker].value.data.fill_(torch.nan if worker == 1 else 0.0)
+        if worker != 1:
+            models[worker].value.data[2 * worker : 2 * worker + 4] = worker + 1.0
 
     simulation.run(local_step, 1)
-    assert_close(simulation.consensus(), torch.full((150,), 2.0, dtype=torch.float64))
+    expected = torch.zeros(16, dtype=torch.float64)
+    expected[:4], expected[4:8] = 1.0, 3.0
+    assert_close(simulation.consensus(), expected)
 
 
 def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests) -> None:
