@@ -112,14 +112,13 @@ GROUPS: dict[str, dict[str, Row]] = {
         "alone": Row(None, workers=1),
     },
     "compression": {
-        name: Row(every(10, algorithm, compression=compression), beside="diloco")
-        for name, algorithm, compression in (
-            ("diloco", DILOCO, None),
-            ("int8", DILOCO, "int8"),
-            ("e3m0", DILOCO, "e3m0"),
-            ("sparse_compensated", DiLoCo(1.5, 0.5), Compensated(Sparse())),
-            ("sparse_fed_back", DILOCO, "sparse"),
-            ("sparse_senders", DiLoCo(1.0, 0.0), AUTHORS),
+        name: Row(every(10, algorithm, compression=compression), beside=beside)
+        for name, algorithm, compression, beside in (
+            ("int8", DILOCO, "int8", "diloco"),
+            ("e3m0", DILOCO, "e3m0", "diloco"),
+            ("sparse_fed_back", DILOCO, "sparse", "diloco_0.7_0.5"),
+            ("sparse_compensated", DiLoCo(1.5, 0.5), Compensated(Sparse()), "diloco_0.7_0.5"),
+            ("sparse_senders", DiLoCo(1.0, 0.0), AUTHORS, "diloco_0.7_0.5"),
         )
     },
     "sparseloco": {"ddp_longer": Row(None, beside="ddp_longer", longer=2), **SPARSELOCO},
