@@ -214,11 +214,11 @@ def check_before_launch(
 def check_machines(trainer: Trainer) -> None:
     """Raise SettingsError if this process would wait for machines whose addresses are not given.
 
-    Without MASTER_PORT Lightning takes any free port, which no other machine knows.
+    Without MASTER_ADDR and MASTER_PORT Lightning takes this machine, and any free port.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    is_known = "MASTER_PORT" in os.environ or not isinstance(environment, LightningEnvironment)
-    if trainer.num_nodes > 1 and not is_known:
+    is_known = os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not is_known:
         raise SettingsError(
             f"trainer.num_nodes={trainer.num_nodes}, but this process does not know the other "
             f"machines. Start it on each with torchrun --nnodes={trainer.num_nodes} "

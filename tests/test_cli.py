@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
@@ -152,11 +153,17 @@ class TestRun:
     def test_several_machines_need_a_launcher(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        several = ("trainer.devices=2", "trainer.num_nodes=2")
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
         monkeypatch.delenv("MASTER_PORT", raising=False)
         for algorithm in ("diloco", "ddp", "remote_optimizer"):
-            own = (f"algorithm={algorithm}", "trainer.devices=2", "trainer.num_nodes=2")
-            with pytest.raises(cli.SettingsError, match="Start it on each with torchrun --nnodes"):
-                cli.run(config(tmp_path, *own))
+            with pytest.raises(cli.SettingsError, match="on each with torchrun --nnodes=2"):
+                cli.run(config(tmp_path, f"algorithm={algorithm}", *several))
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        with pytest.raises(cli.SettingsError, match="MASTER_ADDR, MASTER_PORT and NODE_RANK"):
+            cli.run(config(tmp_path, *several))
+        monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+        cli.check_machines(cli.build_trainer(config(tmp_path, *several), Timer()))
 
     def test_the_number_of_workers_is_checked_before_others_are_started(
         self, tmp_path: Path
