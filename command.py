@@ -101,6 +101,8 @@ def check_lighthouse(args: argparse.Namespace) -> None:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+    except UnicodeError:
+        raise ValueError(f"--bind: {host!r} is no host name.") from None
     except OSError as error:
         raise ValueError(f"--bind cannot listen at {args.bind}: {error.strerror}.") from None
     if args.min_workers < 1:
@@ -108,7 +110,7 @@ def check_lighthouse(args: argparse.Namespace) -> None:
     for name in ("heartbeat_timeout", "join_timeout"):
         if not 0.001 <= (seconds := getattr(args, name)) < math.inf:
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} must be a positive number of seconds, got {seconds:g}.")
+            raise ValueError(f"{option} must be finite, and at least 0.001 s, got {seconds:g}.")
 
 
 def become_lighthouse(args: argparse.Namespace) -> NoReturn:

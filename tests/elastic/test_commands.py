@@ -64,8 +64,13 @@ def test_the_lighthouse_names_the_argument_that_cannot_work(subtests: pytest.Sub
             ("--bind=[::]:99999", "--bind must be HOST:PORT"),
             (f"--bind=127.0.0.1:{port}", f"cannot listen at 127.0.0.1:{port}: Address already in"),
             ("--min-workers=0", "--min-workers must be at least 1, got 0."),
-            ("--heartbeat-timeout=-1", "--heartbeat-timeout must be a positive number of seconds"),
-            ("--join-timeout=0", "--join-timeout must be a positive number of seconds, got 0."),
+            ("--bind=a..b:80", "error: --bind: 'a..b' is no host name."),
+            (
+                "--heartbeat-timeout=0.0005",
+                "--heartbeat-timeout must be finite, and at least 0.001 s, got 0.0005.",
+            ),
+            ("--join-timeout=0", "--join-timeout must be finite, and at least 0.001 s, got 0."),
+            ("--join-timeout=inf", "--join-timeout must be finite, and at least 0.001 s, got inf."),
         ):
             free = () if "--bind" in arguments else ("--bind=127.0.0.1:0",)
             with subtests.test(arguments):
