@@ -23,7 +23,7 @@ from lightning_loco.plan.planner import BACKWARD_SHARE, MIN_ROUNDS, Job, Option,
 from lightning_loco.values import format_bytes, format_seconds
 
 _HEADINGS = ("", "H", "parts", "late", "computes", "per round", "in all", "time", "speed")
-_START = "On each machine, with one of them as HOST and any NAME (with GPUs add trainer=gpu):"
+_START = "On each machine, with one as HOST and the same NAME on all (with GPUs add trainer=gpu):"
 _WIDTHS = (28, 4, 6, 5, 10, 11, 10, 10, 9)
 
 
