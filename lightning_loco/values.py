@@ -152,7 +152,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration with one unit, such as 11.2 h; each unit is used from three of it on.
+    """Format a duration: minutes from 3 min on, hours from 3 h on, days from 3 d on.
 
     Example:
         >>> [format_seconds(seconds) for seconds in (0.0123, 0.5, 12.34, 179)]
