@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 import numpy as np
@@ -32,8 +33,6 @@ from lightning_loco.demo.launch import quieten_lightning
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.links import Link, Links, LinkTimes, as_links
-from lightning_loco.parameter_server.buckets import BUCKET_BYTES
-from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
 from lightning_loco.simulation import (
@@ -42,8 +41,9 @@ from lightning_loco.simulation import (
     Simulation,
     random_failures,
 )
+from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.topology import Topology
-from lightning_loco.values import format_bytes, format_seconds
+from lightning_loco.values import check_choice, format_bytes, format_seconds
 from lightning_loco.worker import exchanged_parameters
 
 MAX_EVENTS = 20_000
@@ -128,8 +128,7 @@ class RoundTraining:
         steps: StepTimes,
     ) -> None:
         self._own, self._workers = cfg.simulation, workers
-        self._clip = cfg.trainer.get("gradient_clip_val")
-        self._clips_values = cfg.trainer.get("gradient_clip_algorithm") == "value"
+        self._clip, self._clip_by = clipping_of(cfg)
         self._optimizers = [_configured(model) for model in workers.models]
         self.simulation = Simulation.from_settings(
             workers.models,
@@ -149,9 +148,10 @@ class RoundTraining:
         if own.mean_between_failures_s is None:
             return []
         longest_s = 100 * own.max_steps * own.step_s
-        return random_failures(
-            num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
-        )
+        with errors_for("simulation"):
+            return random_failures(
+                num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
+            )
 
     def parts(self) -> Iterator[None]:
         """Train, in about equal parts."""
@@ -179,7 +179,7 @@ class RoundTraining:
         optimizer, scheduler = self._optimizers[worker]
         if self._clip:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            if self._clips_values:
+            if self._clip_by == "value":
                 torch.nn.utils.clip_grad_value_(params, self._clip)
             else:
                 torch.nn.utils.clip_grad_norm_(params, self._clip)
@@ -203,6 +203,7 @@ class RemoteTraining:
 
     Args:
         cfg: The configuration.
+        strategy: That of a real run, for its settings.
         workers: The models and the data.
         links: The links of the workers.
         steps: How long local steps take.
@@ -212,20 +213,25 @@ class RemoteTraining:
     topology = None
 
     def __init__(
-        self, cfg: DictConfig, workers: Workers, links: Links | None, steps: StepTimes
+        self,
+        cfg: DictConfig,
+        strategy: RemoteOptimizerStrategy,
+        workers: Workers,
+        links: Links | None,
+        steps: StepTimes,
     ) -> None:
         self._own, self._workers = cfg.simulation, workers
         self._schedulers: list[Any] = []
-        given = cfg.algorithm
-        compression = codec_of(cfg.compression) if cfg.compression._target_ else None
+        clip, clip_by = clipping_of(cfg)
         self.simulation = RemoteOptimizerSimulation(
             workers.models,
             self._make_optimizer,
-            num_servers=given.get("num_servers", 1),
-            compression=as_codec(compression),
-            bucket_bytes=given.get("bucket_bytes", BUCKET_BYTES),
-            gradient_clip_val=cfg.trainer.get("gradient_clip_val"),
-            gradient_clip_algorithm=cfg.trainer.get("gradient_clip_algorithm") or "norm",
+            num_servers=strategy.counts[1],
+            min_workers=strategy.min_workers,
+            compression=strategy.compression,
+            bucket_bytes=strategy.bucket_bytes,
+            gradient_clip_val=clip,
+            gradient_clip_algorithm=clip_by,
             speeds=[1 / step_s for step_s in steps.step_s],
             jitter=self._own.jitter,
             links=links,
@@ -250,8 +256,8 @@ class RemoteTraining:
             scheduler.step()
 
 
-def check_remote(cfg: DictConfig) -> None:
-    """Raise SettingsError for what a simulated remote optimizer does not have."""
+def remote_strategy(cfg: DictConfig) -> RemoteOptimizerStrategy:
+    """Build the strategy of a real run; SettingsError for what a simulated one does not have."""
     given, n = cfg.algorithm, cfg.num_workers
     if (named := given.get("num_workers")) not in (None, n):
         raise SettingsError(
@@ -270,6 +276,29 @@ def check_remote(cfg: DictConfig) -> None:
     for group in ("topology", "membership"):
         if cfg[group]._target_:
             raise SettingsError(f"A remote optimizer takes no {group}. Drop {group}=...")
+    with errors_for("compression"):
+        part = cfg.compression
+        chosen = {"compression": codec_of(part)} if part._target_ else {}
+    with errors_for("algorithm"):
+        # Partial, because Hydra would turn the codec, a dataclass, into a configuration.
+        make = hydra.utils.instantiate(given, _partial_=True)
+        strategy: RemoteOptimizerStrategy = make(num_workers=n, **chosen)
+    return strategy
+
+
+def clipping_of(cfg: DictConfig) -> tuple[float | None, Literal["norm", "value"]]:
+    """Return how the Trainer would clip gradients: up to what, and the norm or each value.
+
+    SettingsError if it could not.
+    """
+    limit = cfg.trainer.get("gradient_clip_val")
+    by = str(cfg.trainer.get("gradient_clip_algorithm") or "norm").lower()
+    with errors_for("trainer"):
+        check_choice("gradient_clip_algorithm", by, ("norm", "value"))
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 <= limit < math.inf):
+            raise ValueError(f"gradient_clip_val must be at least 0 and finite, got {limit!r}.")
+    return limit, "value" if by == "value" else "norm"
 
 
 class SimulatedRun:
@@ -297,22 +326,28 @@ class SimulatedRun:
             )
         if (precision := cfg.trainer.get("precision", "32-true")) not in (32, "32", "32-true"):
             raise SettingsError(
-                f"Simulated workers train in float32, got trainer.precision={precision}. Leave it "
-                "out."
+                f"Simulated workers train in float32, got trainer.precision={precision}. Add "
+                "trainer.precision=32-true, or leave out trainer=gpu or trainer=slurm."
             )
         kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
-        settings = None if kind == RemoteTraining.name else early_settings(cfg)
+        make: Callable[..., RoundTraining | RemoteTraining]
         if kind == RemoteTraining.name:
-            check_remote(cfg)
-        elif not isinstance(settings, RoundSettings):
+            make = functools.partial(RemoteTraining, cfg, remote_strategy(cfg))
+        elif isinstance(settings := early_settings(cfg), RoundSettings):
+            make = functools.partial(RoundTraining, cfg, settings)
+        else:
             raise SettingsError(
                 f"simulate=true needs an algorithm with rounds or a remote optimizer, got {kind}. "
                 "Choose algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco, "
                 "local_sgd or remote_optimizer. The costs of ddp are in the table beside them."
             )
-        with errors_for("network"):
-            chosen = cfg.network if cfg.network._target_ else cfg.link
-            self.links = as_links(hydra.utils.instantiate(chosen) if chosen._target_ else None)
+        group = "network" if cfg.network._target_ else "link"
+        with errors_for(group):
+            self.links = as_links(
+                hydra.utils.instantiate(cfg[group]) if cfg[group]._target_ else None
+            )
+            if self.links is not None:
+                self.links.check(n)
         with errors_for("model"):
             length = cfg.model.get("total_steps") or own.max_steps
             model = hydra.utils.instantiate({**cfg.model, "total_steps": length})
@@ -328,11 +363,8 @@ class SimulatedRun:
         workers = Workers(model, data, n, cfg.seed)
         with errors_for("simulation"):
             self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
-            self._training: RoundTraining | RemoteTraining
-            if isinstance(settings, RoundSettings):
-                self._training = RoundTraining(cfg, settings, workers, self.links, self.steps)
-            else:
-                self._training = RemoteTraining(cfg, workers, self.links, self.steps)
+        with errors_for("algorithm"):
+            self._training = make(workers, self.links, self.steps)
 
     @property
     def name(self) -> str:

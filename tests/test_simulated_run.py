@@ -34,6 +34,7 @@ from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 12
 REMOTE = "algorithm=remote_optimizer"
+WRONG_CLIPPING = "^trainer: gradient_clip_algorithm must be one of norm, value, got 'max'"
 OTHERS = {"gasloc": ["algorithm.momentum_on=local"]}
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
 DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
@@ -225,7 +226,24 @@ def test_averaging_by_the_clock() -> None:
     assert last.rounds > 1
 
 
-def test_what_cannot_work_is_an_error(subtests: pytest.Subtests) -> None:
+def test_precision_32_makes_a_simulation_of_the_settings_for_gpus() -> None:
+    SimulatedRun(config("trainer=slurm", "trainer.precision=32-true"))
+
+
+def test_settings_of_a_remote_optimizer_are_passed_on() -> None:
+    """A bucket of int8 ends with a block that is not full, so their number shows in the bytes."""
+    choice = [REMOTE, "compression=int8", "compression.block=100", "algorithm.min_workers=2"]
+    sent = []
+    for bucket_bytes in (8, 4_194_304):
+        run = SimulatedRun(config(*choice, f"++algorithm.bucket_bytes={bucket_bytes}"))
+        next(run.train())
+        sent.append(run.simulation.costs[0].bytes_sent / run.simulation.round_index)
+    assert sent[0] != sent[1]
+
+
+def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    links = tmp_path / "links.yaml"
+    links.write_text("default: lan\npairs: {0-9: wan}\n")
     for overrides, message in (
         (["algorithm=ddp"], "with rounds or a remote optimizer, got DDP"),
         (["algorithm=pairwise_gossip"], "or a remote optimizer, got PairwiseGossip"),
@@ -233,18 +251,30 @@ def test_what_cannot_work_is_an_error(subtests: pytest.Subtests) -> None:
         ([REMOTE, "algorithm.replica_size=2"], "Simulated workers have one rank each"),
         ([REMOTE, "simulation.mean_between_failures_s=9"], "a worker that dies ends the run"),
         ([REMOTE, "topology=ring"], "A remote optimizer takes no topology"),
-        ([REMOTE, "compression=int4"], "too roughly for a remote optimizer"),
-        ([REMOTE, "algorithm.num_servers=999"], "more than the model's"),
+        ([REMOTE, "compression=int4"], "^algorithm: .* too roughly for a remote optimizer"),
+        ([REMOTE, "compression=int8", "compression.block=0"], "^compression: "),
+        ([REMOTE, "algorithm.num_servers=999"], "^algorithm: .* more than the model's"),
+        ([REMOTE, "algorithm.min_workers=5"], "^algorithm: min_workers must be 1 to num_workers=4"),
+        ([REMOTE, "+algorithm.num_tiers=3"], "^algorithm: .*unexpected .*'num_tiers'"),
+        ([REMOTE, "++algorithm.bucket_bytes=0"], "^algorithm: bucket_bytes must be positive"),
+        ([REMOTE, "algorithm.timeout_s=0"], "^algorithm: timeout_s must be positive"),
+        ([REMOTE, "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
+        (["algorithm=diloco", "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
+        (["trainer.gradient_clip_val=-1"], "^trainer: gradient_clip_val must be at least 0"),
+        (["trainer.gradient_clip_val=much"], "^trainer: gradient_clip_val must be .*got 'much'"),
         (["num_workers=0"], "num_workers must be at least 1, got 0"),
         (
             ["trainer.accumulate_grad_batches=2"],
             "a local step for each batch.*accumulate_grad_batches=2",
         ),
-        (["trainer.precision=bf16-mixed"], "in float32, got trainer.precision=bf16-mixed"),
+        (["trainer=gpu"], "float32, got trainer.precision=bf16-mixed. Add .*32-true, or leave out"),
         (["simulation.max_steps=0"], "simulation.max_steps must be at least 1, got 0"),
         (["simulation.jitter=2"], "simulation: jitter is the largest part"),
         (["algorithm.sync_every=99"], "fewer local steps than the 99 of a round"),
-        (["topology=hypercube", "num_workers=6"], "power of two"),
+        (["topology=hypercube", "num_workers=6"], "^algorithm: .*power of two"),
+        (["simulation.mean_between_failures_s=-1"], "^simulation: "),
+        (["network=file", f"network.path={links}"], "^network: link names worker 9"),
+        (["link=file", f"link.path={links}"], "^link: link names worker 9"),
     ):
         with subtests.test(message), pytest.raises(SettingsError, match=message):
             list(SimulatedRun(config(*overrides)).train())
