@@ -24,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 
 STARTED = datetime.now()
 
-COMPLETE_GROUPS = ("algorithm", "topology", "link", "network", "compression", "model", "data")
-"""Groups whose files name all settings, so that another one is a mistake."""
+SHORT_ERRORS = ("algorithm", "topology", "link", "network", "compression", "model", "data")
+"""Groups for whose settings :func:`unknown_setting` is shown instead of Hydra's error."""
 
 
 def conf_dir() -> str:
@@ -150,12 +150,16 @@ OmegaConf.register_new_resolver(
 )
 
 
+def default_choices() -> dict[str, str]:
+    """Return the groups of the configuration, with the choice of each."""
+    defaults = OmegaConf.load(Path(conf_dir()) / "train.yaml").defaults
+    groups = [entry for entry in defaults if isinstance(entry, DictConfig)]
+    return {str(name): str(choice) for entry in groups for name, choice in entry.items()}
+
+
 def known_keys() -> tuple[set[str], set[str]]:
     """Return the groups of the configuration, and all keys at its top level, groups included."""
-    default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
-    groups = {
-        str(name) for entry in default.defaults if isinstance(entry, DictConfig) for name in entry
-    }
+    default, groups = OmegaConf.load(Path(conf_dir()) / "train.yaml"), set(default_choices())
     return groups, {str(name) for name in default} - {"defaults"} | groups
 
 
@@ -219,38 +223,31 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
 
 
 def unknown_setting(arguments: Sequence[str]) -> str | None:
-    """Describe an unknown setting of a chosen method on the command line; None if there is none.
+    """Describe a setting on the command line that its group's file does not name; None if all do.
 
-    Hydra refuses it too, and proposes to add it, which would fail later. Nothing is checked with
-    the options of :func:`unknown_choice`, with an experiment, or for files of the user.
+    Hydra refuses it too, with a page of text. Nothing is checked with the options of
+    :func:`unknown_choice`, with an experiment, or for files of the user.
     """
     options, overrides = _parse(arguments)
-    joined = " ".join(overrides)
+    joined = "\n".join(overrides)
     if any(vars(options).values()) or "hydra.searchpath=" in joined or "experiment=" in joined:
         return None
-    default = OmegaConf.load(Path(conf_dir()) / "train.yaml").defaults
-    chosen = {
-        str(group): str(choice)
-        for entry in default
-        if isinstance(entry, DictConfig)
-        for group, choice in entry.items()
-    }
-    for override in overrides:
-        if found := re.fullmatch(r"\+*(\w+)=(.*)", override):
-            chosen[found[1]] = found[2]
-    for override in overrides:
-        found = re.match(r"(\w+)\.([a-z]\w*)[.\w]*=", override)
-        if not found or found[1] not in COMPLETE_GROUPS:
-            continue
-        group, name = found.groups()
-        for choice in chosen[group].split(","):
+    groups = default_choices()
+    chosen = groups | dict(re.findall(r"^\+*(\w+)=(.*)$", joined, re.M))
+    for group, name, rest in re.findall(r"^(\w+)\.([a-z]\w*)([.\w]*=.*)$", joined, re.M):
+        for choice in chosen[group].split(",") if group in SHORT_ERRORS else ():
             file = Path(conf_dir()) / group / f"{choice}.yaml"
             if not file.is_file() or name in (settings := settings_of(file)):
                 continue
-            instead = suggestion(name, settings, f"{group}.{{}}")
-            if not instead and settings:
-                instead = f" There are {', '.join(sorted(settings))}."
-            return f"{group}.{name}: {group}={choice} has no such setting.{instead}"
+            if group == "algorithm" and name in groups:
+                return f"{name} is a group of its own: write {name}{rest}."
+            if not settings:
+                return f"{group}.{name}: {group}={choice} has no settings. Add {group}=NAME."
+            return (
+                f"{group}.{name} is not in conf/{group}/{choice}.yaml."
+                f"{suggestion(name, settings, f'{group}.{{}}')} To pass it on, write"
+                f" +{group}.{name}=..."
+            )
     return None
 
 

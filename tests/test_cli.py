@@ -274,24 +274,42 @@ class TestChoices:
         [
             (
                 "algorithm=diloco algorithm.sync_evry=5",
-                "algorithm.sync_evry: algorithm=diloco has no such setting. Did you mean "
-                "algorithm.sync_every?",
+                "algorithm.sync_evry is not in conf/algorithm/diloco.yaml. Did you mean "
+                "algorithm.sync_every? To pass it on, write +algorithm.sync_evry=...",
             ),
             (
                 "algorithm.interval_s=1",
-                "algorithm.interval_s: algorithm=gasloc has no such setting. There are bucket_",
+                "algorithm.interval_s is not in conf/algorithm/gasloc.yaml. To pass it on, write",
             ),
             (
                 "--multirun algorithm=gasloc,diloco algorithm.momentum=0",
-                "algorithm.momentum: algorithm=diloco has no such setting. Did you mean algorithm.",
+                "algorithm.momentum is not in conf/algorithm/diloco.yaml. Did you mean algorithm.",
             ),
-            ("topology.rows=2", "topology.rows: topology=none has no such setting."),
-            ("link.mbit_per_s=2", "link.mbit_per_s: link=none has no such setting."),
+            ("topology.rows=2", "topology.rows: topology=none has no settings. Add topology=NAME."),
+            ("link.mbit_per_s=2", "link.mbit_per_s: link=none has no settings. Add link=NAME."),
             (
                 "model.widht=8",
-                "model.widht: model=gpt has no such setting. Did you mean model.width?",
+                "model.widht is not in conf/model/gpt.yaml. Did you mean model.width?",
             ),
-            ("data.pth=a", "data.pth: data=stdlib has no such setting. Did you mean data.path?"),
+            ("data.pth=a", "data.pth is not in conf/data/stdlib.yaml. Did you mean data.path?"),
+            (
+                "algorithm.static_graph=true",
+                "algorithm.static_graph is not in conf/algorithm/gasloc.yaml. To pass it on, write "
+                "+algorithm.static_graph=...",
+            ),
+            ("algorithm.compression=int8", "compression is a group of its own: write compression="),
+            (
+                "algorithm.link.mbit_per_s=5",
+                "link is a group of its own: write link.mbit_per_s=5.",
+            ),
+            (
+                "num_workers=4 algorithm.num_workers=4",
+                "algorithm.num_workers is not in conf/algorithm/gasloc.yaml.",
+            ),
+            (
+                "algorithm.membership=elastic",
+                "membership is a group of its own: write membership=elastic.",
+            ),
         ],
     )
     def test_unknown_settings_are_named(self, arguments: str, message: str) -> None:
@@ -310,6 +328,7 @@ class TestChoices:
             "--multirun algorithm=choice(diloco,gasloc) algorithm.nesterov=false",
             "topology._target_=mine.Ring",
             "link=wan link.mbit_per_s=10 network=lan",
+            "algorithm=remote_optimizer algorithm.bucket_bytes=8",
             "model.width=64 data=stdlib data.batch_size=2 data=text data.path=a",
         ],
     )

@@ -27,6 +27,7 @@ from lightning_loco.compression import (
     as_compression,
 )
 from lightning_loco.links import LINKS, NETWORKS, Links
+from lightning_loco.parameter_server.buckets import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, Topology
@@ -126,6 +127,7 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                 assert hydra.utils.get_class(composed.algorithm._target_) is METHODS[name]
             if name == "remote_optimizer":
                 assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
+                assert strategy.bucket_bytes == BUCKET_BYTES
             elif name != "ddp":
                 if "sync_every" in composed.algorithm:
                     every = 1 if name == "sparta" else 10

@@ -235,7 +235,7 @@ def test_settings_of_a_remote_optimizer_are_passed_on() -> None:
     choice = [REMOTE, "compression=int8", "compression.block=100", "algorithm.min_workers=2"]
     sent = []
     for bucket_bytes in (8, 4_194_304):
-        run = SimulatedRun(config(*choice, f"++algorithm.bucket_bytes={bucket_bytes}"))
+        run = SimulatedRun(config(*choice, f"algorithm.bucket_bytes={bucket_bytes}"))
         next(run.train())
         sent.append(run.simulation.costs[0].bytes_sent / run.simulation.round_index)
     assert sent[0] != sent[1]
@@ -256,7 +256,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         ([REMOTE, "algorithm.num_servers=999"], "^algorithm: .* more than the model's"),
         ([REMOTE, "algorithm.min_workers=5"], "^algorithm: min_workers must be 1 to num_workers=4"),
         ([REMOTE, "+algorithm.num_tiers=3"], "^algorithm: .*unexpected .*'num_tiers'"),
-        ([REMOTE, "++algorithm.bucket_bytes=0"], "^algorithm: bucket_bytes must be positive"),
+        ([REMOTE, "algorithm.bucket_bytes=0"], "^algorithm: bucket_bytes must be positive"),
         ([REMOTE, "algorithm.timeout_s=0"], "^algorithm: timeout_s must be positive"),
         ([REMOTE, "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
         (["algorithm=diloco", "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
