@@ -223,11 +223,14 @@ class RemoteOptimizerSimulation:
         senders = sorted(self._sent)
         sent_s = np.array([self._time_s[worker] for worker in senders])
         arrived_s = self._arrived_s(sent_s, senders)
+        died_s = np.array([self._death_s(worker) for worker in senders])
+        has_arrived = died_s >= arrived_s.max(1)
+        self._lose_senders(senders, sent_s, ~has_arrived)
+        self._check_enough()
         noticed_s = max((self._noticed_s(worker) for worker in self._lost), default=0.0)
-        known_s = np.maximum(arrived_s.max(0), noticed_s)
-        for worker, began_s in zip(senders, sent_s.tolist(), strict=True):
-            if self._noticed_s(worker) <= known_s.max():
-                self._wait(worker, began_s, self._death_s(worker))
+        known_s = np.maximum(arrived_s[has_arrived].max(0), noticed_s)
+        is_noticed = [self._noticed_s(worker) <= known_s.max() for worker in senders]
+        self._lose_senders(senders, sent_s, has_arrived & is_noticed)
         self._check_enough()
         self._lost.clear()
         members = [worker for worker in senders if worker in self._alive]
@@ -302,6 +305,12 @@ class RemoteOptimizerSimulation:
         self._time_s[worker] = self._death_s(worker)
         self._alive.discard(worker)
         self._lost.append(worker)
+
+    def _lose_senders(self, senders: Sequence[int], sent_s: Array, chosen: Array) -> None:
+        """Some senders die before the servers make the step, which is without their gradients."""
+        for place in np.flatnonzero(chosen):
+            worker = senders[place]
+            self._wait(worker, float(sent_s[place]), self._death_s(worker))
 
     def _check_enough(self) -> None:
         if len(self._alive) < self._min_workers:

@@ -357,7 +357,7 @@ def test_servers_exchange_norms_before_they_clip() -> None:
 def test_links_and_speeds_do_not_change_numbers() -> None:
     plain, timed = (
         torch.stack(simulate(5, compression="int8", **others).params())
-        for others in ({}, {"speeds": SPEEDS, "jitter": 0.5, "links": UNEQUAL, "num_tiers": 2})
+        for others in ({}, {"speeds": SPEEDS, "jitter": 0.5, "links": UNEQUAL})
     )
     assert torch.equal(plain, timed)
 
@@ -427,6 +427,29 @@ def test_the_gradient_of_a_worker_that_is_noticed_to_be_dead_is_left_out(
     assert simulation.consensus().unique().tolist() == pytest.approx([first + 3.0])
     assert simulation.time_s == [at_s, 20.0, 20.0]
     assert [costs.steps for costs in simulation.costs] == [steps, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("links", "noticed_after_s", "at_s"),
+    [
+        (SLOW, 1000.0, 1002.0),
+        (SLOW, 0.25, 1.0 + BYTES * 8 / 0.032e6 + 0.5),  # the other gradient takes longer
+        ([SLOW, Link(0.0032)], 1.0, 3.0),
+    ],
+)
+def test_the_gradient_of_a_worker_that_dies_while_it_sends_is_left_out(
+    links: Any, noticed_after_s: float, at_s: float
+) -> None:
+    """The server waits for the rest of it until the worker is noticed to be dead."""
+    failures = [Failure(1, 2.0, noticed_after_s=noticed_after_s)]
+    simulation = simulate(
+        1, 2, to_number, speeds=[1.0] * 2, links=links, failures=failures, min_workers=1
+    )
+    back_s = BYTES * 8 / 0.032e6 + 0.5
+    assert simulation.time_s == pytest.approx([at_s + back_s, 2.0])
+    assert simulation.consensus().unique().tolist() == [1.0]
+    assert [costs.wait_s for costs in simulation.costs] == pytest.approx([at_s + back_s - 1.0, 1.0])
+    assert max(e.end_s for e in simulation.timeline if e.worker == 1) == 2.0
 
 
 def test_a_run_ends_when_too_few_workers_are_left() -> None:
