@@ -62,10 +62,14 @@ class SimulatedServer:
         model = copy.deepcopy(models[0])
         self.optimizer = make_optimizer(model)
         check_optimizer(self.optimizer)
+        name_of = {id(param): name for name, param in model.named_parameters()}
         trainable, frozen = trainable_parameters(self.optimizer.param_groups)
+        if not all(id(param) in name_of for param in (*(p for _, p in trainable), *frozen)):
+            raise ValueError(
+                "make_optimizer must use the parameters of the model that it is called with."
+            )
         self.indices = shard_parameters([p for _, p in trainable], num_servers)[number]
         self.params = [trainable[index][1] for index in self.indices]
-        name_of = {id(param): name for name, param in model.named_parameters()}
         self.names = [name_of[id(param)] for param in self.params]
         self.missing: tuple[int, ...] = ()
         self._is_relayed = is_relayed

@@ -489,6 +489,9 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
         RemoteOptimizerSimulation([nn.Linear(2, 2), nn.Linear(2, 3)], sgd)
     with pytest.raises(ValueError, match="needs a closure"):
         RemoteOptimizerSimulation(points(), lambda m: torch.optim.LBFGS(m.parameters()))
+    models = points()
+    with pytest.raises(ValueError, match="must use the parameters of the model that it is called"):
+        RemoteOptimizerSimulation(models, lambda _: sgd(models[0]))
     simulation = RemoteOptimizerSimulation(points(), sgd)
     with pytest.raises(ValueError, match="Give num_steps or seconds, and not both"):
         simulation.run(lambda worker: None)
