@@ -386,6 +386,7 @@ def check_ranks(
         ("num_workers", 1 if num_workers is None else num_workers),
         ("num_servers", num_servers),
         ("replica_size", replica_size),
+        ("min_workers", 1 if min_workers is None else min_workers),
     ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r}.")

@@ -17,6 +17,7 @@ from lightning_loco.gossip.peer_selection import PeerSelector, worker_name
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import LinkLike, LinkTimes, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
+from lightning_loco.simulation.checks import check_length
 from lightning_loco.simulation.hub import VirtualClock
 from lightning_loco.simulation.simulation import make_step_times, make_workers
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
@@ -175,7 +176,11 @@ class PairwiseSimulation:
             local_step: Called with the index of a worker; must make one optimizer step of its
                 model. It may return the loss, which interpolation by loss needs.
             seconds: How much time passes.
+
+        Raises:
+            ValueError: If ``seconds`` is negative or not finite.
         """
+        check_length("steps", None, seconds, self._step_times.step_s)
         self._ended_s += seconds
         while self._events and self._events[0].time_s <= self._ended_s:
             event = heapq.heappop(self._events)

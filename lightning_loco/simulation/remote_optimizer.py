@@ -17,7 +17,7 @@ from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES
 from lightning_loco.parameter_server.protocol import GradientClipping
 from lightning_loco.parameter_server.tiers import check_ranks
-from lightning_loco.parameters.schema import check_model, first_difference
+from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure
 from lightning_loco.simulation.server import MakeOptimizer, SimulatedServer
 from lightning_loco.simulation.simulation import LocalStep, make_step_times
@@ -102,13 +102,15 @@ class RemoteOptimizerSimulation:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
         check_ranks(n, num_servers, 1, min_workers)
+        if isinstance(num_tiers, bool) or not isinstance(num_tiers, int):
+            raise TypeError(f"num_tiers must be an integer, got {num_tiers!r}.")
         if num_tiers not in (2, 3):
             raise ValueError(f"num_tiers must be 2 or 3, got {num_tiers!r}.")
         self._min_workers = n if min_workers is None else min_workers
         self._deaths = _deaths_of(failures, n, min_workers)
         self._clip = _as_clipping(gradient_clip_val, gradient_clip_algorithm)
         self._step_times = make_step_times(speeds, n, jitter, seed)
-        _copy_first(models)
+        copy_first(models)
         self._models = models
         transport = Transport(bucket_bytes=bucket_bytes, compression=compression)
         exchange = self._exchange_norms if num_servers > 1 else None
@@ -178,14 +180,12 @@ class RemoteOptimizerSimulation:
             after_step: Called after each step of the servers, to step a schedule for instance.
 
         Raises:
-            ValueError: If both or neither are given, or ``seconds`` without speeds.
+            TypeError: If ``num_steps`` is not an integer.
+            ValueError: If both or neither are given, ``seconds`` without speeds, or not finite.
             RuntimeError: If too few workers are left, a gradient is not finite, or workers have
                 changed parameters in different ways.
         """
-        if (num_steps is None) == (seconds is None):
-            raise ValueError("Give num_steps or seconds, and not both.")
-        if seconds is not None and min(self._step_times.step_s) == 0:
-            raise ValueError("Gradients take no time without speeds. Give num_steps instead.")
+        check_length("steps", num_steps, seconds, self._step_times.step_s)
         last = math.inf if num_steps is None else self._steps + num_steps
         end_s = math.inf if seconds is None else self._ended_s + seconds
         while self._steps < last and self._compute(local_step, end_s):
@@ -358,22 +358,6 @@ class RemoteOptimizerSimulation:
         for server in self._servers:
             found.update(zip(server.names, server.params, strict=True))
         return _flat(found.values())
-
-
-def _copy_first(models: Sequence[nn.Module]) -> None:
-    """Give all models the parameters of the first one; ValueError if they differ."""
-    schemas = []
-    for model in models:
-        check_model(model)
-        named = exchanged_parameters(model).items()
-        schemas.append([(n, tuple(p.shape), str(p.dtype), p.stride()) for n, p in named])
-    for worker, schema in enumerate(schemas):
-        if schema != schemas[0]:
-            raise ValueError(
-                f"Worker {worker} holds a different model than worker 0: "
-                f"{first_difference(schema, schemas[0])}. Build the same model for every worker."
-            )
-        models[worker].load_state_dict(models[0].state_dict())
 
 
 def _as_clipping(value: float | None, algorithm: str) -> GradientClipping | None:

@@ -23,8 +23,8 @@ from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import LinkLike, LinkTimes, as_links
 from lightning_loco.parameters.ownership import find_ownership
-from lightning_loco.parameters.schema import check_model, first_difference
 from lightning_loco.schedules import SyncEvery, by_steps
+from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure, MembersOfSimulation, state_of_run
 from lightning_loco.simulation.hub import Hub, VirtualClock
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
@@ -289,13 +289,11 @@ class Simulation:
                 others now, to make a new optimizer, for example.
 
         Raises:
-            ValueError: If both or neither are given, or ``seconds`` without speeds.
+            TypeError: If ``num_rounds`` is not an integer.
+            ValueError: If both or neither are given, ``seconds`` without speeds, or not finite.
             RuntimeError: If all workers are dead.
         """
-        if (num_rounds is None) == (seconds is None):
-            raise ValueError("Give num_rounds or seconds, and not both.")
-        if seconds is not None and min(self._step_times.step_s) == 0:
-            raise ValueError("Local steps take no time without speeds. Give num_rounds instead.")
+        check_length("rounds", num_rounds, seconds, self._step_times.step_s)
         rounds = math.inf if num_rounds is None else self.round_index + num_rounds
         end_s = math.inf if seconds is None else self._ended_s + seconds
 
@@ -568,19 +566,11 @@ def make_workers(
     clocks: Sequence[VirtualClock],
 ) -> list[Worker]:
     """Make the workers, with the parameters of the first model; ValueError if models differ."""
-    workers: list[Worker] = []
-    for number, (model, clock) in enumerate(zip(models, clocks, strict=True)):
-        check_model(model)
-        worker = _make_worker(model, WorkerGroup(number, len(models), clock=clock), settings)
-        schema = worker.replica.layout.schema()
-        if workers and schema != (first := workers[0].replica.layout.schema()):
-            raise ValueError(
-                f"Worker {number} holds a different model than worker 0: "
-                f"{first_difference(schema, first)}. Build the same model for every worker."
-            )
-        model.load_state_dict(models[0].state_dict())
-        workers.append(worker)
-    return workers
+    copy_first(models)
+    return [
+        _make_worker(model, WorkerGroup(number, len(models), clock=clock), settings)
+        for number, (model, clock) in enumerate(zip(models, clocks, strict=True))
+    ]
 
 
 def _make_worker(

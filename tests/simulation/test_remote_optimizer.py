@@ -497,3 +497,6 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
         simulation.run(lambda worker: None)
     with pytest.raises(ValueError, match="take no time without speeds"):
         simulation.run(lambda worker: None, seconds=1.0)
+    for name, value in (("min_workers", 1.5), ("num_tiers", 3.0), ("num_servers", True)):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got {value}"):
+            RemoteOptimizerSimulation(points(), sgd, **{name: value})  # type: ignore[arg-type]
