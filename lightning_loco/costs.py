@@ -111,8 +111,10 @@ class Traffic(NamedTuple):
     def seconds(self, times: LinkTimes, topology: Topology | None, index: int) -> TransferTimes:
         """Return how long a mean, a gather or gossip takes for each worker in round ``index``.
 
-        For a server see :class:`ServerTimes`. ValueError if gossip has no topology.
+        ValueError if gossip has no topology, or for a server, whose times :class:`ServerTimes` has.
         """
+        if self.kind == "server":
+            raise ValueError("The times of a server depend on when workers send. Use ServerTimes.")
         if self.kind == "neighbors":
             if topology is None:
                 raise ValueError("An exchange with neighbors needs a topology, such as Ring().")
@@ -122,8 +124,11 @@ class Traffic(NamedTuple):
         return TransferTimes(np.full(n, busy_s), np.full(n, latency_s))
 
 
-AHEAD_BYTES = 16 * 2**20
-"""What a server receives at most of a gradient before the last worker sends its own."""
+PREFETCH_BYTES = 16 * 2**20
+"""Memory of a server for what it receives of each gradient before it adds it."""
+
+BUCKET_BYTES = 4 * 2**20
+"""Bytes in which the gradients and parameters of a remote optimizer are sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +137,9 @@ class ServerTimes:
 
     Each server has a link like that of worker 0, at the same site. The messages of all workers
     share it, the first one sent first, and so do all replies, which are sent side by side. Before
-    the last worker sends its gradient, a server receives :data:`AHEAD_BYTES` of each other one at
-    most. What a worker exchanges with several servers shares the worker's link.
+    the last worker sends its gradient, a server receives of each other one as many buckets as
+    :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. What a worker exchanges with
+    several servers shares the worker's link.
 
     Args:
         times: The links of the workers.
@@ -141,6 +147,9 @@ class ServerTimes:
             that come back are as long.
         relayed_bytes: Bytes that each server still exchanges with an optimizer beside it when it
             has all gradients. Default: there is none, with 2 tiers.
+        bucket_bytes: Bytes of a bucket as it is sent.
+        adds_to_first: Whether a server receives the gradient of worker 0 into the sum, and so all
+            of it ahead, as it does without compression.
 
     Example:
         >>> from lightning_loco.links import Link, Links
@@ -154,6 +163,8 @@ class ServerTimes:
     times: LinkTimes
     message_bytes: Sequence[int]
     relayed_bytes: Sequence[int] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    adds_to_first: bool = True
 
     def gradients(self, sent_s: Array, index: int, workers: Sequence[int] | None = None) -> Array:
         """Return when the gradient of each worker is at each server, ``(N, servers)``.
@@ -168,17 +179,17 @@ class ServerTimes:
         order = np.lexsort((latency_s[shared], sent_s[shared]))
         places = np.arange(len(order))
         for server, num_bytes in enumerate(self.message_bytes):
-            done_s = sent_s + np.maximum(route.seconds(num_bytes), own_s)
+            alone_s = np.maximum(route.seconds(num_bytes), own_s)
+            done_s = sent_s + alone_s
             each_s = self._of_server(num_bytes)
             begins_s = np.maximum.accumulate(sent_s[shared][order] - places * each_s)
             queued_s = np.empty(len(order))
             queued_s[order] = begins_s + (places + 1) * each_s
-            if (rest := num_bytes - AHEAD_BYTES) > 0:
-                late_bytes = np.full(len(sent_s), float(rest))
-                late_bytes[sent_s.argmax()] = num_bytes
-                late_s = sent_s.max() + self._of_server(float(late_bytes[shared].sum()))
-                queued_s = np.maximum(queued_s, late_s)
             done_s[shared] = np.maximum(done_s[shared], queued_s)
+            late = self._late_shares(sent_s, num_bytes, workers)
+            late_s = alone_s * late
+            late_s[shared] = np.maximum(late_s[shared], each_s * late[shared].sum())
+            done_s = np.where(late > 0, np.maximum(done_s, sent_s.max() + late_s), done_s)
             found[:, server] = done_s + latency_s
         return found
 
@@ -203,6 +214,20 @@ class ServerTimes:
     def between_s(self) -> float:
         """Latency of a message between two servers, which are at the same site, in seconds."""
         return float(self.times.own[0, 1])
+
+    def _late_shares(self, sent_s: Array, num_bytes: int, workers: Sequence[int] | None) -> Array:
+        """Return how much of each gradient a server receives once the last worker sends, ``(N,)``.
+
+        These are shares from 0 to 1.
+        """
+        num_buckets = -(-num_bytes // self.bucket_bytes)
+        num_buffers = min(num_buckets, max(2, PREFETCH_BYTES // self.bucket_bytes))
+        ahead = max(1, num_buffers - 1) * self.bucket_bytes
+        late = np.full(len(sent_s), 1 - ahead / num_bytes if ahead < num_bytes else 0.0)
+        if self.adds_to_first and (workers is None or workers[0] == 0):
+            late[0] = 0
+        late[sent_s.argmax()] = 1
+        return late
 
     def _of_server(self, num_bytes: float) -> float:
         """Return how long so many bytes take on the link of a server."""
@@ -543,7 +568,8 @@ def _send(
 ) -> _Sent:
     """Return when what all send at ``sent_s`` arrives."""
     if traffic.kind == "server":
-        servers = ServerTimes(times, [traffic.num_bytes])
+        is_plain = method.encoding == ENCODINGS["none"]
+        servers = ServerTimes(times, [traffic.num_bytes], adds_to_first=is_plain)
         known_s = servers.gradients(sent_s, index).max(0)
         arrives_s = servers.parameters(known_s, index)
         known = np.full_like(sent_s, known_s.max())

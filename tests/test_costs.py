@@ -12,8 +12,9 @@ import pytest
 
 from lightning_loco.compression import CODECS
 from lightning_loco.costs import (
-    AHEAD_BYTES,
+    BUCKET_BYTES,
     ENCODINGS,
+    PREFETCH_BYTES,
     Method,
     ServerTimes,
     StepTimes,
@@ -22,7 +23,7 @@ from lightning_loco.costs import (
     estimate,
 )
 from lightning_loco.links import Link, Links, LinkTimes, as_links
-from lightning_loco.parameter_server.server import PREFETCH_BYTES
+from lightning_loco.parameter_server import buckets, server
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.conftest import ROOT
@@ -98,14 +99,59 @@ def test_a_server_has_received_what_early_workers_have_sent() -> None:
     assert costs.time_s == pytest.approx([3 * (last_s + queue_s + 4 * queue_s + 0.2)] * 4)
 
 
-def test_a_server_receives_a_part_of_large_gradients_ahead() -> None:
-    """16 MiB of each; the rest of all shares its link once the last worker sends."""
-    assert AHEAD_BYTES == PREFETCH_BYTES
-    num_bytes = 5 * AHEAD_BYTES
-    for last_s, in_time in ((0.0, 4 * 5), (1e4, 5 + 3 * 4)):
-        servers = ServerTimes(times_of(Link(8e-6 * AHEAD_BYTES), 4), [num_bytes])
-        known_s = servers.gradients(np.array([0.0, last_s, 0.0, 0.0]), 0).max()
-        assert known_s == pytest.approx(last_s + in_time)
+UNIT = Link(8e-6 * BUCKET_BYTES)
+"""A bucket takes a second."""
+
+
+def test_a_server_receives_a_part_of_large_gradients_ahead(subtests: pytest.Subtests) -> None:
+    """3 buckets of each, or one less than there are; the rest once the last worker sends."""
+    assert PREFETCH_BYTES == server.PREFETCH_BYTES
+    assert BUCKET_BYTES == buckets.BUCKET_BYTES
+    for num_buckets, ahead in ((20, 3), (4, 3), (2, 1), (1, 1)):
+        servers = ServerTimes(times_of(UNIT, 4), [num_buckets * BUCKET_BYTES], adds_to_first=False)
+        for last_s, in_time in (
+            (0.0, 4 * num_buckets),
+            (1e4, num_buckets + 3 * (num_buckets - ahead)),
+        ):
+            with subtests.test(num_buckets=num_buckets, last_s=last_s):
+                known_s = servers.gradients(np.array([0.0, last_s, 0.0, 0.0]), 0).max()
+                assert known_s == pytest.approx(last_s + in_time)
+    servers = ServerTimes(times_of(UNIT, 2), [20 * BUCKET_BYTES], (), 2 * BUCKET_BYTES, False)
+    assert servers.gradients(np.array([0.0, 100.0]), 0).max() == pytest.approx(100 + 20 + 20 - 2)
+
+
+def test_a_server_receives_all_of_the_first_gradient_ahead_without_compression() -> None:
+    for sent_s, workers, in_time in (
+        ([0.0, 100.0], None, 20),
+        ([100.0, 0.0], None, 20 + 17),
+        ([0.0, 0.0, 100.0], None, 20 + 17),
+        ([0.0, 100.0], [1, 2], 20 + 17),
+    ):
+        servers = ServerTimes(times_of(UNIT, 3 if workers else len(sent_s)), [20 * BUCKET_BYTES])
+        found = servers.gradients(np.array(sent_s), 0, workers)
+        assert found.max() == pytest.approx(100 + in_time)
+        if sent_s[0] == 0 and workers is None:
+            assert found[0, 0] == pytest.approx(20)
+    costs = [
+        estimate(
+            as_method("remote_optimizer", encoding=ENCODINGS[name]),
+            20 * BUCKET_BYTES // size,
+            StepTimes([1.0, 100.0]),
+            times_of(UNIT, 2),
+            1,
+        ).time_s[0]
+        for name, size in (("none", 4), ("bf16", 2))
+    ]
+    assert costs == pytest.approx([100 + 20 + 2 * 20, 100 + 20 + 17 + 2 * 20])
+
+
+def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> None:
+    """Worker 1 is at the server's site and sends last; the others have a link of their own."""
+    slow = Link(8e-6 * BUCKET_BYTES / 2, 0.5)
+    links = Links(UNIT, sites=2, between_sites=slow)
+    servers = ServerTimes(LinkTimes(links, 4), [20 * BUCKET_BYTES])
+    found = servers.gradients(np.array([0.0, 100.0, 0.0, 99.0]), 0)[:, 0]
+    assert found == pytest.approx([20.0, 120.0, 100 + 2 * 17 + 0.5, 99 + 2 * 20 + 0.5])
 
 
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
@@ -152,6 +198,11 @@ def test_compression_saves_bytes_and_hops(subtests: pytest.Subtests) -> None:
         with subtests.test(kind, encoding=name):
             assert Traffic.of(kind, NUMEL, 4, ENCODINGS[name])[1:] == expected
     assert Traffic.of("mean", NUMEL, 1, NONE).num_bytes == 0
+
+
+def test_a_server_has_no_times_of_an_all_reduce() -> None:
+    with pytest.raises(ValueError, match="when workers send. Use ServerTimes"):
+        Traffic.of("server", NUMEL, 4, NONE).seconds(times_of("lan", 4), None, 0)
 
 
 def test_jitter_makes_all_wait_for_the_slowest_step_and_follows_the_seed() -> None:

@@ -22,6 +22,7 @@ from lightning_loco.simulation.failures import Failure
 from lightning_loco.simulation.server import MakeOptimizer, SimulatedServer
 from lightning_loco.simulation.simulation import LocalStep, make_step_times
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
+from lightning_loco.values import check_bytes
 from lightning_loco.worker import exchanged_parameters
 
 
@@ -102,6 +103,7 @@ class RemoteOptimizerSimulation:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
         check_ranks(n, num_servers, 1, min_workers)
+        check_bytes("bucket_bytes", bucket_bytes)
         if isinstance(num_tiers, bool) or not isinstance(num_tiers, int):
             raise TypeError(f"num_tiers must be an integer, got {num_tiers!r}.")
         if num_tiers not in (2, 3):
@@ -121,14 +123,16 @@ class RemoteOptimizerSimulation:
             for number in range(num_servers)
         ]
         self._norms: list[Tensor] | None = None
-        self._server_times = self._times_of(links, num_tiers)
+        self._server_times = self._times_of(links, num_tiers, bucket_bytes)
         self._timeline = Timeline(n)
         self._time_s, self._made, self._bytes = [0.0] * n, [0] * n, [0] * n
         self._alive, self._sent = set(range(n)), set[int]()
         self._lost: list[int] = []
         self._steps, self._ended_s = 0, 0.0
 
-    def _times_of(self, links: LinkLike | None, num_tiers: int) -> ServerTimes | None:
+    def _times_of(
+        self, links: LinkLike | None, num_tiers: int, bucket_bytes: int
+    ) -> ServerTimes | None:
         if (known := as_links(links)) is None:
             return None
         known.check(self.num_workers)
@@ -136,6 +140,8 @@ class RemoteOptimizerSimulation:
             LinkTimes(known, self.num_workers),
             [server.message_bytes for server in self._servers],
             [server.relayed_bytes for server in self._servers] if num_tiers == 3 else (),
+            bucket_bytes,
+            all(server.adds_to_first for server in self._servers),
         )
 
     @property

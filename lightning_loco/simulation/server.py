@@ -45,6 +45,7 @@ class SimulatedServer:
         params: Their values here, in full precision.
         missing: Numbers of those without a gradient in the present step.
         message_bytes: Bytes of all gradients of one worker.
+        adds_to_first: Whether the gradients of worker 0 are received into the sum.
         relayed_bytes: Bytes on the way to the optimizer and back when all gradients are here: of
             the last bucket of gradients, and of the first one of parameters.
     """
@@ -84,6 +85,7 @@ class SimulatedServer:
         )
         self.message_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         last, dtype = self._buckets[-1], accumulator.dtype
+        self.adds_to_first = all(bucket.wire_dtype == dtype for bucket in self._buckets)
         summed = last if last.codec is not None else last._replace(dtype=dtype)
         self.relayed_bytes = summed.num_bytes + self._buckets[0].num_bytes
         frozen_names = [name_of[id(param)] for param in frozen]

@@ -331,6 +331,23 @@ def test_the_slowest_worker_and_the_queue_of_the_server_determine_the_time() -> 
         assert simulation.time_s == pytest.approx([3 * step_s] * 4)
 
 
+@pytest.mark.parametrize(
+    ("speeds", "codec", "step_s"),
+    [
+        ([1.0, 0.01], None, 100 + 4 + 2 * 4),
+        ([0.01, 1.0], None, 100 + 4 + 1 + 2 * 4),
+        ([1.0, 0.01], "bf16", 100 + 2 + 1 + 2 * 2),
+    ],
+)
+def test_a_server_has_buckets_of_early_workers_but_one(
+    speeds: list[float], codec: str | None, step_s: float
+) -> None:
+    """A bucket takes a second. Without compression worker 0's are all received into the sum."""
+    links = Link(8e-6 * 1024)
+    simulation = simulate(1, 2, speeds=speeds, links=links, bucket_bytes=1024, compression=codec)
+    assert simulation.time_s == pytest.approx([step_s] * 2)
+
+
 def test_a_third_tier_receives_bucket_by_bucket() -> None:
     """It adds two latencies, the last bucket of gradients and the first one of parameters."""
     for codec, last, first in ((None, 1024, 1024), ("int8", 260, 780), ("bf16", 2048, 1024)):
@@ -468,6 +485,7 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
         ({"num_servers": 2}, "num_servers=2 is more than the model's 1 parameters"),
         ({"num_servers": 0}, "num_servers must be at least 1"),
         ({"num_tiers": 4}, "num_tiers must be 2 or 3, got 4"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
         ({"min_workers": 5}, "min_workers must be 1 to num_workers=4"),
         ({"failures": dead}, "ends when a worker dies. Give min_workers"),
         (
