@@ -314,7 +314,7 @@ class RemoteOptimizerSimulation:
 
     def _lose_senders(self, senders: Sequence[int], sent_s: Array, chosen: Array) -> None:
         """Some senders die before the servers make the step, which is without their gradients."""
-        for place in np.flatnonzero(chosen):
+        for place in np.flatnonzero(chosen).tolist():
             worker = senders[place]
             self._wait(worker, float(sent_s[place]), self._death_s(worker))
 
