@@ -114,6 +114,11 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
+ADDED_LATER = {"added_later": True}
+"""Metadata of a dataclass field that earlier checkpoints do not have: :func:`plain` leaves it out if
+it has its default."""
+
+
 def plain(value: Any) -> Any:
     """Convert a setting to numbers, strings, lists and dictionaries that can be compared.
 
@@ -135,7 +140,11 @@ def plain(value: Any) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.metadata != ADDED_LATER or getattr(value, field.name) != field.default
+        }
         return [type(value).__qualname__, plain(fields)]
     has_own_text = "__repr__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
     return repr(value) if has_own_text else [type(value).__qualname__, plain(vars(value))]

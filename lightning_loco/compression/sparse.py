@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.compression.base import Codec, check_block
+from lightning_loco.values import ADDED_LATER
 
 _GROUP = 8
 _LEVEL_BYTES = 8  # two float32
@@ -54,7 +55,9 @@ class Sparse(Codec):
 
     k: int = 64
     block: int = _LARGEST_BLOCK
-    mean_over: Literal["workers", "senders"] = "workers"
+    mean_over: Literal["workers", "senders"] = dataclasses.field(
+        default="workers", metadata=ADDED_LATER
+    )
 
     at_once = 2**18
     is_sparse = True
