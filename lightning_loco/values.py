@@ -115,8 +115,8 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a dataclass field that earlier checkpoints do not have: :func:`plain` leaves it out if
-it has its default."""
+"""Metadata of a dataclass field that earlier checkpoints do not have: :func:`plain` leaves it out
+if it has its default."""
 
 
 def plain(value: Any) -> Any:
