@@ -63,8 +63,6 @@ class ElasticConnection:
 
     def __init__(self, elastic: Elastic, settings: RoundSettings, group: WorkerGroup) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
-        compression = settings.compression
-        self.is_mean = compression is not None and compression.codec.averages_senders
         self.data_shard = DataShard(group.place, group.replica_size)
         # A rank may wait for the first one while that waits for the lighthouse.
         self._places = Places(group, group.timeout_s + elastic.timeout_s)

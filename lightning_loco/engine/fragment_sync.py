@@ -131,6 +131,8 @@ class FragmentSync:
         self._algorithm = settings.algorithm
         self._merge_policy = settings.merge_policy or Restart()
         self._exchange = exchange
+        compression = settings.compression
+        self._averages_senders = compression is not None and compression.codec.averages_senders
         self._knows_workers = settings.algorithm.exchange == "mean" or bool(
             settings.algorithm.scalars(memory.state)
         )
@@ -434,7 +436,7 @@ class FragmentSync:
         weight = 1.0
         if self._exchange.is_weighted and not pending.is_reduced:
             total = total_weight(info.weights, pending.statuses.label)
-            weight = 1.0 if self._exchange.is_mean else total
+            weight = 1.0 if self._averages_senders else total
         ageless = dataclasses.replace(info, ages=())  # a checkpoint combines before the end
         for chunk, part in bucket.split(received):
             if self._algorithm.gathers and not pending.is_reduced:

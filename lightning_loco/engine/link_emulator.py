@@ -82,7 +82,6 @@ class LinkEmulator:
         topology: Topology | None = None,
     ) -> None:
         self.is_weighted = exchange.is_weighted
-        self.is_mean = exchange.is_mean
         self.carries_status = exchange.carries_status
         self._exchange = exchange
         self._times = LinkTimes(links, group.num_workers)

@@ -358,7 +358,6 @@ class HubExchange(SeparateStatuses):
     def __init__(self, hub: Hub, worker: int, clock: Clock, statistics: Statistics) -> None:
         super().__init__(WorkerGroup(worker, hub.num_workers, clock=clock), statistics)
         self.is_weighted = hub.exchange.is_weighted
-        self.is_mean = hub.exchange.is_mean
         self._hub = hub
         self._worker = worker
 

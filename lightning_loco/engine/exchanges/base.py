@@ -57,13 +57,12 @@ class Exchange(Protocol):
 
     Attributes:
         is_weighted: Whether workers of weight 0 send zeros and are left out: what is received is a
-            sum, to be divided by the total weight, or holds the messages of all.
-        is_mean: Whether what is received has been divided already.
+            sum, to be divided by the total weight, or their mean if the codec averages senders, or
+            holds the messages of all.
         carries_status: Whether statuses travel behind the message of a round's first bucket.
     """
 
     is_weighted: bool
-    is_mean: bool
     carries_status: bool
 
     def start(self, bucket: Bucket, round_index: int) -> Handle:
@@ -103,7 +102,6 @@ class SeparateStatuses:
     """
 
     is_weighted = False
-    is_mean = False
     carries_status = False
 
     def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:

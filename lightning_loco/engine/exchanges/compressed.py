@@ -157,7 +157,6 @@ class CompressedAllReduce(SeparateStatuses):
         is_overlapped: bool,
     ) -> None:
         super().__init__(group, statistics)
-        self.is_mean = compression.codec.averages_senders
         self._compression = compression
         self._is_overlapped = is_overlapped
         self._spare: list[Tensor] = []
