@@ -255,14 +255,12 @@ class PairwiseSimulation:
     def costs(self) -> list[WorkerCosts]:
         """What each worker has done; its rounds are its blends, and it sends what others fetch."""
         return [
-            WorkerCosts(
+            self._timeline.costs_of(
                 worker,
                 self._made[worker],
                 self._blends[worker],
                 self._bytes[worker],
                 self._time_s[worker],
-                self._timeline.seconds[worker]["compute"],
-                wait_s=0.0,
             )
             for worker in range(len(self._layouts))
         ]

@@ -342,14 +342,12 @@ class RemoteOptimizerSimulation:
     def costs(self) -> list[WorkerCosts]:
         """What each worker has done so far, and sent; its rounds are its steps."""
         return [
-            WorkerCosts(
+            self._timeline.costs_of(
                 worker,
                 self._made[worker],
                 self._made[worker],
                 self._bytes[worker],
                 self._time_s[worker],
-                self._timeline.seconds[worker]["compute"],
-                self._timeline.seconds[worker]["wait"],
             )
             for worker in range(self.num_workers)
         ]

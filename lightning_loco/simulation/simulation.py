@@ -514,14 +514,12 @@ class Simulation:
     def costs(self) -> list[WorkerCosts]:
         """What each worker has done so far, and sent."""
         return [
-            WorkerCosts(
+            self._timeline.costs_of(
                 worker,
                 self._made[worker],
                 self._rounds_of(worker),
                 self._statistics[worker].bytes_sent,
                 self._clocks[worker].time_s,
-                self._timeline.seconds[worker]["compute"],
-                self._timeline.seconds[worker]["wait"],
             )
             for worker in range(self.num_workers)
         ]
