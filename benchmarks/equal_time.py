@@ -1,12 +1,14 @@
-"""One training of simulated workers for a given time, which rounds take a share of."""
+"""Trainings of simulated workers for a given time, whose results are kept in a file."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -223,6 +225,40 @@ def train_together(
         simulation.make_round()
     simulation.drain()
     return simulation
+
+
+def train_missing(
+    wanted: Mapping[str, Any],
+    describe: Callable[[Any, Any], str],
+    options: argparse.Namespace,
+    is_fresh: bool = False,
+) -> dict[str, Any]:
+    """The results by key of all trainings in the file ``options.out``; makes those that it lacks.
+
+    Args:
+        wanted: Trainings by key, whose ``train(options)`` returns what JSON can hold.
+        describe: One line about a training and its result.
+        options: ``out``, ``jobs``, and what the trainings need.
+        is_fresh: Whether to make all again.
+    """
+    results: dict[str, Any] = {}
+    if options.out.exists() and not is_fresh:
+        results = json.loads(options.out.read_text())
+    missing = {key: one for key, one in wanted.items() if key not in results}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        under_way = {pool.submit(_timed, one, options): key for key, one in missing.items()}
+        for number, future in enumerate(as_completed(under_way), start=1):
+            key = under_way[future]
+            results[key], seconds = future.result()
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            text = f"{number}/{len(missing)}: {describe(missing[key], results[key])}"
+            print(f"{text} after {seconds:.0f} s", flush=True)
+    return results
+
+
+def _timed(training: Any, options: argparse.Namespace) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return training.train(options), time.perf_counter() - started
 
 
 @torch.no_grad()

@@ -22,47 +22,31 @@ the hidden methods should be below ``diloco`` and below ``alone``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from common import make_parser, mean_and_deviation, print_machine, print_table
-from equal_time import HIDDEN, METHODS, Training
+from equal_time import HIDDEN, METHODS, Training, train_missing
 
 ROOT = Path(__file__).resolve().parent.parent
 PAYS_FROM = 0.3
 
 
-def fit(training: Training, options: argparse.Namespace) -> tuple[str, float, float]:
-    """What was trained, its loss, and how many seconds that took."""
-    started = time.perf_counter()
-    loss = training.train(options)
-    return training.key(options), loss, time.perf_counter() - started
-
-
 def fit_all(options: argparse.Namespace) -> dict[str, float]:
-    """The loss of every training by its key; those that are not in the file yet are made."""
-    losses: dict[str, float] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    """The loss of every training by its key."""
     wanted = {
         training.key(options): training
         for seed in options.seeds
         for ratio in options.ratios
         for training in (Training(method, ratio, seed) for method in options.only)
     }
-    missing = {key: training for key, training in wanted.items() if key not in losses}
-    with ProcessPoolExecutor(options.jobs) as pool:
-        under_way = [pool.submit(fit, training, options) for training in missing.values()]
-        for number, future in enumerate(as_completed(under_way), start=1):
-            key, loss, seconds = future.result()
-            method, ratio, seed = missing[key]
-            losses[key] = loss
-            options.out.write_text(json.dumps(losses, indent=1) + "\n")
-            text = f"{number}/{len(missing)}: {method}, ratio {ratio:g}, seed {seed}: {loss:.4f}"
-            print(f"{text} after {seconds:.0f} s", flush=True)
-    return losses
+
+    def describe(training: Training, loss: float) -> str:
+        method, ratio, seed = training
+        return f"{method}, ratio {ratio:g}, seed {seed}: {loss:.4f}"
+
+    return train_missing(wanted, describe, options)
 
 
 def losses_of(

@@ -32,16 +32,23 @@ import json
 import os
 import statistics
 import sysconfig
-import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from common import make_parser, mean_and_deviation, paired_p, print_machine, print_table
-from equal_time import BATCH, CONTEXT, batches, new_model, train_alone, train_together, validate
+from equal_time import (
+    BATCH,
+    CONTEXT,
+    batches,
+    new_model,
+    train_alone,
+    train_missing,
+    train_together,
+    validate,
+)
 from torch import Tensor, nn
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCo, GASLoC, LocalSGD, NoLoCo
@@ -79,9 +86,11 @@ class Row(NamedTuple):
     tunes: Literal["", "whole", "adapters"] = ""
 
 
-def every(steps: int, algorithm: Any, topology: str | None = None, **other: Any) -> RoundSettings:
-    """Blocking rounds every so many local steps; ``other`` is the compression."""
-    return RoundSettings(algorithm, EverySteps(steps), topology, **other)
+def every(
+    steps: int, algorithm: Any, topology: str | None = None, compression: Any = None
+) -> RoundSettings:
+    """Blocking rounds every so many local steps."""
+    return RoundSettings(algorithm, EverySteps(steps), topology, compression)
 
 
 DILOCO, GOSSIP = DiLoCo(0.9, 0.6), GASLoC(0.7, momentum_on="gossiped")
@@ -193,10 +202,10 @@ class Training(NamedTuple):
         return steps
 
     def train(self, options: argparse.Namespace) -> Result:
-        """The validation loss of the consensus, the bytes that a worker sends, the seconds."""
+        """The validation loss of the consensus, and the bytes that a worker sends."""
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        row, steps, began = ROWS[self.name], self.steps(options), time.perf_counter()
+        row, steps = ROWS[self.name], self.steps(options)
         torch.manual_seed(self.seed)
         start = new_model(options, steps, row.optimizer).state_dict()
         data = ByteTextData(batch_size=BATCH, context=CONTEXT)
@@ -221,8 +230,7 @@ class Training(NamedTuple):
             trained = [p for p in models[0].parameters() if p.requires_grad]
             nn.utils.vector_to_parameters(simulation.consensus(), trained)
             sent = simulation.costs[0].bytes_sent
-        loss = validate(models[0], data)
-        return {"loss": loss, "bytes": sent, "seconds": time.perf_counter() - began}
+        return {"loss": validate(models[0], data), "bytes": sent}
 
     def _model(self, start: dict[str, Any], steps: int, options: argparse.Namespace) -> ByteGPT:
         row = ROWS[self.name]
@@ -235,26 +243,17 @@ class Training(NamedTuple):
 
 
 def fit_all(options: argparse.Namespace) -> dict[str, Result]:
-    """The result of every training by its key; those that are not in the file yet are made."""
-    results: dict[str, Result] = {}
-    if options.out.exists() and not options.fresh:
-        results = json.loads(options.out.read_text())
+    """The result of every training by its key; rows that are equal are trained once."""
     wanted: dict[str, Training] = {}
     for seed in options.seeds:
         for name in names_of(options):
             training = Training(name, seed)
             wanted.setdefault(training.key(options), training)
-    missing = {key: one for key, one in wanted.items() if key not in results}
-    with ProcessPoolExecutor(options.jobs) as pool:
-        under_way = {pool.submit(one.train, options): key for key, one in missing.items()}
-        for number, future in enumerate(as_completed(under_way), start=1):
-            key = under_way[future]
-            results[key] = result = future.result()
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-            name, seed = missing[key]
-            text = f"{number}/{len(missing)}: {name}, seed {seed}: {result['loss']:.4f}"
-            print(f"{text} after {result['seconds']:.0f} s", flush=True)
-    return results
+
+    def describe(training: Training, result: Result) -> str:
+        return f"{training.name}, seed {training.seed}: {result['loss']:.4f}"
+
+    return train_missing(wanted, describe, options, options.fresh)
 
 
 def names_of(options: argparse.Namespace) -> Iterator[str]:
