@@ -116,7 +116,7 @@ class RoundTraining:
     Attributes:
         name: Of the algorithm.
         simulation: The simulation.
-        topology: Who sends to whom, for gossip.
+        topology: The graph of gossip; None for other algorithms.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class SimulatedRun:
 
     @property
     def topology(self) -> Topology | None:
-        """Who sends to whom, for gossip."""
+        """The graph of gossip; None for other algorithms."""
         return self._training.topology
 
     @property

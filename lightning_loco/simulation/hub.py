@@ -44,7 +44,7 @@ class Hub:
         has_feedback: Whether the compression keeps what is lost of messages.
         encoding: How messages are encoded. Default: not at all.
         times: How long messages take. Default: no time.
-        topology: Who sends to whom, for gossip.
+        topology: The graph of gossip; None for other algorithms.
         timeline: Where messages are recorded.
         admit: Called with a round, the worker that has sent its message last, and the time, before
             the round is complete; returns workers that join in this round.
