@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
-import logging
 import os
 import signal
 import time
@@ -21,20 +18,12 @@ from hydra.types import RunMode
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_loco.callbacks import ReportCallback, WorkerLogs
-from lightning_loco.checked_settings import (
-    SettingsError,
-    check_takes_topology,
-    codec_of,
-    errors_for,
-    inner_sizes,
-    one_line,
-)
+from lightning_loco.checked_settings import SettingsError, errors_for, one_line
+from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
     outer_launch,
@@ -43,30 +32,15 @@ from lightning_loco.demo.launch import (
 )
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import RunReport, measure
-from lightning_loco.strategies import (
-    LocoModelParallelStrategy,
-    LocoStrategy,
-    RemoteOptimizerStrategy,
-)
+from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
-
-log = logging.getLogger(__name__)
 
 WAIT_FOR_RANK_0_S = 10
 """How long a rank waits before it reports a setting, so that rank 0 can report it and end all."""
 
 CHECKPOINT_NAMES = ("last", "best", "hpc", "registry")
 """Values of ckpt_path that are not paths."""
-
-OPTIONAL_GROUPS = {
-    "membership": "does not let workers join and leave. Drop {group}=..., or choose "
-    "algorithm=diloco, async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
-    "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
-    "another algorithm than ddp and remote_optimizer.",
-    "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
-    "than ddp.",
-}
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -110,62 +84,6 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
     with errors_for("trainer"):
         make: Callable[..., Trainer] = hydra.utils.instantiate(cfg.trainer, _partial_=True)
         return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
-
-
-def build_strategy(cfg: DictConfig) -> Strategy:
-    """Build the strategy of the ``algorithm`` group, with the choices of other groups."""
-    strategy, sizes = build_method(cfg), inner_sizes(cfg)
-    if sizes is None:
-        return strategy
-    with errors_for("inner"):
-        if not isinstance(strategy, LocoStrategy):
-            name = type(strategy).__name__.removesuffix("Strategy")
-            raise ValueError(
-                f"{name} cannot shard the model inside a worker. Drop inner.data_parallel_size, or "
-                "choose algorithm=diloco, gasloc or another one with rounds."
-            )
-        return LocoModelParallelStrategy(strategy, *sizes)
-
-
-def build_method(cfg: DictConfig) -> Strategy:
-    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model."""
-    with errors_for("topology"):
-        topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
-    with errors_for("algorithm"):
-        # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
-        make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
-        kind = hydra.utils.get_class(cfg.algorithm._target_)
-        for group, instead in OPTIONAL_GROUPS.items():
-            if cfg[group]._target_:
-                make = with_group(make, kind, group, cfg[group], instead)
-        accepted = inspect.signature(kind).parameters.get("topology")
-        if topology is not None:
-            check_takes_topology(kind.__name__, accepted is not None, topology)
-            return make(topology=topology)
-        strategy = make()
-        say = rank_zero_only(log.info)  # the other ranks build the same
-        if accepted is not None and isinstance(accepted.default, str):
-            say("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
-        elif isinstance(strategy, EngineStrategy) and (
-            strategy.settings.algorithm.exchange == "neighbors"
-        ):
-            say("No topology chosen: %s uses that of its algorithm.", kind.__name__)
-        return strategy
-
-
-def with_group(
-    make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
-) -> Callable[..., Strategy]:
-    """Add the choice of a group to ``make``, the constructor of the strategy class ``kind``.
-
-    ValueError, whose text ends with ``instead``, if the strategy has no such argument.
-    """
-    if group not in inspect.signature(kind).parameters:
-        name = kind.__name__.removesuffix("Strategy")
-        raise ValueError(f"{name} {instead.format(group=group)}")
-    with errors_for(group):
-        made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
-    return functools.partial(make, **{group: made})
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:

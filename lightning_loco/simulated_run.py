@@ -5,51 +5,40 @@ The model, the data, the optimizer and the rounds are those of a real run with a
 
 from __future__ import annotations
 
-import copy
 import csv
 import dataclasses
-import functools
-import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.callbacks.rank_record import drawing
-from lightning_loco.checked_settings import SettingsError, codec_of, early_settings, errors_for
+from lightning_loco.checked_settings import SettingsError, errors_for
 from lightning_loco.costs import ENCODINGS, Costs, StepTimes, as_method, estimate
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import quieten_lightning
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.links import Link, Links, LinkTimes, as_links
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
-from lightning_loco.simulation import (
-    Failure,
-    RemoteOptimizerSimulation,
-    Simulation,
-    random_failures,
-)
-from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.simulated_training import Workers, make_training, simulated_strategy
+from lightning_loco.simulation import PairwiseSimulation, RemoteOptimizerSimulation, Simulation
 from lightning_loco.topology import Topology
-from lightning_loco.values import check_choice, format_bytes, format_seconds
+from lightning_loco.values import format_bytes, format_seconds
 from lightning_loco.worker import exchanged_parameters
 
 MAX_EVENTS = 20_000
 """Spans of the timeline that the page has."""
 
-AnySimulation = Simulation | RemoteOptimizerSimulation
+AnySimulation = Simulation | PairwiseSimulation | RemoteOptimizerSimulation
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +50,8 @@ class Progress:
     Attributes:
         time_s: Virtual time of the worker that is furthest, in seconds.
         steps: Local steps of a worker, mean over the workers.
-        rounds: Rounds that all workers have begun.
+        rounds: Rounds that all workers have begun; steps of a remote optimizer, or averages of a
+            worker with pairwise gossip, the mean over the workers.
         bytes_sent: Bytes that a worker has sent, mean over the workers.
         utilisation: Share of its time that a worker has computed, mean over the workers.
         train_loss: Mean training loss of the local steps since the last report.
@@ -75,230 +65,6 @@ class Progress:
     utilisation: float
     train_loss: float
     val_loss: float
-
-
-class Workers:
-    """The models of all workers, and their data.
-
-    Args:
-        model: The model with which all start.
-        data: The data, which are divided among them.
-        num_workers: Number of workers.
-        seed: Of the order of the data.
-
-    Attributes:
-        models: One model per worker.
-    """
-
-    def __init__(self, model: ByteGPT, data: ByteTextData, num_workers: int, seed: int) -> None:
-        self.models = [copy.deepcopy(model) for _ in range(num_workers)]
-        self._batches = [_batches(data, num_workers, w, seed) for w in range(num_workers)]
-
-    def backward(self, worker: int) -> Tensor:
-        """Compute the gradients of the next batch of a worker; return the loss."""
-        model = self.models[worker]
-        loss = model.loss(next(self._batches[worker]))
-        model.zero_grad()
-        loss.backward()
-        return loss.detach()
-
-
-class RoundTraining:
-    """Trains the workers with an algorithm with rounds.
-
-    Args:
-        cfg: The configuration.
-        settings: What a round is.
-        workers: The models and the data.
-        links: The links of the workers.
-        steps: How long local steps take.
-
-    Attributes:
-        name: Of the algorithm.
-        simulation: The simulation.
-        topology: The graph of gossip; None for other algorithms.
-    """
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        settings: RoundSettings,
-        workers: Workers,
-        links: Links | None,
-        steps: StepTimes,
-    ) -> None:
-        self._own, self._workers = cfg.simulation, workers
-        self._clip, self._clip_by = clipping_of(cfg)
-        self._optimizers = [_configured(model) for model in workers.models]
-        self.simulation = Simulation.from_settings(
-            workers.models,
-            settings,
-            speeds=[1 / step_s for step_s in steps.step_s],
-            jitter=self._own.jitter,
-            links=links,
-            failures=self._failures(len(workers.models), cfg.seed),
-            seed=cfg.seed,
-        )
-        self.name = type(settings.algorithm).__name__
-        topology = self.simulation.settings.topology
-        self.topology = topology if isinstance(topology, Topology) else None
-
-    def _failures(self, num_workers: int, seed: int) -> list[Failure]:
-        own = self._own
-        if own.mean_between_failures_s is None:
-            return []
-        longest_s = 100 * own.max_steps * own.step_s
-        with errors_for("simulation"):
-            return random_failures(
-                num_workers, longest_s, own.mean_between_failures_s, own.mean_away_s, seed
-            )
-
-    def parts(self) -> Iterator[None]:
-        """Train, in about equal parts."""
-        own, simulation = self._own, self.simulation
-        schedule = simulation.settings.schedule
-        every = schedule.sync_every_of(0)
-        rounds = None if every is None else own.max_steps * schedule.num_fragments // every
-        if rounds == 0:
-            raise SettingsError(
-                f"simulation.max_steps={own.max_steps} are fewer local steps than the "
-                f"{every} of a round. Raise it, or lower algorithm.sync_every."
-            )
-        if rounds is None:
-            for _ in range(own.reports):
-                seconds = own.max_steps * own.step_s / own.reports
-                simulation.run(self._local_step, seconds=seconds, on_return=self._on_return)
-                yield
-            return
-        for count in _divided(rounds, own.reports):
-            simulation.run(self._local_step, count, on_return=self._on_return)
-            yield
-
-    def _local_step(self, worker: int) -> Tensor:
-        loss = self._workers.backward(worker)
-        optimizer, scheduler = self._optimizers[worker]
-        if self._clip:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            if self._clip_by == "value":
-                torch.nn.utils.clip_grad_value_(params, self._clip)
-            else:
-                torch.nn.utils.clip_grad_norm_(params, self._clip)
-        optimizer.step()
-        scheduler.step()
-        return loss
-
-    def _on_return(self, worker: int) -> None:
-        """A worker that was dead has a new optimizer, at the learning rate of the others."""
-        self._optimizers[worker] = _configured(self._workers.models[worker])
-        optimizer, scheduler = self._optimizers[worker]
-        scheduler.last_epoch = step = self.simulation.steps[worker]
-        for group, base, factor in zip(
-            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(step)
-
-
-class RemoteTraining:
-    """Trains the workers with a remote optimizer, in 2 tiers; otherwise as :class:`RoundTraining`.
-
-    Args:
-        cfg: The configuration.
-        strategy: That of a real run, for its settings.
-        workers: The models and the data.
-        links: The links of the workers.
-        steps: How long local steps take.
-    """
-
-    name = "RemoteOptimizer"
-    topology = None
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        strategy: RemoteOptimizerStrategy,
-        workers: Workers,
-        links: Links | None,
-        steps: StepTimes,
-    ) -> None:
-        self._own, self._workers = cfg.simulation, workers
-        self._schedulers: list[Any] = []
-        clip, clip_by = clipping_of(cfg)
-        self.simulation = RemoteOptimizerSimulation(
-            workers.models,
-            self._make_optimizer,
-            num_servers=strategy.counts[1],
-            min_workers=strategy.min_workers,
-            compression=strategy.compression,
-            bucket_bytes=strategy.bucket_bytes,
-            gradient_clip_val=clip,
-            gradient_clip_algorithm=clip_by,
-            speeds=[1 / step_s for step_s in steps.step_s],
-            jitter=self._own.jitter,
-            links=links,
-            seed=cfg.seed,
-        )
-
-    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        assert isinstance(model, ByteGPT)
-        optimizer, scheduler = _configured(model)
-        self._schedulers.append(scheduler)
-        made: torch.optim.Optimizer = optimizer
-        return made
-
-    def parts(self) -> Iterator[None]:
-        """Train, in about equal parts."""
-        for count in _divided(self._own.max_steps, self._own.reports):
-            self.simulation.run(self._workers.backward, count, after_step=self._after_step)
-            yield
-
-    def _after_step(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
-
-
-def remote_strategy(cfg: DictConfig) -> RemoteOptimizerStrategy:
-    """Build the strategy of a real run; SettingsError for what a simulated one does not have."""
-    given, n = cfg.algorithm, cfg.num_workers
-    if (named := given.get("num_workers")) not in (None, n):
-        raise SettingsError(
-            f"A simulation has num_workers={n}, and algorithm.num_workers is {named}. Drop "
-            "algorithm.num_workers."
-        )
-    if (size := given.get("replica_size", 1)) != 1:
-        raise SettingsError(
-            f"Simulated workers have one rank each, got algorithm.replica_size={size}. Drop it."
-        )
-    if cfg.simulation.mean_between_failures_s is not None:
-        raise SettingsError(
-            "With a remote optimizer a worker that dies ends the run, or is gone for good. Drop "
-            "simulation.mean_between_failures_s, or use RemoteOptimizerSimulation with min_workers."
-        )
-    for group in ("topology", "membership"):
-        if cfg[group]._target_:
-            raise SettingsError(f"A remote optimizer takes no {group}. Drop {group}=...")
-    with errors_for("compression"):
-        part = cfg.compression
-        chosen = {"compression": codec_of(part)} if part._target_ else {}
-    with errors_for("algorithm"):
-        # Partial, because Hydra would turn the codec, a dataclass, into a configuration.
-        make = hydra.utils.instantiate(given, _partial_=True)
-        strategy: RemoteOptimizerStrategy = make(num_workers=n, **chosen)
-    return strategy
-
-
-def clipping_of(cfg: DictConfig) -> tuple[float | None, Literal["norm", "value"]]:
-    """Return how the Trainer would clip gradients: up to what, and the norm or each value.
-
-    SettingsError if it could not.
-    """
-    limit = cfg.trainer.get("gradient_clip_val")
-    by = str(cfg.trainer.get("gradient_clip_algorithm") or "norm").lower()
-    with errors_for("trainer"):
-        check_choice("gradient_clip_algorithm", by, ("norm", "value"))
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and 0 <= limit < math.inf):
-            raise ValueError(f"gradient_clip_val must be at least 0 and finite, got {limit!r}.")
-    return limit, "value" if by == "value" else "norm"
 
 
 class SimulatedRun:
@@ -329,18 +95,7 @@ class SimulatedRun:
                 f"Simulated workers train in float32, got trainer.precision={precision}. Add "
                 "trainer.precision=32-true, or leave out trainer=gpu or trainer=slurm."
             )
-        kind = str(cfg.algorithm.get("_target_")).rpartition(".")[2].removesuffix("Strategy")
-        make: Callable[..., RoundTraining | RemoteTraining]
-        if kind == RemoteTraining.name:
-            make = functools.partial(RemoteTraining, cfg, remote_strategy(cfg))
-        elif isinstance(settings := early_settings(cfg), RoundSettings):
-            make = functools.partial(RoundTraining, cfg, settings)
-        else:
-            raise SettingsError(
-                f"simulate=true needs an algorithm with rounds or a remote optimizer, got {kind}. "
-                "Choose algorithm=gasloc, noloco, diloco, async_diloco, streaming_diloco, "
-                "local_sgd or remote_optimizer. The costs of ddp are in the table beside them."
-            )
+        strategy = simulated_strategy(cfg)
         group = "network" if cfg.network._target_ else "link"
         with errors_for(group):
             self.links = as_links(
@@ -360,11 +115,11 @@ class SimulatedRun:
             data.check(n)
         self._validation = [batch.long() for batch in data.val_dataloader()]
         self._evaluated = model
-        workers = Workers(model, data, n, cfg.seed)
+        workers = Workers(model, data, cfg)
         with errors_for("simulation"):
             self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
         with errors_for("algorithm"):
-            self._training = make(workers, self.links, self.steps)
+            self._training = make_training(cfg, strategy, workers, self.links, self.steps)
 
     @property
     def name(self) -> str:
@@ -406,7 +161,7 @@ class SimulatedRun:
             yield Progress(
                 max(one.time_s for one in costs),
                 float(np.mean([one.steps for one in costs])),
-                simulation.round_index,
+                self._training.rounds,
                 float(np.mean([one.bytes_sent for one in costs])),
                 float(np.mean([one.utilisation for one in costs])),
                 float(np.mean(losses)) if losses else math.nan,
@@ -422,29 +177,6 @@ class SimulatedRun:
         losses = [self._evaluated.loss(batch).item() for batch in self._validation]
         weights = [len(batch) for batch in self._validation]
         return float(np.average(losses, weights=weights))
-
-
-def _configured(model: ByteGPT) -> tuple[Any, Any]:
-    """Return the optimizer of a model, and its schedule."""
-    made: Any = model.configure_optimizers()
-    return made["optimizer"], made["lr_scheduler"]["scheduler"]
-
-
-def _divided(total: int, parts: int) -> Iterator[int]:
-    """Divide a number into so many about equal parts, and no more than it."""
-    parts = min(parts, total)
-    yield from (total * (part + 1) // parts - total * part // parts for part in range(parts))
-
-
-def _batches(data: ByteTextData, num_workers: int, worker: int, seed: int) -> Iterator[Tensor]:
-    """Yield the batches of a worker, epoch by epoch, as Lightning divides them among ranks."""
-    dataset = data.train_dataloader().dataset
-    sampler: DistributedSampler[Tensor] = DistributedSampler(
-        dataset, num_workers, worker, shuffle=True, seed=seed, drop_last=False
-    )
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        yield from DataLoader(dataset, data.batch_size, sampler=sampler, drop_last=True)
 
 
 def run_simulation(cfg: DictConfig) -> float:

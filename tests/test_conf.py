@@ -17,7 +17,6 @@ import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine, DiLoCo
 from lightning_loco.checked_settings import SettingsError, early_settings
-from lightning_loco.cli import build_strategy
 from lightning_loco.compression import (
     CODECS,
     Compensated,
@@ -26,6 +25,7 @@ from lightning_loco.compression import (
     Sparse,
     as_compression,
 )
+from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.links import LINKS, NETWORKS, Links
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, VaryingSteps

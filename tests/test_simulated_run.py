@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -21,6 +22,7 @@ from lightning_loco import (
     GASLoCStrategy,
     LocalSGDStrategy,
     NoLoCoStrategy,
+    PairwiseAverage,
     RemoteOptimizerStrategy,
 )
 from lightning_loco.checked_settings import SettingsError, checked
@@ -28,12 +30,15 @@ from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.report.record import RunRecord
 from lightning_loco.simulated_run import SimulatedRun, run_simulation
+from lightning_loco.simulated_training import Workers
+from lightning_loco.simulation import PairwiseSimulation
+from lightning_loco.topology.static import FixedGraph
 from tests.pool import Pool, make_trainer
 from tests.small_model import flat
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 12
-REMOTE = "algorithm=remote_optimizer"
+REMOTE, PAIRWISE = "algorithm=remote_optimizer", ["algorithm=pairwise_gossip"]
 WRONG_CLIPPING = "^trainer: gradient_clip_algorithm must be one of norm, value, got 'max'"
 OTHERS = {"gasloc": ["algorithm.momentum_on=local"]}
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
@@ -190,10 +195,10 @@ def test_a_run_writes_a_table_files_and_a_picture(
     assert "DiLoCo, 4 simulated workers" in page
 
 
-def test_a_remote_optimizer_writes_the_same_files(tmp_path: Path) -> None:
+def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     files = []
-    for algorithm in ("remote_optimizer", "local_sgd"):
+    for algorithm in ("remote_optimizer", "pairwise_gossip", "local_sgd"):
         folder = tmp_path / algorithm
         folder.mkdir()
         choice = [f"algorithm={algorithm}", "network=lan", "num_workers=2", f"run_dir={folder}"]
@@ -202,12 +207,75 @@ def test_a_remote_optimizer_writes_the_same_files(tmp_path: Path) -> None:
             composed.algorithm.sync_every = 4
         run_simulation(composed)
         files.append({file.name for file in folder.iterdir()})
-    assert files[0] == files[1]
+    assert files[0] == files[1] == files[2]
     assert "report.html" in files[0]
-    report = (tmp_path / "remote_optimizer" / "report.txt").read_text()
-    assert report.splitlines()[1].startswith("RemoteOptimizer")
-    record = RunRecord.load(tmp_path / "remote_optimizer")
-    assert {kind for _, kind, *_ in record.events} == {"compute", "wait", "send"}
+    for algorithm, name, kinds in (
+        ("remote_optimizer", "RemoteOptimizer", {"compute", "wait", "send"}),
+        ("pairwise_gossip", "PairwiseAverage", {"compute", "send"}),
+    ):
+        report = (tmp_path / algorithm / "report.txt").read_text()
+        assert report.splitlines()[1].startswith(name)
+        record = RunRecord.load(tmp_path / algorithm)
+        assert {kind for _, kind, *_ in record.events} == kinds
+
+
+def test_pairwise_gossip_is_that_of_its_simulation() -> None:
+    """The numbers of ``PairwiseSimulation``, with the data and optimizers of a real run."""
+    choice = [*PAIRWISE, "network=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
+    choice += [
+        "algorithm.interpolation=loss",
+        "algorithm.divergence_threshold=1",
+        "compression=int8",
+    ]
+    seed_everything(0, workers=True, verbose=False)
+    run = SimulatedRun(config(*choice, "algorithm.factor=0.5"))
+    progress = list(run.train())
+    steps = [costs.steps for costs in run.simulation.costs]
+    assert min(steps) < STEPS < max(steps)
+    assert progress[-1].rounds > 1
+    assert progress[-1].val_loss < progress[0].val_loss
+
+    seed_everything(0, workers=True, verbose=False)
+    cfg = config(*choice, "model.total_steps=12")
+    model, data = hydra.utils.instantiate(cfg.model), hydra.utils.instantiate(cfg.data)
+    data.check(4)
+    workers = Workers(model, data, cfg)
+    again = PairwiseSimulation(
+        workers.models,
+        PairwiseAverage(interpolation="loss", divergence_threshold=1.0, keep_progress=True),
+        speeds=[1 / step_s for step_s in run.steps.step_s],
+        jitter=0.1,
+        links="wan",
+        compression="int8",
+    )
+    again.run(workers.step, seconds=STEPS * 0.1 * (1 + 1e-9))
+    assert again.losses == run.simulation.losses
+    assert torch.equal(again.consensus(), run.simulation.consensus())
+    assert torch.equal(again.consensus(), torch.stack([flat(m) for m in workers.models]).mean(0))
+
+
+def test_all_local_steps_of_a_time_are_made() -> None:
+    """Also if the sum of their seconds is rounded up."""
+    for algorithm in ("pairwise_gossip", "async_model_average"):
+        run = SimulatedRun(
+            config(f"algorithm={algorithm}", "simulation.step_s=0.3", "simulation.reports=7")
+        )
+        assert list(run.train())[-1].steps == STEPS
+
+
+class Line(FixedGraph):
+    """A topology of a user's own module."""
+
+    name = "line"
+
+    def neighbors(self, worker: int, num_workers: int) -> list[int]:
+        return [j for j in (worker - 1, worker + 1) if 0 <= j < num_workers]
+
+
+def test_topologies_of_users_are_simulated() -> None:
+    run = SimulatedRun(config(f"topology._target_={__name__}.Line", "algorithm.sync_every=4"))
+    assert isinstance(run.topology, Line)
+    assert list(run.train())[-1].rounds == STEPS // 4
 
 
 def test_workers_that_fail_come_back() -> None:
@@ -244,13 +312,26 @@ def test_settings_of_a_remote_optimizer_are_passed_on() -> None:
 def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests) -> None:
     links = tmp_path / "links.yaml"
     links.write_text("default: lan\npairs: {0-9: wan}\n")
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text(
+        "nodes: [{name: a, host: h, port: 1}, {name: b, host: h, port: 2}]\n", encoding="utf-8"
+    )
     for overrides, message in (
-        (["algorithm=ddp"], "with rounds or a remote optimizer, got DDP"),
-        (["algorithm=pairwise_gossip"], "or a remote optimizer, got PairwiseGossip"),
+        (["algorithm=ddp"], "needs a method of this package, got DDP"),
+        (["+algorithm.outer_lrs=1"], "^algorithm: .*outer_lrs"),
+        (["algorithm.replica_size=2"], "have one rank each, got algorithm.replica_size=2. Drop it"),
+        (["inner.data_parallel_size=2"], "have one rank each, got the sizes of inner. Drop"),
+        (["membership=elastic", "membership.lighthouse=h:1"], "Use it instead of membership="),
+        (["algorithm=diloco", "topology=ring"], "^algorithm: DiLoCo .* takes no topology"),
+        ([*PAIRWISE, "algorithm.nodes=n.yaml", "algorithm.name=a"], "^algorithm: .*n.yaml"),
+        ([*PAIRWISE, f"algorithm.nodes={nodes}", "algorithm.name=a"], "Drop algorithm.nodes"),
+        ([*PAIRWISE, "simulation.mean_between_failures_s=9"], "do not come back in a simulation"),
+        ([*PAIRWISE, "num_workers=1"], "^algorithm: .*at least two"),
+        ([*PAIRWISE, "compression=int4"], "^algorithm: .* too roughly for gossip"),
         ([REMOTE, "algorithm.num_workers=3"], "num_workers=4, and algorithm.num_workers is 3"),
         ([REMOTE, "algorithm.replica_size=2"], "Simulated workers have one rank each"),
-        ([REMOTE, "simulation.mean_between_failures_s=9"], "a worker that dies ends the run"),
-        ([REMOTE, "topology=ring"], "A remote optimizer takes no topology"),
+        ([REMOTE, "simulation.mean_between_failures_s=9"], "do not come back in a simulation"),
+        ([REMOTE, "topology=ring"], "RemoteOptimizer .* takes no topology"),
         ([REMOTE, "compression=int4"], "^algorithm: .* too roughly for a remote optimizer"),
         ([REMOTE, "compression=int8", "compression.block=0"], "^compression: "),
         ([REMOTE, "algorithm.num_servers=999"], "^algorithm: .* more than the model's"),

@@ -116,6 +116,7 @@ class PairwiseSimulation:
             worker.replica
             for worker in make_workers(models, settings, [VirtualClock() for _ in models])
         ]
+        self._num_params = replicas[0].layout.numel
         self._layouts = [served_layout(r.layout, r.buffers, CHUNK_ELEMENTS) for r in replicas]
         self._averagers = [ModelAverager(layout, self.algorithm) for layout in self._layouts]
         names = [worker_name(worker) for worker in range(n)]
@@ -162,6 +163,11 @@ class PairwiseSimulation:
 
     def _plan(self, time_s: float, worker: int, kind: Literal["step", "answer"]) -> None:
         heapq.heappush(self._events, _Event(time_s, next(self._order), worker, kind))
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers N."""
+        return len(self._layouts)
 
     @property
     def _num_bytes(self) -> int:
@@ -262,7 +268,7 @@ class PairwiseSimulation:
                 self._bytes[worker],
                 self._time_s[worker],
             )
-            for worker in range(len(self._layouts))
+            for worker in range(self.num_workers)
         ]
 
     def params(self) -> list[Tensor]:
@@ -272,3 +278,7 @@ class PairwiseSimulation:
             copies.append(torch.empty(layout.numel, dtype=layout.dtype))
             copy_model(layout, copies[-1])
         return copies
+
+    def consensus(self) -> Tensor:
+        """Return the mean of the workers' trainable parameters, ``(P,)``."""
+        return torch.stack([flat[: self._num_params] for flat in self.params()]).mean(0)

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_loco as loco
 import train
 from lightning_loco import algorithms, compression, parameter_server, topology
-from lightning_loco.cli import build_strategy
+from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of

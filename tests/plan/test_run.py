@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 import command
 import lightning_loco as loco
 import train
-from lightning_loco.cli import build_strategy
+from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.links import Link
 from lightning_loco.plan.planner import make_plan
 from lightning_loco.plan.report import commands, report
