@@ -1,0 +1,273 @@
+"""How long messages take on links.
+
+The emulator and the simulation take all times from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_loco.links.link import Links
+from lightning_loco.topology import Matching, Topology
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+class TransferTime(NamedTuple):
+    """How long a message takes on a link, in seconds.
+
+    It occupies the link for ``busy_s``, so that the next message has to wait, and arrives
+    ``latency_s`` later.
+    """
+
+    busy_s: float
+    latency_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Time from sending the first byte to receiving the last one, in seconds."""
+        return self.busy_s + self.latency_s
+
+
+class LinkQueue:
+    """The messages on one worker's link, which are sent one after the other.
+
+    Attributes:
+        free_at: When all messages so far have left the link, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def departure(self, now_s: float) -> float:
+        """Return when a message can be sent that is ready now."""
+        return max(now_s, self.free_at)
+
+    def send(self, sent_s: float, time: TransferTime) -> float:
+        """Occupy the link from ``sent_s`` on, and return when the message arrives."""
+        busy_until = sent_s + time.busy_s
+        self.free_at = max(self.free_at, busy_until)
+        return busy_until + time.latency_s
+
+
+class TransferTimes(NamedTuple):
+    """What :class:`TransferTime` is, for all workers at once.
+
+    Attributes:
+        busy_s: By worker, ``(N,)``, in seconds.
+        latency_s: By worker, ``(N,)``, in seconds.
+    """
+
+    busy_s: Array
+    latency_s: Array
+
+    def of_worker(self, worker: int) -> TransferTime:
+        """Return the time of one worker."""
+        return TransferTime(float(self.busy_s[worker]), float(self.latency_s[worker]))
+
+
+class Route(NamedTuple):
+    """The links that messages pass through, by message.
+
+    Attributes:
+        mbit_per_s: Bandwidth.
+        latency_s: Latency without jitter.
+        jitter_s: Largest additional delay.
+        is_shared: Whether the message shares the links of sender and receiver with others, and has
+            no link of its own.
+    """
+
+    mbit_per_s: Array
+    latency_s: Array
+    jitter_s: Array
+    is_shared: NDArray[np.bool_]
+
+    def seconds(self, num_bytes: float) -> Array:
+        """Return how long sending ``num_bytes`` takes, without the latency."""
+        return 8e-6 * num_bytes / self.mbit_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkTimes:
+    r"""How long exchanges of ``num_workers`` workers take on their links.
+
+    The link of a worker carries both directions at once. All messages that the worker sends in a
+    round share it, and so do all that it receives. The link of a pair is not shared. The jitter of
+    a worker's messages in a round is drawn from the seed, the round and the worker, so all workers
+    compute the same.
+
+    Args:
+        links: Links of the workers.
+        num_workers: Number of workers N.
+
+    Example:
+        >>> times = LinkTimes(Links(Link(mbit_per_s=80, latency_s=0.01)), num_workers=2)
+        >>> times.mean(1_000_000, hops=2, round_index=0)
+        TransferTime(busy_s=0.1, latency_s=0.02)
+    """
+
+    links: Links
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", self.links.of_size(self.num_workers))
+
+    def mean(self, num_bytes: float, hops: int, round_index: int) -> TransferTime:
+        r"""Return the time of a collective of all workers; the slowest link determines it.
+
+        Each worker sends to the next one, as in a ring all-reduce, which sends
+        :math:`2 (N - 1) / N` of the message through each link in :math:`2 (N - 1)` hops.
+
+        Args:
+            num_bytes: Bytes that each worker sends.
+            hops: Number of messages in sequence, each of which adds a latency.
+            round_index: Index of the round, for the jitter.
+        """
+        return self.mean_of(range(self.num_workers), num_bytes, hops, round_index)
+
+    def mean_of(
+        self, workers: Sequence[int], num_bytes: float, hops: int, round_index: int
+    ) -> TransferTime:
+        """Return the time of a collective of some workers; as :meth:`mean` otherwise."""
+        if len(workers) < 2:
+            return TransferTime(0.0, 0.0)
+        senders = np.asarray(workers)
+        route = self.route(senders, np.roll(senders, -1))
+        latency_s = self.latency_s(senders, route, round_index)
+        return TransferTime(float(route.seconds(num_bytes).max()), hops * float(latency_s.max()))
+
+    def neighbors(
+        self, worker: int, num_bytes: float, topology: Topology, round_index: int
+    ) -> TransferTime:
+        """Return the time until a worker has the messages of its neighbors in a topology.
+
+        A message has ``num_bytes``; ``round_index`` is for the topology and the jitter.
+        """
+        n = self.num_workers
+        row = topology.weights(worker, n, round_index)
+        pairs = [
+            (sender, receiver)
+            for sender in {worker, *row}
+            for receiver in topology.receivers(sender, n, round_index)
+        ]
+        senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return self._messages(senders, receivers, num_bytes, round_index).of_worker(worker)
+
+    def all_neighbors(
+        self,
+        num_bytes: float,
+        topology: Topology,
+        round_index: int,
+        workers: Sequence[int] | None = None,
+    ) -> TransferTimes:
+        """Return what :meth:`neighbors` returns for each worker, much faster for many of them.
+
+        ``workers`` are those that take part, in the order of the topology. Default: all.
+        """
+        count = self.num_workers if workers is None else len(workers)
+        senders, receivers = messages_of(topology, count, round_index)
+        if workers is not None:
+            senders, receivers = np.asarray(workers)[senders], np.asarray(workers)[receivers]
+        return self._messages(senders, receivers, num_bytes, round_index)
+
+    def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
+        """Return the time of a request to a peer and its reply of ``num_bytes``.
+
+        ``count`` is the number of this worker's fetch, for the jitter.
+        """
+        senders = np.array([worker, peer])
+        route = self.route(senders, senders[::-1])
+        latency_s = float(self.latency_s(senders, route, count).sum())
+        return TransferTime(float(route.seconds(num_bytes)[1]), latency_s)
+
+    def _messages(
+        self, senders: Indices, receivers: Indices, num_bytes: float, round_index: int
+    ) -> TransferTimes:
+        """Return the times of messages, by worker: until it has received and sent its own.
+
+        Those of a worker are right if ``senders`` and ``receivers`` have all messages to it and
+        from it, and all messages of those that send to it.
+        """
+        n, route = self.num_workers, self.route(senders, receivers)
+        shared = route.is_shared
+        sent = np.bincount(senders[shared], minlength=n)
+        received = np.bincount(receivers[shared], minlength=n)
+        own_mbit_per_s = self.own[:, 0]
+        busy_s = 8e-6 * (num_bytes * np.maximum(sent, received)) / own_mbit_per_s
+        sending_s = 8e-6 * (num_bytes * sent) / own_mbit_per_s
+        message_s = np.where(shared, sending_s[senders], route.seconds(num_bytes))
+        np.maximum.at(busy_s, receivers, message_s)
+        np.maximum.at(busy_s, senders[~shared], message_s[~shared])
+        latency_s = np.zeros(n)
+        np.maximum.at(latency_s, receivers, self.latency_s(senders, route, round_index))
+        return TransferTimes(busy_s, latency_s)
+
+    @functools.cached_property
+    def own(self) -> Array:
+        """The links of the workers: bandwidth, latency, jitter; ``(N, 3)``."""
+        own = np.tile(np.array(dataclasses.astuple(self.links.default)), (self.num_workers, 1))
+        for worker, link in self.links.workers:
+            own[worker] = dataclasses.astuple(link)
+        return own.astype(np.float64)
+
+    def route(self, senders: Indices, receivers: Indices) -> Route:
+        """Return the links that messages pass through."""
+        links, first, second = self.links, self.own[senders], self.own[receivers]
+        found = np.maximum(first, second)
+        found[:, 0] = np.minimum(first[:, 0], second[:, 0])
+        is_shared = np.ones(len(found), dtype=bool)
+        if links.between_sites is not None:
+            n = self.num_workers
+            is_shared = senders * links.sites // n == receivers * links.sites // n
+            found[~is_shared] = dataclasses.astuple(links.between_sites)
+        for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
+            if not links.pairs:
+                break
+            if (link := links.of_pair(*pair)) is not None:
+                found[index], is_shared[index] = dataclasses.astuple(link), False
+        return Route(found[:, 0], found[:, 1], found[:, 2], is_shared)
+
+    def latency_s(self, senders: Indices, route: Route, index: int) -> Array:
+        """Return the latency of messages, with the jitter of round ``index``."""
+        if not route.jitter_s.any():
+            return route.latency_s
+        draws = draw(self.links.seed, index, self.num_workers)
+        return route.latency_s + route.jitter_s * draws[senders]
+
+
+@functools.lru_cache(maxsize=256)
+def draw(seed: int, index: int, num_workers: int) -> Array:
+    """Return a random number from 0 to 1 for each worker, ``(N,)``; ``index`` is from 0 on."""
+    return np.random.default_rng((seed % 2**64, index)).random(num_workers)
+
+
+def messages_of(topology: Topology, num_workers: int, round_index: int) -> tuple[Indices, Indices]:
+    """Return the senders and the receivers of all messages of a round of gossip.
+
+    Example:
+        >>> from lightning_loco.topology import Star
+        >>> senders, receivers = messages_of(Star(), 3, 0)
+        >>> list(zip(senders.tolist(), receivers.tolist()))
+        [(0, 1), (0, 2), (1, 0), (2, 0)]
+    """
+    period = topology.period(num_workers)
+    return _messages_of(topology, num_workers, round_index % period if period else round_index)
+
+
+@functools.lru_cache(maxsize=8)
+def _messages_of(topology: Topology, num_workers: int, round_index: int) -> tuple[Indices, Indices]:
+    workers = range(num_workers)
+    if isinstance(topology, Matching):
+        partners = np.array([topology.partner(w, num_workers, round_index) for w in workers])
+        senders = np.flatnonzero(partners != np.arange(num_workers))
+        return senders, partners[senders]
+    to = [topology.receivers(worker, num_workers, round_index) for worker in workers]
+    senders = np.repeat(np.arange(num_workers), [len(receivers) for receivers in to])
+    return senders, np.array([peer for receivers in to for peer in receivers], dtype=np.int64)
