@@ -422,6 +422,7 @@ def scaled(links: Links, scale: float) -> Links:
         default=slower(links.default),
         workers=tuple((worker, slower(link)) for worker, link in links.workers),
         between_sites=None if between is None else slower(between),
+        uplink_mbit_per_s=links.uplink_mbit_per_s / scale,
     )
 
 
@@ -469,7 +470,7 @@ def train_virtual_time(
 
 def virtual_time(options: argparse.Namespace) -> Iterator[Record]:
     """Make all trainings."""
-    text, networks = Text(), ("one_slow_link", "two_datacentres")
+    text, networks = Text(), ("one_slow_link", "two_datacentres", "two_datacentres_one_line")
     methods = options.methods or VIRTUAL_TIME
     for seed, network, method in itertools.product(options.seeds, networks, methods):
         record = train_virtual_time(method, network, seed, text, options)

@@ -139,7 +139,8 @@ class ServerTimes:
     share it, the first one sent first, and so do all replies, which are sent side by side. Before
     the last worker sends its gradient, a server receives of each other one as many buckets as
     :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. What a worker exchanges with
-    several servers shares the worker's link.
+    several servers shares the worker's link. Messages of workers at other sites have the links
+    between sites, and share uplinks as if they were sent at the same time.
 
     Args:
         times: The links of the workers.
@@ -234,12 +235,12 @@ class ServerTimes:
         return self.times.links.of_worker(0).seconds(num_bytes)
 
     def _links(self, index: int, workers: Sequence[int] | None) -> tuple[Route, Array, Array]:
-        """Return routes to the servers, latencies, and how long all bytes take on own links."""
+        """Return routes to the servers, latencies, and how long all bytes take on shared links."""
         senders = np.arange(self.times.num_workers) if workers is None else np.asarray(workers)
         route = self.times.route(senders, np.zeros_like(senders))
-        own_s = 8e-6 * sum(self.message_bytes) / self.times.own[senders, 0]
+        shared = np.where(route.is_shared, self.times.own[senders, 0], route.uplink_mbit_per_s)
         latency_s = self.times.latency_s(senders, route, index)
-        return route, latency_s, np.where(route.is_shared, own_s, 0.0)
+        return route, latency_s, 8e-6 * sum(self.message_bytes) / shared
 
 
 @dataclasses.dataclass(frozen=True)

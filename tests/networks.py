@@ -97,6 +97,19 @@ class Network:
         for space in self.spaces:
             optional("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
 
+    def divide(self, first: int, rate: str) -> None:
+        """Move the machines from ``first`` on to a second switch, with one line between both."""
+        switch = self._switch
+        ip("-n", switch, "link", "add", "name", "br1", "type", "bridge")
+        ip("-n", switch, "link", "set", "br1", "up")
+        ip("-n", switch, "link", "add", "line0", "type", "veth", "peer", "name", "line1")
+        shape = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "500ms"]
+        for end in ("0", "1"):
+            ip("-n", switch, "link", "set", f"line{end}", "master", f"br{end}", "up")
+            optional("tc", "-n", switch, "qdisc", "add", "dev", f"line{end}", *shape)
+        for rank in range(first, len(self.spaces)):
+            ip("-n", switch, "link", "set", f"port{rank}", "master", "br1")
+
     def narrow(self, rank: int, mtu: int) -> None:
         """Lose what a machine sends in packets above a size, which it does not know of."""
         optional("ip", "-n", self.spaces[rank], "link", "set", "eth0", "gso_max_segs", "1")

@@ -154,6 +154,20 @@ def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> Non
     assert found == pytest.approx([20.0, 120.0, 100 + 2 * 17 + 0.5, 99 + 2 * 20 + 0.5])
 
 
+def test_workers_at_another_site_share_its_uplink_to_the_servers() -> None:
+    """Three of six workers, with one server or several of them, which have parts of the bytes."""
+    uplink = 8e-6 * BYTES / 2  # 2 s for one message
+    links = Links(Link(1e9), sites=2, between_sites=Link(1e9), uplink_mbit_per_s=uplink)
+    for count in (1, 2):
+        servers = ServerTimes(LinkTimes(links, 6), [BYTES // count] * count)
+        found = servers.gradients(np.zeros(6), 0)
+        assert found[3:] == pytest.approx(np.full((3, count), 6.0))
+        assert found[:3].max() < 0.01
+        back_s = servers.parameters(found.max(0), 0)
+        assert back_s[3:] == pytest.approx([12.0] * 3)
+        assert back_s[:3] == pytest.approx([6.0] * 3, rel=1e-3)
+
+
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
     """One worker is slow, another one has a slow link: they do not add up after the first step."""
     links = [Link(1e9), Link(1e9), Link(10)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -263,6 +265,8 @@ def test_all_neighbors_at_once_are_the_same(subtests: pytest.Subtests) -> None:
             workers = ((1, Link(draw.uniform(1, 50), draw.random())),)
             between = Link(draw.uniform(1, 50), draw.random(), draw.random())
             links = Links(Link(30, 0.1, 0.2), workers, pairs, seed, sites=2, between_sites=between)
+            if seed:
+                links = dataclasses.replace(links, uplink_mbit_per_s=draw.uniform(1, 50))
             times = LinkTimes(links, n)
             for t in range(3):
                 found = times.all_neighbors(BYTES, topology, t)
@@ -286,6 +290,79 @@ def test_workers_at_different_sites_have_a_link_for_themselves() -> None:
     assert times.neighbors(0, BYTES, get_topology("complete"), 0).busy_s == WAN.seconds(BYTES)
     with pytest.raises(ValueError, match="link has 2 sites, but there are 1 workers"):
         links.check(1)
+
+
+TWO_SITES = {"default": "datacentre", "sites": 2, "between_sites": {"mbit_per_s": 100}}
+ONE_LINE = as_links({**TWO_SITES, "uplink_mbit_per_s": 80})
+
+
+def leaving(links: Links, n: int, topology: Topology, t: int) -> int:
+    """The messages that leave the busiest site, or enter it."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for sender, receiver in messages_between(n, topology, t):
+        if links.site_of(sender) != links.site_of(receiver):
+            counts["from", links.site_of(sender)] += 1
+            counts["to", links.site_of(receiver)] += 1
+    return max(counts.values(), default=0)
+
+
+def messages_between(n: int, topology: Topology, t: int) -> list[tuple[int, int]]:
+    return [(w, peer) for w in range(n) for peer in topology.receivers(w, n, t)]
+
+
+def test_workers_share_the_uplink_of_their_site(subtests: pytest.Subtests) -> None:
+    assert ONE_LINE is not None
+    n, alone_s = 8, 8e-6 * BYTES / 80
+    for name in ("ring", "complete", "random_matching", "hypercube", "one_peer_exponential"):
+        topology, times = get_topology(name), LinkTimes(ONE_LINE, n)
+        for t in range(6):
+            with subtests.test(name, t=t):
+                busy_s = times.all_neighbors(BYTES, topology, t).busy_s.max()
+                count = leaving(ONE_LINE.of_size(n), n, topology, t)
+                inside_s = LinkTimes(Links(LINKS["datacentre"]), n)
+                inside_s = inside_s.all_neighbors(BYTES, topology, t).busy_s.max()
+                assert busy_s == pytest.approx(max(count * alone_s, inside_s))
+    # A ring leaves each site twice, the worst matching with all four workers.
+    assert leaving(ONE_LINE.of_size(8), 8, get_topology("ring"), 0) == 2
+    assert leaving(ONE_LINE.of_size(8), 8, get_topology("hypercube"), 0) == 4
+
+
+def test_an_all_reduce_in_a_ring_leaves_a_site_once_and_one_among_all_often() -> None:
+    assert ONE_LINE is not None
+    for n in (2, 3, 4, 8):
+        sent = 2 * (n - 1) / n * BYTES
+        ring = LinkTimes(ONE_LINE, n).mean(sent, 2 * (n - 1), 0)
+        assert ring.busy_s == pytest.approx(8e-6 * sent / 80)
+        among_all = LinkTimes(ONE_LINE, n).mean(sent, 2, 0)
+        sites = [ONE_LINE.of_size(n).site_of(worker) for worker in range(n)]
+        crossing = [sum(sites[v] != sites[w] for v in range(n)) for w in range(n)]
+        left = sum(c for w, c in enumerate(crossing) if sites[w] == 0) * sent / (n - 1)
+        assert among_all.busy_s == pytest.approx(8e-6 * left / 80)
+    # Workers 0, 2, 1, 3 in this order cross the line four times, two in each direction.
+    crossed = LinkTimes(ONE_LINE, 4).mean_of([0, 2, 1, 3], BYTES, 6, 0)
+    assert crossed.busy_s == pytest.approx(2 * 8e-6 * BYTES / 80)
+
+
+def test_links_of_pairs_have_no_part_in_an_uplink() -> None:
+    links = as_links({**TWO_SITES, "uplink_mbit_per_s": 80, "pairs": {"1-2": "lan"}})
+    assert links is not None
+    times, ring = LinkTimes(links, 4), get_topology("ring")
+    alone_s = 8e-6 * BYTES / 80
+    assert times.neighbors(1, BYTES, ring, 0).busy_s == pytest.approx(LAN.seconds(BYTES))
+    assert times.neighbors(0, BYTES, ring, 0).busy_s == pytest.approx(alone_s)
+    assert times.fetch(0, 3, BYTES, 0).busy_s == pytest.approx(alone_s)
+
+
+def test_invalid_uplinks_are_an_error(subtests: pytest.Subtests) -> None:
+    for values, error, text in (
+        ({"sites": 1, "uplink_mbit_per_s": 9}, ValueError, "there is one site. Give sites and"),
+        ({**TWO_SITES, "uplink_mbit_per_s": 0}, ValueError, "must be positive .* got 0"),
+        ({**TWO_SITES, "uplink_mbit_per_s": NAN}, ValueError, "must be positive .* got nan"),
+        ({**TWO_SITES, "uplink_mbit_per_s": "1"}, TypeError, "must be a number, got '1'"),
+        ({**TWO_SITES, "uplinks": 1}, ValueError, "link has no 'uplinks'. Use .*uplink_mbit_per_s"),
+    ):
+        with subtests.test(text), pytest.raises(error, match=text):
+            as_links({"default": "lan", **values})
 
 
 def test_networks_by_name() -> None:

@@ -86,10 +86,12 @@ class Links:
             first one, and so on.
         between_sites: Link that any two workers at different sites have for themselves, unless it
             is in ``pairs``. None if ``sites`` is 1.
+        uplink_mbit_per_s: Bandwidth that all messages from a site to others share, and all messages
+            to it, in megabits per second. Links in ``pairs`` have no part in it. Default: no limit.
 
     Raises:
-        TypeError: If the seed or the number of sites is not an integer.
-        ValueError: If ``sites`` and ``between_sites`` do not fit each other.
+        TypeError: If the seed or the number of sites is not an integer, or the bandwidth no number.
+        ValueError: If ``sites``, ``between_sites`` and ``uplink_mbit_per_s`` do not fit each other.
     """
 
     default: Link
@@ -99,6 +101,7 @@ class Links:
     num_workers: int | None = None
     sites: int = 1
     between_sites: Link | None = None
+    uplink_mbit_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("seed", "sites"):
@@ -109,6 +112,18 @@ class Links:
             raise ValueError(
                 "sites is a number from 1 on, and several sites need between_sites, the link "
                 f"between them; got sites={self.sites}, between_sites={self.between_sites}."
+            )
+        uplink = self.uplink_mbit_per_s
+        if isinstance(uplink, bool) or not isinstance(uplink, (int, float)):
+            raise TypeError(f"uplink_mbit_per_s of the links must be a number, got {uplink!r}.")
+        if not uplink > 0:
+            raise ValueError(
+                f"uplink_mbit_per_s must be positive (inf for no limit), got {uplink!r}."
+            )
+        if uplink < math.inf and self.sites == 1:
+            raise ValueError(
+                f"uplink_mbit_per_s={uplink:g} is the line from a site to others, but there is one "
+                "site. Give sites and between_sites, too."
             )
 
     def check(self, num_workers: int) -> None:
@@ -148,13 +163,17 @@ class Links:
         """Return the link of a worker, for messages to and from all others."""
         return self._by_worker.get(worker, self.default)
 
+    def of_named_pair(self, sender: int, receiver: int) -> Link | None:
+        """Return the link of these two in ``pairs``, or None."""
+        return self._by_pair.get((sender, receiver))
+
     def of_pair(self, sender: int, receiver: int) -> Link | None:
         """Return the link that only messages between these two use, or None.
 
         Raises:
             ValueError: If there are several sites and the number of workers is not known.
         """
-        if (link := self._by_pair.get((sender, receiver))) is not None:
+        if (link := self.of_named_pair(sender, receiver)) is not None:
             return link
         if self.sites > 1 and self.site_of(sender) != self.site_of(receiver):
             return self.between_sites
@@ -169,14 +188,20 @@ class Links:
         return worker * self.sites // self.num_workers
 
     def between(self, sender: int, receiver: int) -> Link:
-        """Return the link that a message between these two passes through."""
+        """Return the link that a message between these two passes through, without uplinks."""
         pair_link = self.of_pair(sender, receiver)
         return pair_link or self.of_worker(sender).slower(self.of_worker(receiver))
 
 
 NETWORKS = {
     "two_datacentres": Links(LINKS["datacentre"], sites=2, between_sites=Link(1000, 0.03, 0.003)),
+    "two_datacentres_one_line": Links(
+        LINKS["datacentre"],
+        sites=2,
+        between_sites=Link(1000, 0.03, 0.003),
+        uplink_mbit_per_s=1000,
+    ),
     "one_slow_link": Links(LINKS["lan"], workers=((0, LINKS["dsl"]),)),
 }
-"""Links of all workers by name: two halves with a link of their own for any two workers between
-them; all within a building, but worker 0 at home."""
+"""Links of all workers by name: two halves with a link of its own for any two workers between them;
+two halves with one line between them; all within a building, but worker 0 at home."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_loco.links.link import LINKS, NETWORKS, Link, Links
 LinkLike: TypeAlias = Link | Links | str | Path | Sequence[Any] | Mapping[str, Any]
 """Values that :func:`as_links` converts."""
 
-_KEYS = ("default", "workers", "pairs", "sites", "between_sites", "seed")
+_KEYS = ("default", "workers", "pairs", "sites", "between_sites", "uplink_mbit_per_s", "seed")
 _PAIR = re.compile(r"\s*(\d+)\s*(-|->)\s*(\d+)\s*")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FIELDS = {field.name for field in dataclasses.fields(Link)}
@@ -68,6 +69,7 @@ def read_links(path: str | Path) -> Links:
           1->2: {mbit_per_s: 10}                      # from worker 1 to worker 2
         sites: 2                                      # the first and the second half of the workers
         between_sites: wan                            # for any two workers at different sites
+        uplink_mbit_per_s: 1000                       # of each site, which all its workers share
         seed: 0                                       # seed of the jitter
 
     The file may also hold a list with one link for each worker, or a single link for all.
@@ -155,6 +157,7 @@ def _from_map(content: Mapping[str, Any]) -> Links:
         content.get("seed", 0),
         sites=content.get("sites", 1),
         between_sites=None if between is None else _as_link(between, "link.between_sites"),
+        uplink_mbit_per_s=content.get("uplink_mbit_per_s", math.inf),
     )
 
 

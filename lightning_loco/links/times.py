@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ class Route(NamedTuple):
 
     Attributes:
         mbit_per_s: Bandwidth.
+        uplink_mbit_per_s: Share of the uplink of a site; infinite inside a site, or without limit.
         latency_s: Latency without jitter.
         jitter_s: Largest additional delay.
         is_shared: Whether the message shares the links of sender and receiver with others, and has
@@ -85,13 +87,15 @@ class Route(NamedTuple):
     """
 
     mbit_per_s: Array
+    uplink_mbit_per_s: Array
     latency_s: Array
     jitter_s: Array
     is_shared: NDArray[np.bool_]
 
     def seconds(self, num_bytes: float) -> Array:
         """Return how long sending ``num_bytes`` takes, without the latency."""
-        return 8e-6 * num_bytes / self.mbit_per_s
+        slower = np.minimum(self.mbit_per_s, self.uplink_mbit_per_s)
+        return 8e-6 * num_bytes / slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +103,17 @@ class LinkTimes:
     r"""How long exchanges of ``num_workers`` workers take on their links.
 
     The link of a worker carries both directions at once. All messages that the worker sends in a
-    round share it, and so do all that it receives. The link of a pair is not shared. The jitter of
-    a worker's messages in a round is drawn from the seed, the round and the worker, so all workers
-    compute the same.
+    round share it, and so do all that it receives. The link of a pair is not shared. All messages
+    of a round that leave a site share its uplink, and so do all that enter it, as if they were sent
+    at the same time. The jitter of a worker's messages in a round is drawn from the seed, the round
+    and the worker, so all workers compute the same.
 
     Args:
         links: Links of the workers.
         num_workers: Number of workers N.
 
     Example:
+        >>> from lightning_loco.links import Link, Links
         >>> times = LinkTimes(Links(Link(mbit_per_s=80, latency_s=0.01)), num_workers=2)
         >>> times.mean(1_000_000, hops=2, round_index=0)
         TransferTime(busy_s=0.1, latency_s=0.02)
@@ -123,7 +129,8 @@ class LinkTimes:
         r"""Return the time of a collective of all workers; the slowest link determines it.
 
         Each worker sends to the next one, as in a ring all-reduce, which sends
-        :math:`2 (N - 1) / N` of the message through each link in :math:`2 (N - 1)` hops.
+        :math:`2 (N - 1) / N` of the message through each link in :math:`2 (N - 1)` hops. With fewer
+        than :math:`N - 1` hops each worker sends equal parts to all others.
 
         Args:
             num_bytes: Bytes that each worker sends.
@@ -140,8 +147,17 @@ class LinkTimes:
             return TransferTime(0.0, 0.0)
         senders = np.asarray(workers)
         route = self.route(senders, np.roll(senders, -1))
+        busy_s = float(route.seconds(num_bytes).max())
+        if hops < len(workers) - 1:
+            busy_s = max(busy_s, self._all_to_all_s(senders, num_bytes))
         latency_s = self.latency_s(senders, route, round_index)
-        return TransferTime(float(route.seconds(num_bytes).max()), hops * float(latency_s.max()))
+        return TransferTime(busy_s, hops * float(latency_s.max()))
+
+    def _all_to_all_s(self, workers: Indices, num_bytes: float) -> float:
+        """Return how long uplinks take if workers divide ``num_bytes`` among all others."""
+        here, n = np.bincount(self._sites_of(workers)), len(workers)
+        leaving = num_bytes * here * (n - here) / (n - 1)
+        return float(8e-6 * leaving.max() / self.links.uplink_mbit_per_s)
 
     def neighbors(
         self, worker: int, num_bytes: float, topology: Topology, round_index: int
@@ -150,6 +166,8 @@ class LinkTimes:
 
         A message has ``num_bytes``; ``round_index`` is for the topology and the jitter.
         """
+        if self.links.uplink_mbit_per_s < math.inf:
+            return self.all_neighbors(num_bytes, topology, round_index).of_worker(worker)
         n = self.num_workers
         row = topology.weights(worker, n, round_index)
         pairs = [
@@ -217,22 +235,30 @@ class LinkTimes:
             own[worker] = dataclasses.astuple(link)
         return own.astype(np.float64)
 
+    def _sites_of(self, workers: Indices) -> Indices:
+        return workers * self.links.sites // self.num_workers
+
     def route(self, senders: Indices, receivers: Indices) -> Route:
-        """Return the links that messages pass through."""
+        """Return the links that messages pass through; those to other sites share uplinks."""
         links, first, second = self.links, self.own[senders], self.own[receivers]
         found = np.maximum(first, second)
         found[:, 0] = np.minimum(first[:, 0], second[:, 0])
-        is_shared = np.ones(len(found), dtype=bool)
-        if links.between_sites is not None:
-            n = self.num_workers
-            is_shared = senders * links.sites // n == receivers * links.sites // n
-            found[~is_shared] = dataclasses.astuple(links.between_sites)
+        is_shared, uplink = np.ones(len(found), dtype=bool), np.full(len(found), math.inf)
         for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
             if not links.pairs:
                 break
-            if (link := links.of_pair(*pair)) is not None:
+            if (link := links.of_named_pair(*pair)) is not None:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
-        return Route(found[:, 0], found[:, 1], found[:, 2], is_shared)
+        if links.between_sites is not None:
+            origins, targets = self._sites_of(senders), self._sites_of(receivers)
+            leaves = is_shared & (origins != targets)
+            found[leaves] = dataclasses.astuple(links.between_sites)
+            sent = np.bincount(origins[leaves], minlength=links.sites)
+            received = np.bincount(targets[leaves], minlength=links.sites)
+            beside = np.maximum(sent[origins[leaves]], received[targets[leaves]])
+            uplink[leaves] = links.uplink_mbit_per_s / beside
+            is_shared &= ~leaves
+        return Route(found[:, 0], uplink, found[:, 1], found[:, 2], is_shared)
 
     def latency_s(self, senders: Indices, route: Route, index: int) -> Array:
         """Return the latency of messages, with the jitter of round ``index``."""

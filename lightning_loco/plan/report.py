@@ -60,12 +60,14 @@ def report(plan: Plan) -> str:
 
 
 def _head(job: Job) -> list[str]:
-    slowest = _slowest_link(job)
+    slowest, uplink = _slowest_link(job), job.links.uplink_mbit_per_s
+    shared = f"; uplink of a site: {uplink:g} Mbit/s" if uplink < math.inf else ""
     return [
         f"{format_count(job.num_parameters)} parameters, {job.num_workers:,} workers, "
         f"{format_count(job.tokens)} tokens in all",
         f"a worker: {format_seconds(job.step_s)} for a local step of {job.tokens_per_step:,} "
-        f"tokens; slowest link: {slowest.mbit_per_s:g} Mbit/s, {1000 * slowest.latency_s:.3g} ms",
+        f"tokens; slowest link: {slowest.mbit_per_s:g} Mbit/s, {1000 * slowest.latency_s:.3g} ms"
+        f"{shared}",
         f"one worker alone would need {format_seconds(job.one_worker_s)}",
     ]
 
@@ -250,7 +252,9 @@ def _sent(job: Job, option: Option) -> str:
 
 def _exchange(job: Job, option: Option) -> str:
     megabits, link = 8e-6 * option.round_bytes / option.fragments, _slowest_link(job)
-    seconds = format_seconds(option.exchange_s)
+    seconds, uplink = format_seconds(option.exchange_s), job.links.uplink_mbit_per_s
+    if uplink < math.inf:
+        return f"{megabits:,.5g} Mbit; a site's workers share {uplink:g} Mbit/s: {seconds}"
     return f"{megabits:,.5g} Mbit / {link.mbit_per_s:g} Mbit/s, and latency: {seconds}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_loco import Link, Simulation
-from lightning_loco.links import Links, LinkTimes
+from lightning_loco.links import Links, LinkTimes, as_links
 from lightning_loco.topology import Ring
 from lightning_loco.transport import write_certificate
 from tests.network.worker import METHODS, Numbers
@@ -90,6 +90,25 @@ def test_a_round_of_gasloc_takes_as_long_as_predicted(network: Network) -> None:
     check(measure(network, "gasloc", {"mbit_per_s": MBIT_PER_S}), predicted)
     network.slow_down(f"{MBIT_PER_S}mbit")
     check(measure(network, "gasloc"), predicted)
+
+
+@pytest.mark.parametrize("network", [4], indirect=True)
+def test_rounds_of_two_sites_take_as_long_as_predicted(network: Network) -> None:
+    """Two workers at each, and one line between them, which all their messages share.
+
+    TCP does not divide it evenly, so the worker that has waited longest counts.
+    """
+    line = {"sites": 2, "between_sites": {"mbit_per_s": 1000}, "uplink_mbit_per_s": MBIT_PER_S}
+    links = as_links({"default": {"mbit_per_s": 10_000}, **line})
+    assert links is not None
+    network.divide(2, f"{MBIT_PER_S}mbit")
+    alone_s = RATE.seconds(BYTES)
+    gossip = LinkTimes(links, 4).neighbors(0, BYTES, Ring(), 0).seconds
+    assert gossip == pytest.approx(2 * alone_s)
+    check([max(measure(network, "gasloc"))], gossip)
+    mean = LinkTimes(links, 4).mean(1.5 * BYTES, 6, 0).seconds
+    assert mean == pytest.approx(1.5 * alone_s)
+    check([max(measure(network, "diloco"))], mean)
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)

@@ -114,6 +114,13 @@ def test_measured_links_and_the_plan_as_json(tmp_path: Path, run: Run) -> None:
     assert all(line in printed for line in plan["commands"])
 
 
+def test_a_line_between_sites_is_shown(run: Run) -> None:
+    status, printed = run(f"{PLAN} --workers 8 --link two_datacentres_one_line")
+    assert status == 0, printed
+    assert "slowest link: 1000 Mbit/s, 30 ms; uplink of a site: 1000 Mbit/s" in printed
+    assert "Mbit; a site's workers share 1000 Mbit/s: " in printed
+
+
 def test_tokens_per_second_are_another_way_to_give_the_speed(run: Run) -> None:
     by_step = run(f"{PLAN} --workers 2 --mbit 1000 --latency-ms 0.2")
     rate = PLAN.replace("--step-s 0.5", "--tokens-per-s 32768")
