@@ -22,8 +22,8 @@ How to read it: ``to ddp`` is the loss above that of ddp, in percent. A bound na
 compares with, and holds for the demo with 4 workers, sync_every=10 and 600 steps; those of
 compressed rows are means over three seeds. The picture has the losses along local steps, bytes and
 the time that they would take across a ``--link``, where hidden rounds wait for nothing and all
-others for their bytes. ``to alone`` should be clearly negative for all
-workers that talk. With several seeds the losses are medians with quartiles.
+others for their bytes; it shows the first seed. ``to alone`` should be clearly negative for all
+workers that talk. With several seeds losses and differences are means with standard deviations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import against, make_parser, print_machine, print_table, spread
+from common import against, make_parser, mean_and_deviation, print_machine, print_table
 from curves import Curve, draw
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -202,18 +202,25 @@ def row(name: str, results: Results, options: argparse.Namespace) -> list[str]:
     """One line of the table."""
     losses = losses_of(name, results, options)
     result = results[command_line(name, options.seeds[0], options)]
-    cells = [name, str(result["num_workers"]), f"{result['tokens']:,}", spread(losses, 4)]
+    cells = [
+        name,
+        str(result["num_workers"]),
+        f"{result['tokens']:,}",
+        mean_and_deviation(losses, 4),
+    ]
     gaps = {
         other: [100 * (a / b - 1) for a, b in zip(losses, base, strict=True)]
         for other in ("ddp", "alone", ROWS[name].base)
         if len(base := losses_of(other, results, options)) == len(losses) and name != other
     }
-    cells += [spread(gaps[other], 1) if other in gaps else "-" for other in ("ddp", "alone")]
+    cells += [
+        mean_and_deviation(gaps[other], 1) if other in gaps else "-" for other in ("ddp", "alone")
+    ]
     bound, base_row = ROWS[name].bound, ROWS[name].base
     if bound is None or options.quick or base_row not in gaps:
         cells.append("-")
     else:
-        cells.append(f"{base_row}: {against(statistics.median(gaps[base_row]), bound, 1)}")
+        cells.append(f"{base_row}: {against(statistics.fmean(gaps[base_row]), bound, 1)}")
     sent = result["bytes_sent"]
     return [*cells, f"{sent / 1e6:,.0f}", f"{result['train_s']:.0f}"]
 
