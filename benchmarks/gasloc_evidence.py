@@ -11,8 +11,9 @@ every_step    A byte MLP with SGD and a warm-up, on 8 workers that each read a p
               their own: D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of
               each method is the best of a few on the ring, for two seeds that are not used again.
 virtual_time  The same MLP with AdamW and windows from the whole text, until the virtual time is
-              over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link and in two data
-              centres. Messages take as long as those of a model that is ``--scale`` times larger.
+              over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link, in two data centres,
+              and in two with one line between them. Messages take as long as those of a model that
+              is ``--scale`` times larger.
 
 How to read it: means over the seeds, with standard deviations. ``p`` is the two-sided p-value of
 the paired differences to the row of GASLoC (all signs of the differences are equally likely without
@@ -470,9 +471,8 @@ def train_virtual_time(
 
 def virtual_time(options: argparse.Namespace) -> Iterator[Record]:
     """Make all trainings."""
-    text, networks = Text(), ("one_slow_link", "two_datacentres", "two_datacentres_one_line")
-    methods = options.methods or VIRTUAL_TIME
-    for seed, network, method in itertools.product(options.seeds, networks, methods):
+    text, methods = Text(), options.methods or VIRTUAL_TIME
+    for seed, network, method in itertools.product(options.seeds, options.networks, methods):
         record = train_virtual_time(method, network, seed, text, options)
         loss, steps = record["loss"], record["steps"]
         print(f"seed {seed}, {network}, {method}: {loss:.4f}, {steps} steps", flush=True)
@@ -518,6 +518,13 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--sync-every", type=int, default=20, help="H of virtual_time")
     parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW, in virtual_time")
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=NETWORKS,
+        default=["one_slow_link", "two_datacentres", "two_datacentres_one_line"],
+        help="of virtual_time; default %(default)s",
+    )
     parser.add_argument("--seconds", type=float, default=75.0, help="virtual time")
     parser.add_argument("--step-s", type=float, default=0.25, help="virtual time of a local step")
     parser.add_argument("--scale", type=float, default=100.0, help="size of the messages' model")

@@ -185,7 +185,7 @@ def check_takes_topology(kind: str, accepted: bool, topology: Topology) -> None:
     """Raise ValueError for a topology if the strategy does not accept one."""
     if not accepted:
         raise ValueError(
-            f"{kind.removesuffix('Strategy')} averages over all workers and takes no"
+            f"{kind.removesuffix('Strategy')} has no neighbours in a graph and takes no"
             f" topology, got {topology.name!r}. Drop topology=..., or choose algorithm=gasloc."
         )
 

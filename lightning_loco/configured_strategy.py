@@ -48,8 +48,13 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         return LocoModelParallelStrategy(strategy, *sizes)
 
 
-def build_method(cfg: DictConfig) -> Strategy:
-    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model."""
+def build_method(cfg: DictConfig, without: str = "") -> Strategy:
+    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model.
+
+    Args:
+        cfg: The configuration.
+        without: Name of a group that the strategy does not get.
+    """
     with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with errors_for("algorithm"):
@@ -57,7 +62,7 @@ def build_method(cfg: DictConfig) -> Strategy:
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
         for group, instead in OPTIONAL_GROUPS.items():
-            if cfg[group]._target_:
+            if cfg[group]._target_ and group != without:
                 make = with_group(make, kind, group, cfg[group], instead)
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None:

@@ -139,8 +139,8 @@ class ServerTimes:
     share it, the first one sent first, and so do all replies, which are sent side by side. Before
     the last worker sends its gradient, a server receives of each other one as many buckets as
     :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. What a worker exchanges with
-    several servers shares the worker's link. Messages of workers at other sites have the links
-    between sites, and share uplinks as if they were sent at the same time.
+    several servers shares the worker's link. Messages of workers at other sites share the uplink of
+    the servers' site in the same way.
 
     Args:
         times: The links of the workers.
@@ -176,20 +176,18 @@ class ServerTimes:
             workers: Those that take part. Default: all.
         """
         route, latency_s, own_s = self._links(index, workers)
-        shared, found = route.is_shared, np.empty((len(sent_s), len(self.message_bytes)))
-        order = np.lexsort((latency_s[shared], sent_s[shared]))
-        places = np.arange(len(order))
+        found = np.empty((len(sent_s), len(self.message_bytes)))
+        through_uplink = route.uplink_mbit_per_s < math.inf
+        uplink_s = 8e-6 * sum(self.message_bytes) / self.times.links.uplink_mbit_per_s
         for server, num_bytes in enumerate(self.message_bytes):
-            alone_s = np.maximum(route.seconds(num_bytes), own_s)
-            done_s = sent_s + alone_s
-            each_s = self._of_server(num_bytes)
-            begins_s = np.maximum.accumulate(sent_s[shared][order] - places * each_s)
-            queued_s = np.empty(len(order))
-            queued_s[order] = begins_s + (places + 1) * each_s
-            done_s[shared] = np.maximum(done_s[shared], queued_s)
             late = self._late_shares(sent_s, num_bytes, workers)
-            late_s = alone_s * late
-            late_s[shared] = np.maximum(late_s[shared], each_s * late[shared].sum())
+            alone_s = np.maximum(8e-6 * num_bytes / route.mbit_per_s, own_s)
+            done_s, late_s = sent_s + alone_s, alone_s * late
+            queues = (route.is_shared, self._of_server(num_bytes)), (through_uplink, uplink_s)
+            for chosen, each_s in queues:
+                passed_s = _in_turn(sent_s[chosen], latency_s[chosen], each_s)
+                done_s[chosen] = np.maximum(done_s[chosen], passed_s)
+                late_s[chosen] = np.maximum(late_s[chosen], each_s * late[chosen].sum())
             done_s = np.where(late > 0, np.maximum(done_s, sent_s.max() + late_s), done_s)
             found[:, server] = done_s + latency_s
         return found
@@ -200,11 +198,12 @@ class ServerTimes:
         ``known_s`` is when each server has all gradients, ``(servers,)``; the rest as in
         :meth:`gradients`.
         """
-        route, latency_s, own_s = self._links(index, workers)
+        route, latency_s, own_s = self._links(index, workers, to_servers=False)
         if self.relayed_bytes:
             between_s = [self._of_server(size) + 2 * self.between_s for size in self.relayed_bytes]
             known_s = known_s + np.array(between_s)
-        done_s: Array = known_s.min() + own_s
+        uplink_s = 8e-6 * sum(self.message_bytes) / route.uplink_mbit_per_s
+        done_s: Array = known_s.min() + np.maximum(own_s, uplink_s)
         num_shared = int(route.is_shared.sum())
         for num_bytes, start_s in zip(self.message_bytes, known_s.tolist(), strict=True):
             queued_s = np.where(route.is_shared, num_shared * self._of_server(num_bytes), 0.0)
@@ -234,13 +233,28 @@ class ServerTimes:
         """Return how long so many bytes take on the link of a server."""
         return self.times.links.of_worker(0).seconds(num_bytes)
 
-    def _links(self, index: int, workers: Sequence[int] | None) -> tuple[Route, Array, Array]:
-        """Return routes to the servers, latencies, and how long all bytes take on shared links."""
-        senders = np.arange(self.times.num_workers) if workers is None else np.asarray(workers)
-        route = self.times.route(senders, np.zeros_like(senders))
-        shared = np.where(route.is_shared, self.times.own[senders, 0], route.uplink_mbit_per_s)
-        latency_s = self.times.latency_s(senders, route, index)
-        return route, latency_s, 8e-6 * sum(self.message_bytes) / shared
+    def _links(
+        self, index: int, workers: Sequence[int] | None, to_servers: bool = True
+    ) -> tuple[Route, Array, Array]:
+        """Return routes to servers or from them, latencies, and how long own links take for all."""
+        numbers = np.arange(self.times.num_workers) if workers is None else np.asarray(workers)
+        ends = numbers, np.zeros_like(numbers)
+        route = self.times.route(*(ends if to_servers else ends[::-1]))
+        own_s = 8e-6 * sum(self.message_bytes) / self.times.own[numbers, 0]
+        latency_s = self.times.latency_s(numbers, route, index)
+        return route, latency_s, np.where(route.is_shared, own_s, 0.0)
+
+
+def _in_turn(sent_s: Array, latency_s: Array, each_s: float) -> Array:
+    """Return when messages have passed through a link that takes ``each_s`` for one of them.
+
+    The first one sent is the first one; ``latency_s`` decides among those sent at the same time.
+    """
+    order, places = np.lexsort((latency_s, sent_s)), np.arange(len(sent_s))
+    begins_s = np.maximum.accumulate(sent_s[order] - places * each_s)
+    passed_s = np.empty(len(sent_s))
+    passed_s[order] = begins_s + (places + 1) * each_s
+    return passed_s
 
 
 @dataclasses.dataclass(frozen=True)

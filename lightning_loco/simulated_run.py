@@ -85,6 +85,13 @@ class SimulatedRun:
         for name in ("max_steps", "reports"):
             if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 1:
                 raise SettingsError(f"simulation.{name} must be at least 1, got {own[name]}.")
+        step_s = own.step_s
+        if (
+            isinstance(step_s, bool)
+            or not isinstance(step_s, (int, float))
+            or not (0 < step_s < math.inf)
+        ):
+            raise SettingsError(f"simulation.step_s are seconds, more than 0, got {step_s}.")
         if (batches := cfg.trainer.get("accumulate_grad_batches", 1)) != 1:
             raise SettingsError(
                 "Simulated workers make a local step for each batch, got "

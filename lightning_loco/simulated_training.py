@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -40,42 +40,63 @@ ROUNDING = 1e-9
 """Share by which a time is longer than its local steps, whose sum is rounded."""
 
 
+NOT_SIMULATED = {
+    "ckpt_path": "continue no run",
+    "sample": "generate no text",
+    "test": "run no test loop",
+}
+"""Keys of the configuration, and what a simulation does not do with them."""
+
+
 def simulated_strategy(cfg: DictConfig) -> SimulatedStrategy:
     """Build the strategy of a real run; SettingsError for what a simulated run does not have."""
-    given, own = cfg.algorithm, cfg.simulation
-    size = given.get("replica_size", 1)
-    if size != 1 or inner_sizes(cfg) is not None:
-        setting = f"algorithm.replica_size={size}" if size != 1 else "the sizes of inner"
-        raise SettingsError(f"Simulated workers have one rank each, got {setting}. Drop it.")
-    if cfg.membership._target_:
-        raise SettingsError(
-            "Simulated workers die and come back with simulation.mean_between_failures_s=.... Use "
-            "it instead of membership=...."
-        )
-    without_link = OmegaConf.merge(cfg, {"link": {"_target_": None}})  # the simulation has it
-    assert isinstance(without_link, DictConfig)
-    strategy = build_method(without_link)
+    _check_settings(cfg)
+    strategy = build_method(cfg, without="link")
+    name = type(strategy).__name__.removesuffix("Strategy")
     if not isinstance(strategy, SimulatedStrategy):
-        name = type(strategy).__name__.removesuffix("Strategy")
         raise SettingsError(
-            f"simulate=true needs a method of this package, got {name}. Choose another algorithm: "
-            "the costs of ddp are in the table beside its own."
+            f"{name} cannot be simulated. Choose another algorithm; the costs of DDP are in the "
+            "table beside its own."
         )
     if isinstance(strategy, LocoStrategy):
         return strategy
-    if own.mean_between_failures_s is not None:
+    if cfg.simulation.mean_between_failures_s is not None:
         raise SettingsError(
-            f"Workers of {given._target_} do not come back in a simulation. Drop "
-            "simulation.mean_between_failures_s, or choose an algorithm with rounds."
+            f"{name} is simulated without failures. Drop simulation.mean_between_failures_s, or "
+            "choose an algorithm with rounds."
         )
     if isinstance(strategy, PairwiseGossipStrategy) and strategy.settings.nodes is not None:
         raise SettingsError("Simulated workers are those of one job. Drop algorithm.nodes.")
-    if (named := given.get("num_workers")) not in (None, cfg.num_workers):
+    if (named := cfg.algorithm.get("num_workers")) not in (None, cfg.num_workers):
         raise SettingsError(
             f"A simulation has num_workers={cfg.num_workers}, and algorithm.num_workers is {named}."
             " Drop algorithm.num_workers."
         )
     return strategy
+
+
+def _check_settings(cfg: DictConfig) -> None:
+    for key, instead in NOT_SIMULATED.items():
+        if cfg[key]:
+            raise SettingsError(f"Simulations {instead}. Drop {key}={cfg[key]}.")
+    if (size := cfg.algorithm.get("replica_size", 1)) != 1:
+        raise SettingsError(
+            f"Simulated workers have one rank each. Drop algorithm.replica_size={size}."
+        )
+    if inner_sizes(cfg) is not None:
+        raise SettingsError(
+            "Simulated workers have one rank each. Drop inner.data_parallel_size and "
+            "inner.tensor_parallel_size."
+        )
+    if cfg.membership._target_:
+        raise SettingsError(
+            "Simulated workers die and come back with simulation.mean_between_failures_s=.... Use "
+            "it instead of membership=...."
+        )
+    if cfg.algorithm.get("link") is not None:
+        raise SettingsError("Links of a simulation are those of network=.... Drop algorithm.link.")
+    if cfg.network._target_ and cfg.link._target_:
+        raise SettingsError("network=... and link=... both give links. Drop link=....")
 
 
 class Workers:
@@ -99,7 +120,7 @@ class Workers:
         n = cfg.num_workers
         self.models = [copy.deepcopy(model) for _ in range(n)]
         self.clip, self.clip_by = _clipping_of(cfg)
-        self._optimizers = [configured(model) for model in self.models]
+        self._optimizers = [optimizer_and_schedule(model) for model in self.models]
         self._batches = [_batches(data, n, worker, cfg.seed) for worker in range(n)]
 
     def backward(self, worker: int) -> Tensor:
@@ -126,7 +147,7 @@ class Workers:
 
     def renew_optimizer(self, worker: int, step: int) -> None:
         """Give a worker a new optimizer, at the learning rate of local step ``step``."""
-        self._optimizers[worker] = configured(self.models[worker])
+        self._optimizers[worker] = optimizer_and_schedule(self.models[worker])
         optimizer, scheduler = self._optimizers[worker]
         scheduler.last_epoch = step
         for group, base, factor in zip(
@@ -288,7 +309,7 @@ class RemoteTraining:
 
     def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         assert isinstance(model, ByteGPT)
-        optimizer, scheduler = configured(model)
+        optimizer, scheduler = optimizer_and_schedule(model)
         self._schedulers.append(scheduler)
         made: torch.optim.Optimizer = optimizer
         return made
@@ -327,7 +348,7 @@ def make_training(
     return RemoteTraining(cfg, strategy, workers, links, steps)
 
 
-def configured(model: ByteGPT) -> tuple[Any, Any]:
+def optimizer_and_schedule(model: ByteGPT) -> tuple[Any, Any]:
     """Return the optimizer of a model, and its schedule."""
     made: Any = model.configure_optimizers()
     return made["optimizer"], made["lr_scheduler"]["scheduler"]

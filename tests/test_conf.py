@@ -324,7 +324,7 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
         (["+algorithm.sync_evry=1"], "unexpected keyword argument 'sync_evry'"),
         (
             ["algorithm=diloco", "topology=ring"],
-            r"DiLoCo averages over all workers and takes no topology, got 'ring'\."
+            r"DiLoCo has no neighbours in a graph and takes no topology, got 'ring'\."
             r" Drop topology=\.\.\., or choose algorithm=gasloc\.",
         ),
         (["algorithm=ddp", "topology=star"], "DDP averages .*, got 'star'"),

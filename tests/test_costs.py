@@ -155,17 +155,27 @@ def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> Non
 
 
 def test_workers_at_another_site_share_its_uplink_to_the_servers() -> None:
-    """Three of six workers, with one server or several of them, which have parts of the bytes."""
+    """Three of six workers: gradients one after the other, parameters side by side."""
     uplink = 8e-6 * BYTES / 2  # 2 s for one message
     links = Links(Link(1e9), sites=2, between_sites=Link(1e9), uplink_mbit_per_s=uplink)
     for count in (1, 2):
         servers = ServerTimes(LinkTimes(links, 6), [BYTES // count] * count)
         found = servers.gradients(np.zeros(6), 0)
-        assert found[3:] == pytest.approx(np.full((3, count), 6.0))
+        assert found[3:] == pytest.approx(np.repeat([[2.0], [4.0], [6.0]], count, 1))
         assert found[:3].max() < 0.01
         back_s = servers.parameters(found.max(0), 0)
         assert back_s[3:] == pytest.approx([12.0] * 3)
         assert back_s[:3] == pytest.approx([6.0] * 3, rel=1e-3)
+        # The others have been received ahead: the last one is alone on the line.
+        late = servers.gradients(np.array([0.0, 0.0, 0.0, 0.0, 0.0, 100.0]), 0)
+        assert late[5] == pytest.approx([102.0] * count)
+
+
+def test_replies_take_the_links_from_the_server_to_the_workers() -> None:
+    slow = Link(8e-6 * BYTES / 5)  # 5 s
+    servers = ServerTimes(LinkTimes(Links(Link(1e9), pairs=((0, 1, slow),)), 2), [BYTES])
+    assert servers.gradients(np.zeros(2), 0).max() < 0.01
+    assert servers.parameters(np.zeros(1), 0) == pytest.approx([0.0, 5.0], abs=0.01)
 
 
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -265,8 +264,6 @@ def test_all_neighbors_at_once_are_the_same(subtests: pytest.Subtests) -> None:
             workers = ((1, Link(draw.uniform(1, 50), draw.random())),)
             between = Link(draw.uniform(1, 50), draw.random(), draw.random())
             links = Links(Link(30, 0.1, 0.2), workers, pairs, seed, sites=2, between_sites=between)
-            if seed:
-                links = dataclasses.replace(links, uplink_mbit_per_s=draw.uniform(1, 50))
             times = LinkTimes(links, n)
             for t in range(3):
                 found = times.all_neighbors(BYTES, topology, t)
@@ -286,7 +283,7 @@ def test_workers_at_different_sites_have_a_link_for_themselves() -> None:
     assert of_five.between(2, 3) == of_five.of_pair(3, 2) == WAN
     # Pairs of workers do not share the links between the sites, and the ring crosses them.
     times = LinkTimes(links, 4)
-    assert times.mean(BYTES, 1, 0).busy_s == WAN.seconds(BYTES)
+    assert times.mean(BYTES, 6, 0).busy_s == WAN.seconds(BYTES)
     assert times.neighbors(0, BYTES, get_topology("complete"), 0).busy_s == WAN.seconds(BYTES)
     with pytest.raises(ValueError, match="link has 2 sites, but there are 1 workers"):
         links.check(1)
@@ -350,7 +347,39 @@ def test_links_of_pairs_have_no_part_in_an_uplink() -> None:
     alone_s = 8e-6 * BYTES / 80
     assert times.neighbors(1, BYTES, ring, 0).busy_s == pytest.approx(LAN.seconds(BYTES))
     assert times.neighbors(0, BYTES, ring, 0).busy_s == pytest.approx(alone_s)
-    assert times.fetch(0, 3, BYTES, 0).busy_s == pytest.approx(alone_s)
+    assert times.mean(BYTES, 6, 0).busy_s == pytest.approx(alone_s)
+    pairs = {f"{worker}-{peer}": "lan" for worker in (0, 1) for peer in (2, 3)}
+    links = as_links({**TWO_SITES, "uplink_mbit_per_s": 80, "pairs": pairs})
+    assert links is not None
+    assert LinkTimes(links, 4).mean(BYTES, 1, 0).busy_s == pytest.approx(LAN.seconds(BYTES / 3))
+
+
+def test_fetches_share_an_uplink_as_if_all_workers_fetched_at_once() -> None:
+    """Of 8 workers 4 fetch across, each with the probability 4/7."""
+    assert ONE_LINE is not None
+    times, alone_s = LinkTimes(ONE_LINE, 8), 8e-6 * BYTES / 80
+    assert times.fetch(0, 7, BYTES, 0).busy_s == pytest.approx(16 / 7 * alone_s)
+    assert times.fetch(0, 1, BYTES, 0).busy_s == LINKS["datacentre"].seconds(BYTES)
+    assert LinkTimes(ONE_LINE, 2).fetch(0, 1, BYTES, 0).busy_s == pytest.approx(alone_s)
+
+
+def test_what_is_sent_to_all_takes_the_links_of_gossip_with_all(subtests: pytest.Subtests) -> None:
+    """Parts of a message for each other worker, on links of workers, pairs, sites and uplinks."""
+    complete = get_topology("complete")
+    for seed in range(12):
+        draw = random.Random(seed)
+        n = draw.choice([4, 5, 8])
+        workers = tuple((worker, Link(draw.uniform(10, 100), draw.random())) for worker in range(n))
+        pairs = ((0, n - 1, Link(draw.uniform(1, 9))), (1, 0, LAN)) if seed % 2 else ()
+        sites = {"sites": 2, "between_sites": Link(draw.uniform(5, 50), 2.0)} if seed % 3 else {}
+        if sites and seed % 4:
+            sites["uplink_mbit_per_s"] = draw.uniform(1, 50)
+        with subtests.test(seed=seed):
+            times = LinkTimes(Links(LAN, workers, pairs, **sites), n)
+            found = times.mean(BYTES, 1, 0)
+            gossip = times.all_neighbors(BYTES / (n - 1), complete, 0)
+            assert found.busy_s == pytest.approx(gossip.busy_s.max())
+            assert found.latency_s == pytest.approx(gossip.latency_s.max())
 
 
 def test_invalid_uplinks_are_an_error(subtests: pytest.Subtests) -> None:

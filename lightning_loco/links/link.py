@@ -163,17 +163,13 @@ class Links:
         """Return the link of a worker, for messages to and from all others."""
         return self._by_worker.get(worker, self.default)
 
-    def of_named_pair(self, sender: int, receiver: int) -> Link | None:
-        """Return the link of these two in ``pairs``, or None."""
-        return self._by_pair.get((sender, receiver))
-
     def of_pair(self, sender: int, receiver: int) -> Link | None:
-        """Return the link that only messages between these two use, or None.
+        """Return the link that these two have for themselves, or None.
 
         Raises:
             ValueError: If there are several sites and the number of workers is not known.
         """
-        if (link := self.of_named_pair(sender, receiver)) is not None:
+        if (link := self._by_pair.get((sender, receiver))) is not None:
             return link
         if self.sites > 1 and self.site_of(sender) != self.site_of(receiver):
             return self.between_sites

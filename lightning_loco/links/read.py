@@ -149,7 +149,7 @@ def _from_map(content: Mapping[str, Any]) -> Links:
         if match[2] == "-":
             pairs.append((int(match[3]), int(match[1]), link))
     default = _as_link(content["default"], "link.default")
-    between = content.get("between_sites")
+    between, uplink = content.get("between_sites"), content.get("uplink_mbit_per_s")
     return Links(
         default,
         tuple(workers),
@@ -157,7 +157,7 @@ def _from_map(content: Mapping[str, Any]) -> Links:
         content.get("seed", 0),
         sites=content.get("sites", 1),
         between_sites=None if between is None else _as_link(between, "link.between_sites"),
-        uplink_mbit_per_s=content.get("uplink_mbit_per_s", math.inf),
+        uplink_mbit_per_s=math.inf if uplink is None else uplink,
     )
 
 

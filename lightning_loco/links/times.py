@@ -146,18 +146,37 @@ class LinkTimes:
         if len(workers) < 2:
             return TransferTime(0.0, 0.0)
         senders = np.asarray(workers)
-        route = self.route(senders, np.roll(senders, -1))
-        busy_s = float(route.seconds(num_bytes).max())
         if hops < len(workers) - 1:
-            busy_s = max(busy_s, self._all_to_all_s(senders, num_bytes))
-        latency_s = self.latency_s(senders, route, round_index)
-        return TransferTime(busy_s, hops * float(latency_s.max()))
+            busy_s, latency_s = self._all_to_all(senders, num_bytes, round_index)
+            return TransferTime(busy_s, hops * latency_s)
+        route = self.route(senders, np.roll(senders, -1))
+        latency_s = float(self.latency_s(senders, route, round_index).max())
+        return TransferTime(float(route.seconds(num_bytes).max()), hops * latency_s)
 
-    def _all_to_all_s(self, workers: Indices, num_bytes: float) -> float:
-        """Return how long uplinks take if workers divide ``num_bytes`` among all others."""
-        here, n = np.bincount(self._sites_of(workers)), len(workers)
-        leaving = num_bytes * here * (n - here) / (n - 1)
-        return float(8e-6 * leaving.max() / self.links.uplink_mbit_per_s)
+    def _all_to_all(self, workers: Indices, num_bytes: float, round_index: int) -> TransferTime:
+        """Return the time until all workers have divided ``num_bytes`` among all others."""
+        n, links = len(workers), self.links
+        part = num_bytes / (n - 1)
+        if links.pairs:
+            senders, receivers = np.repeat(workers, n), np.tile(workers, n)
+            others = senders != receivers
+            times = self._messages(senders[others], receivers[others], part, round_index)
+            return TransferTime(float(times.busy_s.max()), float(times.latency_s.max()))
+        sites = self._sites_of(workers)
+        at_site = np.bincount(sites)
+        busy_s = (8e-6 * part * (at_site[sites] - 1) / self.own[workers, 0]).max()
+        if links.between_sites is not None and len(set(sites.tolist())) > 1:
+            busy_s = max(busy_s, links.between_sites.seconds(part), self._crossing_s(at_site, part))
+        route = self.route(workers, np.roll(workers, -1))
+        return TransferTime(float(busy_s), float(self.latency_s(workers, route, round_index).max()))
+
+    def _crossing_s(self, at_site: Indices, num_bytes: float) -> float:
+        """Return how long uplinks take if each worker sends ``num_bytes`` to each other one.
+
+        ``at_site`` is the number of workers at each site.
+        """
+        crossing = at_site * (at_site.sum() - at_site)
+        return float(8e-6 * num_bytes * crossing.max() / self.links.uplink_mbit_per_s)
 
     def neighbors(
         self, worker: int, num_bytes: float, topology: Topology, round_index: int
@@ -198,12 +217,18 @@ class LinkTimes:
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
         """Return the time of a request to a peer and its reply of ``num_bytes``.
 
-        ``count`` is the number of this worker's fetch, for the jitter.
+        ``count`` is the number of this worker's fetch, for the jitter. An uplink is shared as if
+        all workers fetched at the same time, each from a random peer.
         """
         senders = np.array([worker, peer])
         route = self.route(senders, senders[::-1])
         latency_s = float(self.latency_s(senders, route, count).sum())
-        return TransferTime(float(route.seconds(num_bytes)[1]), latency_s)
+        busy_s = float(route.seconds(num_bytes)[1])
+        if route.uplink_mbit_per_s[1] < math.inf:
+            at_site = np.bincount(self._sites_of(np.arange(self.num_workers)))
+            part = num_bytes / (self.num_workers - 1)
+            busy_s = max(busy_s, self._crossing_s(at_site, part))
+        return TransferTime(busy_s, latency_s)
 
     def _messages(
         self, senders: Indices, receivers: Indices, num_bytes: float, round_index: int
@@ -211,7 +236,8 @@ class LinkTimes:
         """Return the times of messages, by worker: until it has received and sent its own.
 
         Those of a worker are right if ``senders`` and ``receivers`` have all messages to it and
-        from it, and all messages of those that send to it.
+        from it, and all messages of those that send to it. If uplinks have a limit they must have
+        all messages of the round.
         """
         n, route = self.num_workers, self.route(senders, receivers)
         shared = route.is_shared
@@ -244,10 +270,11 @@ class LinkTimes:
         found = np.maximum(first, second)
         found[:, 0] = np.minimum(first[:, 0], second[:, 0])
         is_shared, uplink = np.ones(len(found), dtype=bool), np.full(len(found), math.inf)
+        by_pair = {(sender, receiver): link for sender, receiver, link in links.pairs}
         for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
-            if not links.pairs:
+            if not by_pair:
                 break
-            if (link := links.of_named_pair(*pair)) is not None:
+            if (link := by_pair.get(pair)) is not None:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
         if links.between_sites is not None:
             origins, targets = self._sites_of(senders), self._sites_of(receivers)

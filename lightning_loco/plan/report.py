@@ -254,7 +254,7 @@ def _exchange(job: Job, option: Option) -> str:
     megabits, link = 8e-6 * option.round_bytes / option.fragments, _slowest_link(job)
     seconds, uplink = format_seconds(option.exchange_s), job.links.uplink_mbit_per_s
     if uplink < math.inf:
-        return f"{megabits:,.5g} Mbit; a site's workers share {uplink:g} Mbit/s: {seconds}"
+        return f"{megabits:,.5g} Mbit of each worker on links and uplinks, and latency: {seconds}"
     return f"{megabits:,.5g} Mbit / {link.mbit_per_s:g} Mbit/s, and latency: {seconds}"
 
 

@@ -56,7 +56,8 @@ class PairwiseSimulation:
     with which it began its present local step. Nobody waits.
 
     A fetch takes as long as with the emulated links of a real run. Several fetches from one peer
-    at the same time do not share its link, and no parameters are dropped for being too far away.
+    at the same time do not share its link, an uplink of a site is shared as if all workers fetched
+    at the same time, and no parameters are dropped for being too far away.
 
     Args:
         models: One module per worker; all start from the parameters of the first one.
