@@ -327,7 +327,7 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
             r"DiLoCo has no neighbours in a graph and takes no topology, got 'ring'\."
             r" Drop topology=\.\.\., or choose algorithm=gasloc\.",
         ),
-        (["algorithm=ddp", "topology=star"], "DDP averages .*, got 'star'"),
+        (["algorithm=ddp", "topology=star"], "DDP has no neighbours .*, got 'star'"),
         (["topology=file"], "topology.path has no value. Add topology.path=VALUE."),
         (["link=file"], "link.path has no value. Add link.path=VALUE."),
         (["link=file", "link.path=/no/links.yaml"], "There is no file of links '/no/links.yaml'"),
