@@ -11,9 +11,9 @@ every_step    A byte MLP with SGD and a warm-up, on 8 workers that each read a p
               their own: D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of
               each method is the best of a few on the ring, for two seeds that are not used again.
 virtual_time  The same MLP with AdamW and windows from the whole text, until the virtual time is
-              over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link, in two data centres,
-              and in two with one line between them. Messages take as long as those of a model that
-              is ``--scale`` times larger.
+              over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link and in two data
+              centres, or other networks. Messages take as long as those of a model that is
+              ``--scale`` times larger.
 
 How to read it: means over the seeds, with standard deviations. ``p`` is the two-sided p-value of
 the paired differences to the row of GASLoC (all signs of the differences are equally likely without
@@ -522,7 +522,7 @@ def main() -> None:
         "--networks",
         nargs="+",
         choices=NETWORKS,
-        default=["one_slow_link", "two_datacentres", "two_datacentres_one_line"],
+        default=["one_slow_link", "two_datacentres"],
         help="of virtual_time; default %(default)s",
     )
     parser.add_argument("--seconds", type=float, default=75.0, help="virtual time")

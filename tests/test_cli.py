@@ -434,7 +434,7 @@ class TestCommand:
                 "trainer.devices=6 topology=hypercube",
                 "error: algorithm: Topology 'hypercube'",
             ),
-            ("algorithm=diloco topology=ring", "error: algorithm: DiLoCo averages over all"),
+            ("algorithm=diloco topology=ring", "error: algorithm: DiLoCo has no neighbours"),
             ("compression=int8 compression.block=0", "error: compression: block counts values"),
             ("link=wan link.mbit_per_s=-1", "error: link: mbit_per_s of a link"),
             ("algorithm=streaming_diloco algorithm.mix=3", "error: algorithm: mix is the share"),
