@@ -252,9 +252,9 @@ def _sent(job: Job, option: Option) -> str:
 
 def _exchange(job: Job, option: Option) -> str:
     megabits, link = 8e-6 * option.round_bytes / option.fragments, _slowest_link(job)
-    seconds, uplink = format_seconds(option.exchange_s), job.links.uplink_mbit_per_s
-    if uplink < math.inf:
-        return f"{megabits:,.5g} Mbit of each worker on links and uplinks, and latency: {seconds}"
+    seconds = format_seconds(option.exchange_s)
+    if job.links.sites > 1 or job.links.pairs:
+        return f"{megabits:,.5g} Mbit of each worker on all its links, and latency: {seconds}"
     return f"{megabits:,.5g} Mbit / {link.mbit_per_s:g} Mbit/s, and latency: {seconds}"
 
 

@@ -118,7 +118,7 @@ def test_a_line_between_sites_is_shown(run: Run) -> None:
     status, printed = run(f"{PLAN} --workers 8 --link two_datacentres_one_line")
     assert status == 0, printed
     assert "slowest link: 1000 Mbit/s, 30 ms; uplink of a site: 1000 Mbit/s" in printed
-    assert "Mbit of each worker on links and uplinks, and latency: 2.77 s" in printed
+    assert "Mbit of each worker on all its links, and latency: 2.77 s" in printed
 
 
 def test_tokens_per_second_are_another_way_to_give_the_speed(run: Run) -> None:
