@@ -316,8 +316,8 @@ def test_workers_share_the_uplink_of_their_site(subtests: pytest.Subtests) -> No
             with subtests.test(name, t=t):
                 busy_s = times.all_neighbors(BYTES, topology, t).busy_s.max()
                 count = leaving(ONE_LINE.of_size(n), n, topology, t)
-                inside_s = LinkTimes(Links(LINKS["datacentre"]), n)
-                inside_s = inside_s.all_neighbors(BYTES, topology, t).busy_s.max()
+                inside = LinkTimes(Links(LINKS["datacentre"]), n)
+                inside_s = inside.all_neighbors(BYTES, topology, t).busy_s.max()
                 assert busy_s == pytest.approx(max(count * alone_s, inside_s))
     # A ring leaves each site twice, the worst matching with all four workers.
     assert leaving(ONE_LINE.of_size(8), 8, get_topology("ring"), 0) == 2

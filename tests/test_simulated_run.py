@@ -322,6 +322,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         (["algorithm.replica_size=2"], "have one rank each. Drop algorithm.replica_size=2"),
         (["inner.data_parallel_size=2"], "have one rank each. Drop inner.data_parallel_size"),
         (["ckpt_path=/none.ckpt"], "Simulations continue no run. Drop ckpt_path=/none.ckpt"),
+        (["test=true"], "Simulations run no test loop. Drop test=True"),
         (["sample=true"], "Simulations generate no text. Drop sample=True"),
         (["+algorithm.link=dsl"], "are those of network=.... Drop algorithm.link"),
         (["network=lan", "link=dsl"], "both give links. Drop link="),

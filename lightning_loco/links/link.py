@@ -156,7 +156,8 @@ class Links:
         return dict(self.workers)
 
     @functools.cached_property
-    def _by_pair(self) -> dict[tuple[int, int], Link]:
+    def by_pair(self) -> dict[tuple[int, int], Link]:
+        """The links of ``pairs``, by sender and receiver."""
         return {(sender, receiver): link for sender, receiver, link in self.pairs}
 
     def of_worker(self, worker: int) -> Link:
@@ -169,7 +170,7 @@ class Links:
         Raises:
             ValueError: If there are several sites and the number of workers is not known.
         """
-        if (link := self._by_pair.get((sender, receiver))) is not None:
+        if (link := self.by_pair.get((sender, receiver))) is not None:
             return link
         if self.sites > 1 and self.site_of(sender) != self.site_of(receiver):
             return self.between_sites

@@ -270,11 +270,10 @@ class LinkTimes:
         found = np.maximum(first, second)
         found[:, 0] = np.minimum(first[:, 0], second[:, 0])
         is_shared, uplink = np.ones(len(found), dtype=bool), np.full(len(found), math.inf)
-        by_pair = {(sender, receiver): link for sender, receiver, link in links.pairs}
         for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
-            if not by_pair:
+            if not links.pairs:
                 break
-            if (link := by_pair.get(pair)) is not None:
+            if (link := links.by_pair.get(pair)) is not None:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
         if links.between_sites is not None:
             origins, targets = self._sites_of(senders), self._sites_of(receivers)
