@@ -142,8 +142,12 @@ class A2CiD2(Algorithm):
             if mix == 0:
                 largest = max(largest, abs(1 - alpha * mode))
                 continue
-            jump = torch.tensor([[1 - alpha * mode, 0], [-step * mode, 1]], dtype=torch.complex128)
-            flow = torch.tensor([[1 - mix, mix], [mix, 1 - mix]], dtype=torch.complex128)
+            jump = torch.tensor(
+                [[1 - alpha * mode, 0], [-step * mode, 1]], dtype=torch.complex128, device="cpu"
+            )
+            flow = torch.tensor(
+                [[1 - mix, mix], [mix, 1 - mix]], dtype=torch.complex128, device="cpu"
+            )
             largest = max(largest, float(torch.linalg.eigvals(flow @ jump).abs().max()))
         return largest
 

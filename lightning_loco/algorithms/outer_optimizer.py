@@ -110,7 +110,7 @@ def largest_stable_contraction(
     low, high = 0.0, 2.0
     for _ in range(40):
         middle = (low + high) / 2
-        gradient = torch.zeros(delay + 3, dtype=torch.float64)
+        gradient = torch.zeros(delay + 3, dtype=torch.float64, device="cpu")
         gradient[delay] += middle * (1 - share)
         gradient[0] += middle * share
         if _spectral_radius(outer_lr, momentum, nesterov, gradient, every) < 1:
@@ -145,9 +145,9 @@ def _spectral_radius(
     """
     size = len(gradient)
     buffer, block_sum = size - 2, size - 1
-    block = torch.eye(size, dtype=torch.float64)
+    block = torch.eye(size, dtype=torch.float64, device="cpu")
     for number in range(1, every + 1):
-        step = torch.zeros(size, size, dtype=torch.float64)
+        step = torch.zeros(size, size, dtype=torch.float64, device="cpu")
         for age in range(1, buffer):
             step[age, age - 1] = 1
         step[0, 0] = step[buffer, buffer] = step[block_sum, block_sum] = 1
@@ -171,14 +171,14 @@ def check_outer_optimizer(
         ValueError: If the optimizer cannot step on a flat vector with its state kept outside.
     """
     name = getattr(make_optimizer, "__name__", repr(make_optimizer))
-    outer, state = torch.zeros(2), State()
+    outer, state = torch.zeros(2, dtype=torch.float32, device="cpu"), State()
     try:
         probe = make_optimizer([torch.nn.Parameter(outer.clone())])
         if not isinstance(probe, torch.optim.Optimizer):
             raise TypeError(f"it returned {probe!r} instead of a torch optimizer")
         settings = _settings(probe)
         for _ in range(2):
-            stepped = step_outer_optimizer(make_optimizer, outer, torch.ones(2), state)
+            stepped = step_outer_optimizer(make_optimizer, outer, torch.ones_like(outer), state)
             if _settings(stepped) != settings:
                 raise TypeError("it keeps numbers in param_groups, which would be lost")
     except Exception as error:

@@ -51,9 +51,8 @@ class _FourBits(Codec):
 @functools.cache
 def _pairs(levels: tuple[float, ...]) -> Tensor:
     """Return the two values of each byte, as one float64 that holds the bits of two float32."""
-    first = torch.tensor([levels[byte & 15] for byte in range(256)])
-    second = torch.tensor([levels[byte >> 4] for byte in range(256)])
-    return torch.stack([first, second], 1).view(torch.float64).view(-1)
+    values = [[levels[byte & 15], levels[byte >> 4]] for byte in range(256)]
+    return torch.tensor(values, dtype=torch.float32, device="cpu").view(torch.float64).view(-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,7 +106,8 @@ class SeededShuffle(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(len(self.data_source), generator=generator).tolist())
+        order = torch.randperm(len(self.data_source), generator=generator, device="cpu")
+        return iter(order.tolist())
 
 
 class ResumableDataLoader(StatefulDataLoader):

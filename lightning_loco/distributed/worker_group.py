@@ -429,7 +429,7 @@ class WorkerGroup:
         """
         if self.inner is None:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.float64)
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(self.replica_size)]
         started = self.clock.now()
         try:

@@ -129,7 +129,7 @@ class GatheredStatuses:
         self._needs_weights = needs_weights
         self._statuses: list[WorkerStatus] | None = None
         self._work: dist.Work | None = None
-        own = torch.tensor(status.numbers, dtype=torch.float64)
+        own = torch.tensor(status.numbers, dtype=torch.float64, device="cpu")
         self._table = own.new_empty(group.num_workers, len(own))
         if group.control is None:
             self._table[0] = own
@@ -200,4 +200,4 @@ def sync_point_id(purpose: str) -> float:
 def write_status(table: Tensor, worker: int, status: WorkerStatus) -> None:
     """Write one worker's status into a table ``(N, width)`` of zeros that will be summed."""
     table.zero_()
-    table[worker] = torch.tensor(status.numbers, dtype=table.dtype)
+    table[worker] = torch.tensor(status.numbers, dtype=table.dtype, device="cpu")

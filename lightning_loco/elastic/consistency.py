@@ -42,7 +42,9 @@ class ConsistencyCheck:
         one. ``all_gather`` gathers a row of numbers.
         """
         own = 0 if plan.is_joining else self._own_fingerprint()
-        gathered = all_gather(torch.tensor([own])).reshape(-1).tolist()
+        gathered = (
+            all_gather(torch.tensor([own], dtype=torch.int64, device="cpu")).reshape(-1).tolist()
+        )
         known = {rank: value for rank, value in enumerate(gathered) if rank not in plan.joining}
         expected = Counter(known.values()).most_common(1)[0][0]
         drifted = tuple(rank for rank, value in known.items() if value != expected)

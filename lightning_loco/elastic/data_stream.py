@@ -41,7 +41,7 @@ class MembersSampler(Sampler[int]):
         self._length = max(1, len(data) // parts)
         self._shuffle = shuffle
         self._seed = seed
-        self._epoch, self._order = -1, torch.zeros(0)
+        self._epoch, self._order = -1, torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def __len__(self) -> int:
         """Number of samples in one iteration."""
@@ -58,5 +58,6 @@ class MembersSampler(Sampler[int]):
             return offset
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._epoch, self._order = epoch, torch.randperm(self._size, generator=generator)
+            self._order = torch.randperm(self._size, generator=generator, device="cpu")
+            self._epoch = epoch
         return int(self._order[offset])

@@ -64,7 +64,9 @@ class SumExchange:
         """
         if message is None:
             fragment = fragment_of_round(self._engine, plan.round_index).memory
-            total = torch.zeros(sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype)
+            total = torch.zeros(
+                sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype, device="cpu"
+            )
         else:
             total = message.cpu() if message.is_cuda else message.clone()
         if self._compression is not None:

@@ -266,7 +266,7 @@ def _wait_all(works: list[Work], timeout: timedelta) -> None:
 
 
 def _one_byte() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class MemberMonitor:

@@ -435,7 +435,7 @@ class RoundThread(BackgroundThread):
         if plan.is_joining:
             status = status._replace(weight=0.0)
         wait_for_statuses = self._group.start_all_gather(
-            torch.tensor(status.numbers, dtype=torch.float64)
+            torch.tensor(status.numbers, dtype=torch.float64, device="cpu")
         )
         message = None
         if not plan.is_joining:

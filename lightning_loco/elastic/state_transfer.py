@@ -48,7 +48,7 @@ class RunState(NamedTuple):
         text = notes.write({"tensors": kinds, "values": self.values})
         description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sent = [tensor.reshape(-1) for tensor in kept.values() if is_sent(tensor)]
-        group.send([torch.tensor([len(text)])], to)
+        group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
         group.send([description], to)
         reach("sending the state")
         group.send(sent, to)
@@ -65,17 +65,17 @@ class RunState(NamedTuple):
 
         Tensors take at most ``max_bytes`` together; those that are not ``is_sent`` are zero.
         """
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         group.receive([length], source)
         if not 0 < int(length) <= MAX_DESCRIPTION_BYTES:
             raise RuntimeError(
                 f"The state of the run begins with {int(length)} bytes of description."
             )
-        head = torch.empty(int(length), dtype=torch.uint8)
+        head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         group.receive([head], source)
         description = notes.read(head.numpy().tobytes(), "The member that sends the state")
         tensors = {
-            name: torch.zeros(shape, dtype=_DTYPES[dtype])
+            name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
             for name, (dtype, shape) in _checked(description, max_bytes).items()
         }
         received = [tensor.view(-1) for tensor in tensors.values() if is_sent(tensor)]

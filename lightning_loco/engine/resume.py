@@ -163,11 +163,12 @@ def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) 
 
 def _state_names(algorithm: Algorithm) -> set[str]:
     """The names of all entries that the algorithm's state has after a round."""
-    state = algorithm.init(torch.zeros(2))
+    params = torch.zeros(2, dtype=torch.float32, device="cpu")
+    state = algorithm.init(params.clone())
     names = set(state)
     scalars = tuple(map(float, algorithm.scalars(state)))
     info = RoundInfo(weights=(1.0,), scalars=(scalars,), steps=(1.0,), ages=(0.0,))
-    algorithm.update(torch.zeros(2), torch.ones(algorithm.message_length(2)), state, info)
+    algorithm.update(params, params.new_ones(algorithm.message_length(2)), state, info)
     return names | set(state)
 
 

@@ -154,14 +154,14 @@ class Fetcher:
         self._chunk_bytes = max(CHUNK_BYTES // row_bytes, 1) * row_bytes
         is_plain = wire_format.codec is None
         self._wire = torch.zeros(
-            self._total_bytes, dtype=torch.uint8, pin_memory=pinned and is_plain
+            self._total_bytes, dtype=torch.uint8, pin_memory=pinned and is_plain, device="cpu"
         )
         self._memory = self._wire.numpy().data
         if is_plain:
             self._params = self._wire.view(wire_format.dtype)
         else:
             self._params = torch.empty(
-                wire_format.numel, dtype=wire_format.dtype, pin_memory=pinned
+                wire_format.numel, dtype=wire_format.dtype, pin_memory=pinned, device="cpu"
             )
         self._tag = Tag(0.0, 0.0)
         self._outlier_filter = outlier_filter or OutlierFilter(wire_format)

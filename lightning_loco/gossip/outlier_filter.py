@@ -76,7 +76,7 @@ class OutlierFilter:
         self._max_peer_distance = max_peer_distance
         self._stride = math.ceil(wire_format.numel / _SAMPLED_ELEMENTS)
         self._sample_elements = wire_format.single_thread_elements
-        self._own_values = torch.empty(self._sample_elements, dtype=wire_format.dtype)
+        self._own_values = torch.empty(self._sample_elements, dtype=wire_format.dtype, device="cpu")
         self._differences: Array = np.empty(_SINGLE_THREAD_DOT, self._own_values.numpy().dtype)
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self.reset()

@@ -69,7 +69,9 @@ class Snapshots:
         self._next: Snapshot | None = None
         self._all = []
         for _ in range(_NUM_SNAPSHOTS):
-            memory = torch.zeros(wire_format.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.zeros(
+                wire_format.total_bytes, dtype=torch.uint8, pin_memory=pinned, device="cpu"
+            )
             self._all.append(Snapshot(memory, memory.numpy().data))
 
     # --------------------------------------------------------------------------- reading
@@ -129,7 +131,9 @@ class Snapshots:
         if wire is None or self.wire_format.codec is None:
             return None if wire is None else wire.view(self.wire_format.dtype)
         if self._flat is None:
-            self._flat = torch.empty(self.wire_format.numel, dtype=self.wire_format.dtype)
+            self._flat = torch.empty(
+                self.wire_format.numel, dtype=self.wire_format.dtype, device="cpu"
+            )
         return self._flat
 
     def commit_flat(self, tag: Tag, norm: float) -> None:
@@ -258,7 +262,9 @@ class DevicePublisher:
         if self._codec is not None:
             self._wire = torch.empty(wire_format.total_bytes, dtype=torch.uint8, device=device)
         self._norm_and_loss = torch.zeros(2, dtype=torch.float64, device=device)
-        self._norm_and_loss_on_host = torch.zeros(2, dtype=torch.float64, pin_memory=True)
+        self._norm_and_loss_on_host = torch.zeros(
+            2, dtype=torch.float64, pin_memory=True, device="cpu"
+        )
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copy_started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._copy_done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -122,7 +122,7 @@ class LocalBackend:
 
     def gradient_norms(self, missing: Iterable[int]) -> list[Tensor]:
         """Return the norm of each mean gradient in the accumulator, zero for a missing one."""
-        left_out, zero = set(missing), torch.zeros(())
+        left_out, zero = set(missing), torch.zeros((), dtype=torch.float32, device="cpu")
         return [
             zero
             if index in left_out
@@ -212,7 +212,7 @@ class RemoteBackend(ServerClient):
         self._memory = [
             accumulator.memory_for(index, bucket.dtype)
             if bucket.codec is None
-            else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            else torch.empty(bucket.num_bytes, dtype=torch.uint8, device="cpu")
             for index, bucket in enumerate(buckets)
         ]
         self._sends: list[dist.Work] = []

@@ -202,7 +202,9 @@ class Accumulator:
     def __init__(self, params: Sequence[Tensor], buckets: Sequence[ParamBucket]) -> None:
         has_float64 = any(param.dtype == torch.float64 for param in params)
         self.dtype = torch.float64 if has_float64 else torch.float32
-        self._flat = torch.zeros(sum(param.numel() for param in params), dtype=self.dtype)
+        self._flat = torch.zeros(
+            sum(param.numel() for param in params), dtype=self.dtype, device="cpu"
+        )
         self.buckets = torch.split(self._flat, [bucket.numel for bucket in buckets])
         self.params: list[Tensor] = [self._flat] * len(params)
         position = 0
@@ -388,4 +390,4 @@ class BucketBuffer:
         if self._device.type == "cpu":
             return self._encoded
         size, dtype = self.bucket.wire_numel, self.bucket.wire_dtype
-        return torch.empty(size, dtype=dtype, pin_memory=has_streams(self._device))
+        return torch.empty(size, dtype=dtype, pin_memory=has_streams(self._device), device="cpu")

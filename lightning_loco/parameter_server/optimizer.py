@@ -433,7 +433,7 @@ class ReplicaGroup:
         """Return the first 32 bytes of the first rank's text; None if it has none."""
         if self._group is None:
             return text
-        memory = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        memory = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         for position, byte in enumerate((text or "").encode()[:_TEXT_BYTES]):
             memory[position] = byte
         self.broadcast_tensor(memory)

@@ -161,7 +161,7 @@ def _empty_tensor(described: dict[str, Any], sender: str) -> Tensor:
         case {"shape": [*shape], "dtype": str(name)} if all(type(n) is int for n in shape):
             dtype = getattr(torch, name, None)
             if isinstance(dtype, torch.dtype):
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
     raise RuntimeError(f"{sender} has described an invalid tensor: {str(described)[:100]}")
 
 

@@ -424,7 +424,9 @@ class GradientReceiver:
             return self._accumulator.buckets[index]
         bucket = self._buckets[index]
         if self._memory is None:
-            self._memory = torch.empty(self._num_buffers, self._buffer_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(
+                self._num_buffers, self._buffer_bytes, dtype=torch.uint8, device="cpu"
+            )
         buffer = self._memory[index % self._num_buffers, : bucket.num_bytes]
         return buffer.view(bucket.wire_dtype)
 

@@ -103,7 +103,7 @@ class ServerClient:
 def receive_parameters(connection: RankConnection, params: Iterable[Tensor]) -> Iterable[Tensor]:
     """Receive parameters of these shapes and dtypes in full precision, one after another."""
     for param in params:
-        memory = torch.empty(param.shape, dtype=param.dtype)
+        memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
         if memory.numel():
             work = connection.receive(memory.view(-1), MessageTag.STATE)
             connection.wait(work, "the parameters")
@@ -238,7 +238,9 @@ class ShardClient(ServerClient):
         values = (
             self.parameters()
             if is_leader
-            else (torch.empty(param.shape, dtype=param.dtype) for param in self._params)
+            else (
+                torch.empty(param.shape, dtype=param.dtype, device="cpu") for param in self._params
+            )
         )
         for param, value in zip(self._params, values, strict=True):
             broadcast(value)
@@ -369,8 +371,10 @@ class ChangeDetector:
         self._versions: list[tuple[int, int]] = []
         self._small: list[Tensor] = []
         self._samples: list[Tensor] = []
-        self._recorded = torch.empty(0)
-        self._differs = torch.zeros((), dtype=torch.bool, pin_memory=has_streams(params[0].device))
+        self._recorded = params[0].new_empty(0)
+        self._differs = torch.zeros(
+            (), dtype=torch.bool, pin_memory=has_streams(params[0].device), device="cpu"
+        )
 
     @torch.no_grad()
     def record(self) -> None:

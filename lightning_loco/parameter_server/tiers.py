@@ -241,7 +241,7 @@ class _ServiceRank:
         sends = [(other, other.send(own, MessageTag.STATE)) for other in others.values()]
         norm_of = dict(zip(self._shards[self._shard], own, strict=True))
         for shard, other in others.items():
-            received = torch.zeros(len(self._shards[shard]), dtype=torch.float64)
+            received = torch.zeros(len(self._shards[shard]), dtype=torch.float64, device="cpu")
             other.wait(other.receive(received, MessageTag.STATE), "the norms of gradients")
             norm_of.update(zip(self._shards[shard], received, strict=True))
         for other, work in sends:

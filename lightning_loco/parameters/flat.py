@@ -171,7 +171,7 @@ class FlatLayout:
 
     def new_flat_on_cpu(self) -> Tensor:
         """Copy all tensors into a new flat vector ``(num_held,)`` in the host's memory."""
-        flat = torch.empty(self.num_held, dtype=self.dtype)
+        flat = torch.empty(self.num_held, dtype=self.dtype, device="cpu")
         for chunk in self.held_chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat

@@ -54,7 +54,7 @@ class GradientClipping:
         """
         present = [p for p in parameters if p.grad is not None]
         if not present:
-            return torch.zeros(())
+            return torch.zeros((), dtype=self._dtype, device="cpu")
         gradients = list(map(_local_gradient, present))
         norms = torch.stack([norm.to(self._dtype) for norm in torch._foreach_norm(gradients)])
         key = tuple(map(id, present))

@@ -84,7 +84,7 @@ class WorkerVectors:
         """
         held, slices = None, self._slices(fragment)
         if self.is_receiver:
-            held = torch.zeros(sum(map(len, slices)), dtype=part.dtype)
+            held = torch.zeros(sum(map(len, slices)), dtype=part.dtype, device="cpu")
             _write(held, _positions(slices, self._owned(fragment)), part)
         for shared in self._ownership.shared:
             for number, parts in enumerate(shared.owned_by):

@@ -145,7 +145,7 @@ class PairwiseSimulation:
         step_s = self._step_times.seconds(worker, self._made[worker])
         self._plan(now_s + step_s, worker, "step")
         probability = self.algorithm.fetch_probability
-        draw = float(torch.rand((), generator=self._draws))
+        draw = float(torch.rand((), generator=self._draws, device="cpu"))
         if self._fetches[worker] is not None or not draw < probability:
             return
         name = self._selectors[worker].choose()
@@ -206,7 +206,7 @@ class PairwiseSimulation:
         if self.algorithm.uses_loss and math.isnan(loss):
             return  # the peer has published nothing yet
         layout = self._layouts[peer]
-        flat = torch.empty(layout.numel, dtype=layout.dtype)
+        flat = torch.empty(layout.numel, dtype=layout.dtype, device="cpu")
         copy_model(layout, flat)
         if (codec := self._settings.codec) is not None:
             codec.decode(codec.encode(flat), flat)
@@ -276,7 +276,7 @@ class PairwiseSimulation:
         """Return a flat copy of each worker's parameters and floating-point buffers, ``(P,)``."""
         copies = []
         for layout in self._layouts:
-            copies.append(torch.empty(layout.numel, dtype=layout.dtype))
+            copies.append(torch.empty(layout.numel, dtype=layout.dtype, device="cpu"))
             copy_model(layout, copies[-1])
         return copies
 

@@ -105,7 +105,7 @@ class SimulatedServer:
                 mean.add(f"Worker {worker}", self._sides[worker].gradient(index))
             mean.finish()
             if self._is_relayed and bucket.codec is not None:
-                encoded = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+                encoded = torch.empty(bucket.num_bytes, dtype=torch.uint8, device="cpu")
                 bucket.decode(bucket.encode(total, encoded), total)
             self.backend.add_bucket(index)
         check_changes({f"Worker {worker}": one.changed for worker, one in requests.items()})

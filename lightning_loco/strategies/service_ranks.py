@@ -212,7 +212,9 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
             transport=transport,
             serving=serving,
         )
-        metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
+        metrics = {
+            name: torch.tensor(v, device="cpu") for name, v in farewell.get("metrics", {}).items()
+        }
         lightning_compat.set_callback_metrics(self._trainer, metrics)
         paths_of_callbacks = farewell.get("checkpoints", [])
         for callback, paths in zip(self._model_checkpoints, paths_of_callbacks, strict=False):

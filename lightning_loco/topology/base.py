@@ -88,10 +88,12 @@ class Topology(ABC):
         """Return the mixing matrix of a round, ``(N, N)`` float64."""
         import torch
 
-        matrix = torch.zeros(num_workers, num_workers, dtype=torch.float64)
+        matrix = torch.zeros(num_workers, num_workers, dtype=torch.float64, device="cpu")
         for worker in range(num_workers):
             row = self.weights(worker, num_workers, round_index)
-            matrix[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+            matrix[worker, list(row)] = torch.tensor(
+                list(row.values()), dtype=torch.float64, device="cpu"
+            )
         return matrix
 
     def check_num_workers(self, num_workers: int) -> None:

@@ -89,7 +89,7 @@ class FromMatrix(CustomTopology):
             numbers = (
                 matrix.tolist() if hasattr(matrix, "tolist") else [list(row) for row in matrix]
             )
-            dense = torch.tensor(numbers, dtype=torch.float64)
+            dense = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"A mixing matrix must hold N rows of N numbers, got {reprlib.repr(matrix)}."
@@ -281,9 +281,11 @@ def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
     if weighting == "edges":
         import torch
 
-        dense = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+        dense = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
         for worker, row in enumerate(rows):
-            dense[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+            dense[worker, list(row)] = torch.tensor(
+                list(row.values()), dtype=torch.float64, device="cpu"
+            )
         _check_converges("these edge weights", dense)
     return rows
 

@@ -101,7 +101,7 @@ def gossip_radius(
         return max(_largest_root(factor, momentum, momentum_on) for factor in factors)
     import torch
 
-    product = torch.eye(2 * num_workers, dtype=torch.float64)
+    product = torch.eye(2 * num_workers, dtype=torch.float64, device="cpu")
     for round_index in range(period):
         product = (
             _momentum_step(topology, num_workers, round_index, gossip_step, momentum, momentum_on)
@@ -135,7 +135,7 @@ def _momentum_step(
     """
     import torch
 
-    identity = torch.eye(num_workers, dtype=torch.float64)
+    identity = torch.eye(num_workers, dtype=torch.float64, device="cpu")
     laplacian = topology.laplacian_scale * (
         identity - topology.mixing_matrix(num_workers, round_index)
     )
@@ -173,4 +173,6 @@ def _mean_square_radius(
             [lead * second, -g * first, 0.0],
             [second, 0.0, 0.0],
         ]
-    return float(torch.linalg.eigvals(torch.tensor(rows, dtype=torch.float64)).abs().max())
+    return float(
+        torch.linalg.eigvals(torch.tensor(rows, dtype=torch.float64, device="cpu")).abs().max()
+    )

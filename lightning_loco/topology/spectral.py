@@ -43,7 +43,7 @@ def consensus_rate(topology: Topology, num_workers: int) -> float:
     period = cycle_length(topology, num_workers)
     import torch
 
-    product = torch.eye(num_workers, dtype=torch.float64)
+    product = torch.eye(num_workers, dtype=torch.float64, device="cpu")
     for round_index in range(period):
         product = topology.mixing_matrix(num_workers, round_index) @ product
     rest = product - 1 / num_workers
@@ -143,7 +143,9 @@ def resistances(topology: Topology, num_workers: int) -> tuple[float, float]:
             f"Topology '{topology.name}' is directed, and its edges have no resistance. "
             "Use an undirected one, such as topology=ring."
         )
-    laplacian = topology.laplacian_scale * (torch.eye(num_workers, dtype=torch.float64) - mixing)
+    laplacian = topology.laplacian_scale * (
+        torch.eye(num_workers, dtype=torch.float64, device="cpu") - mixing
+    )
     inverse = torch.linalg.pinv(laplacian, hermitian=True)
     ends = inverse.diagonal()
     between = ends[:, None] + ends[None, :] - 2 * inverse

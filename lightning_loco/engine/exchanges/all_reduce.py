@@ -103,7 +103,7 @@ class AllReduce(SeparateStatuses):
             found = barrier.wait(status.numbers, watchdog, label, group.timeout_s)
         if found is None:
             return None
-        return statuses_in(torch.tensor(found, dtype=torch.float64))
+        return statuses_in(torch.tensor(found, dtype=torch.float64, device="cpu"))
 
 
 class StatusesBehindMessage:

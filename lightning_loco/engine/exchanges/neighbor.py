@@ -115,7 +115,9 @@ class NeighborExchange(SeparateStatuses):
                 return self._spare.pop(index)
         if self._is_staged(message):
             pinned = torch.cuda.is_available()
-            return torch.empty(message.numel(), dtype=message.dtype, pin_memory=pinned)
+            return torch.empty(
+                message.numel(), dtype=message.dtype, pin_memory=pinned, device="cpu"
+            )
         return torch.empty_like(message)
 
     def _is_staged(self, message: Tensor) -> bool:

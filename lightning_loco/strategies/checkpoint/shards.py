@@ -107,7 +107,7 @@ class ShardFolder:
         vectors: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
         def prepare(marker: dict[str, Any], fragment: int | None) -> None:
-            held = torch.zeros(self._layout.num_held, dtype=marker["dtype"])
+            held = torch.zeros(self._layout.num_held, dtype=marker["dtype"], device="cpu")
             vectors[marker["is_shared"]][marker[_VECTOR]] = held
 
         def get(marker: dict[str, Any], fragment: int | None) -> Tensor:
