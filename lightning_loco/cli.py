@@ -35,6 +35,7 @@ from lightning_loco.demo.report import RunReport, measure
 from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
+from lightning_loco.strategies.summary import errors_as_warnings
 
 WAIT_FOR_RANK_0_S = 10
 """How long a rank waits before it reports a setting, so that rank 0 can report it and end all."""
@@ -70,7 +71,8 @@ def run(cfg: DictConfig) -> float | None:
         keep_model(trainer)
         trainer.test(model, datamodule=data)
     if trainer.is_global_zero:
-        present(cfg, report, trainer, model)
+        with errors_as_warnings("The results of this run cannot be shown."):
+            present(cfg, report, trainer, model)
     return report.val_loss
 
 

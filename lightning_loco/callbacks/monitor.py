@@ -15,6 +15,7 @@ from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
+from lightning_loco.strategies.summary import errors_as_warnings
 
 
 class RoundMonitor(pl.Callback):
@@ -64,13 +65,14 @@ class RoundMonitor(pl.Callback):
             return
         if not (self.prog_bar or is_logging_step(trainer)):
             return
-        news = self.news(strategy)
-        if news == self._logged:
-            return
-        self._logged = news
-        pl_module.log_dict(
-            self.metrics(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
-        )
+        with errors_as_warnings(f"{type(self).__name__} cannot log its metrics."):
+            news = self.news(strategy)
+            if news == self._logged:
+                return
+            self._logged = news
+            pl_module.log_dict(
+                self.metrics(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
+            )
 
 
 class CommunicationMonitor(RoundMonitor):

@@ -21,7 +21,7 @@ from lightning_loco.engine import Engine
 from lightning_loco.links import LinkTimes
 from lightning_loco.report.record import Curve, Drawing, RunRecord
 from lightning_loco.strategies.base import EngineStrategy, WorkerStrategy, worker_and_place
-from lightning_loco.strategies.summary import bytes_of_ddp
+from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
 from lightning_loco.topology import Topology, spectral_gap
 from lightning_loco.values import plain
 
@@ -86,7 +86,9 @@ class RankRecord:
         module = trainer.lightning_module
         trained = [p for p in module.parameters() if p.requires_grad]
         self._num_bytes = sum(p.numel() * p.element_size() for p in trained)
-        self.settings = describe(trainer)
+        self.settings: dict[str, Any] = {}
+        with errors_as_warnings("The report has no settings of the module and the Trainer."):
+            self.settings = describe(trainer)
 
     @property
     def _statistics(self) -> Statistics | None:
@@ -200,7 +202,7 @@ class RankRecord:
             notes_of_run.append(NOT_MEASURED)
         if trainer.world_size > 1 and not isinstance(strategy, WorkerStrategy):
             notes_of_run.append(WAITS_IN_STEPS)
-        if trainer.world_size > len(ranks):
+        if ended and trainer.world_size > len(ranks):
             notes_of_run.append(ONLY_OWN)
         numbers: dict[str, Any] = {STEPS: step}
         if self._statistics is not None:

@@ -12,16 +12,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.callbacks.rank_record import STEPS, RankRecord, gather
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
 from lightning_loco.strategies.lightning_compat import current_metrics, is_logging_step, surround
+from lightning_loco.strategies.summary import errors_as_warnings
 from lightning_loco.values import plain
 
 MAX_WARNINGS, MAX_TEXT = 100, 2000
 """Different warnings that are kept, and the characters of each."""
+
+NOT_COMPLETE = "The report of this run is not complete."
 
 MAX_ERROR = 20_000
 """Characters of the error that has ended a run; it may hold the traceback of another rank."""
@@ -69,6 +72,7 @@ class ReportCallback(pl.Callback):
             self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
             self._warnings.start()
 
+    @errors_as_warnings(NOT_COMPLETE)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to record."""
         self._record, self._own = None, (own := RankRecord(trainer))
@@ -82,6 +86,7 @@ class ReportCallback(pl.Callback):
 
     # ---------------------------------------------------------------------- training
 
+    @errors_as_warnings(NOT_COMPLETE)
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -97,16 +102,17 @@ class ReportCallback(pl.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         is_automatic = pl_module.automatic_optimization
         own.keep_loss(loss, trainer.accumulate_grad_batches if is_automatic else 1)
+        own.record_consensus()
         if is_logging_step(trainer):
             own.read_losses()
             own.record_rates()
-        own.record_consensus()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the time."""
         if self._own is not None:
             self._own.validation_began_s = time.monotonic()
 
+    @errors_as_warnings(NOT_COMPLETE)
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the metrics of the validation."""
         own = self._own
@@ -119,13 +125,16 @@ class ReportCallback(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gather what all ranks have recorded; rank 0 writes the page."""
         own, self._own = self._own, None
-        if own is None:
-            return
         self._stop_listening()
-        ranks = gather(trainer, {**own.to_json(), "warnings": self._warnings.texts})
-        if trainer.is_global_zero:
+        of_rank = None
+        if own is not None:
+            with errors_as_warnings(NOT_COMPLETE):
+                of_rank = {**own.to_json(), "warnings": self._warnings.texts}
+        ranks = [rank for rank in gather(trainer, of_rank) if rank is not None]
+        if own is not None and trainer.is_global_zero:
             self._write(lambda: own.record_of_run(ranks, self._shown(own), ""))
 
+    @errors_as_warnings(NOT_COMPLETE)
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -135,7 +144,7 @@ class ReportCallback(pl.Callback):
         if own is None or not trainer.is_global_zero:
             return
         name, text = type(exception).__name__, str(exception).strip()[:MAX_ERROR]
-        with contextlib.suppress(RuntimeError):  # a GPU that has failed returns no losses
+        with errors_as_warnings(NOT_COMPLETE):  # a GPU that has failed returns no losses
             own.read_losses()
         rank = {**own.to_json(), "warnings": self._warnings.texts}
         reason = f"{name}: {text}" if text else name
@@ -174,15 +183,11 @@ class ReportCallback(pl.Callback):
 
     def _write(self, make: Callable[[], RunRecord]) -> None:
         is_new = self._record is None
-        try:
+        with errors_as_warnings("The report of this run cannot be written."):
             self._record = make()
             write_report(self._record, self._folder)
-        except Exception as error:  # a page must not end a run that has trained for days
-            reason = f"{type(error).__name__}: {error}"
-            rank_zero_warn(f"The report of this run cannot be written. {reason}")
-            return
-        if is_new:
-            rank_zero_info(f"Report of the run: {self._folder}")
+            if is_new:
+                rank_zero_info(f"Report of the run: {self._folder}")
 
 
 class RunWarnings(logging.Handler):
@@ -236,7 +241,8 @@ class RunWarnings(logging.Handler):
         """Count a message of a logger, once for all loggers that it passes through."""
         if not (getattr(record, "loco_counted", False) or record.name == "py.warnings"):
             record.loco_counted = True
-            self.add(record.getMessage())
+            with errors_as_warnings(f"A message of the logger {record.name!r} has a wrong format."):
+                self.add(record.getMessage())
 
     def add(self, text: str) -> None:
         """Count a text."""

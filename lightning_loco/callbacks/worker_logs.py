@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_loco.strategies.base import worker_and_place
 from lightning_loco.strategies.lightning_compat import current_metrics, is_logging_step
+from lightning_loco.strategies.summary import errors_as_warnings
 
 
 class WorkerLogs(pl.Callback):
@@ -68,7 +69,10 @@ class WorkerLogs(pl.Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if self._path is None:
             return
-        with self._path.open("a", newline="") as file:
+        with (
+            errors_as_warnings(f"Metrics cannot be written to {self._path}."),
+            self._path.open("a", newline="") as file,
+        ):
             writer = csv.writer(file)
             for metric, value in sorted(current_metrics(trainer).items()):
                 writer.writerow([trainer.global_step, metric, float(value)])

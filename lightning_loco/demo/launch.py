@@ -78,4 +78,4 @@ def quieten_lightning() -> None:
 
 def is_no_tip(record: logging.LogRecord) -> bool:
     """Return whether a message is not one of Lightning's tips to install something."""
-    return "Tip:" not in record.getMessage()
+    return "Tip:" not in str(record.msg)

@@ -64,7 +64,15 @@ from lightning_loco.strategies.local_training import (
     loss_in,
 )
 from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
-from lightning_loco.strategies.summary import NO_METRICS, advice, bytes_of_ddp, describe, summarize
+from lightning_loco.strategies.summary import (
+    NO_METRICS,
+    NOT_SHOWN,
+    advice,
+    bytes_of_ddp,
+    describe,
+    errors_as_warnings,
+    summarize,
+)
 from lightning_loco.values import (
     check_choice,
     check_common_arguments,
@@ -534,7 +542,8 @@ class EngineStrategy(WorkerStrategy):
         self._added.callback(self._steps.watch(trained, self._before_raw_step, self._count))
         if self._max_steps is not None:
             self._added.callback(self._max_steps.restore)
-        rank_zero_info(describe(self.engine, self.schedule))
+        with errors_as_warnings(NOT_SHOWN):
+            rank_zero_info(describe(self.engine, self.schedule))
 
     def _connect_gradients(self, group: WorkerGroup) -> None:
         """Let the ranks of a worker average their gradients in every step."""
@@ -573,8 +582,9 @@ class EngineStrategy(WorkerStrategy):
         if self._max_steps is not None:
             with self._engine.worker.group.errors_shared("the start of training"):
                 self._max_steps.check_length(self._trainer)
-            for line in self._advice():
-                rank_zero_info(line)
+            with errors_as_warnings(NOT_SHOWN):
+                for line in self._advice():
+                    rank_zero_info(line)
         self._resume()
 
     def _advice(self) -> Iterator[str]:
@@ -747,10 +757,11 @@ class EngineStrategy(WorkerStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
-            of_ddp = bytes_of_ddp(self.world_size, num_bytes, worker.steps)
-            name, *_ = worker.group.rank_names
-            rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))
+            with errors_as_warnings(NOT_SHOWN):
+                num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
+                of_ddp = bytes_of_ddp(self.world_size, num_bytes, worker.steps)
+                name, *_ = worker.group.rank_names
+                rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))
         yield
 
     def on_exception(self, exception: BaseException) -> None:

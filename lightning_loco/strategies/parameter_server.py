@@ -28,7 +28,12 @@ from lightning_loco.strategies.base import WorkerStrategy
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
 from lightning_loco.strategies.service_ranks import ServiceRankStrategy
-from lightning_loco.strategies.summary import bytes_of_ddp, summarize
+from lightning_loco.strategies.summary import (
+    NOT_SHOWN,
+    bytes_of_ddp,
+    errors_as_warnings,
+    summarize,
+)
 from lightning_loco.values import check_bytes
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -246,11 +251,12 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         assert self.remote is not None
         self.checkpoints.finish_fit(self.remote)
         if self.summary:
-            assert self.lightning_module is not None
-            parameters = [p for p in self.lightning_module.parameters() if p.requires_grad]
-            num_bytes, steps = sum(p.nbytes for p in parameters), self.statistics.rounds
-            of_ddp = bytes_of_ddp(self.tiers.num_training, num_bytes, steps)
-            rank_zero_info(summarize(self.statistics, steps, of_ddp))
+            with errors_as_warnings(NOT_SHOWN):
+                assert self.lightning_module is not None
+                parameters = [p for p in self.lightning_module.parameters() if p.requires_grad]
+                num_bytes, steps = sum(p.nbytes for p in parameters), self.statistics.rounds
+                of_ddp = bytes_of_ddp(self.tiers.num_training, num_bytes, steps)
+                rank_zero_info(summarize(self.statistics, steps, of_ddp))
         self._finished = True
         self._leave(self.remote)
 

@@ -1,9 +1,15 @@
-"""What a strategy prints: the settings of a run, advice on them, and a table at its end."""
+"""What a strategy prints: the settings of a run, advice on them, and a table at its end.
+
+Nothing that only shows or records a run ends it: see :func:`errors_as_warnings`.
+"""
 
 from __future__ import annotations
 
 import math
+import traceback
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
@@ -25,6 +31,27 @@ NO_METRICS = (None, "step", "epoch")
 
 SHORT_ROUND = 20
 """Local steps; in rounds of as many or fewer, outer momentum of 0.9 and more overshoots."""
+
+
+@contextmanager
+def errors_as_warnings(what: str) -> Iterator[None]:
+    """A context, or decorator, of code that shows or records a run: an error in it is a warning.
+
+    There must be no collective in it: other ranks would wait for one that is left out. What is
+    checked before training is outside of it, and raises.
+
+    Args:
+        what: The sentence that the warning begins with.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Unlike str(error), this cannot raise.
+        reason = traceback.format_exception_only(error)[-1].strip()
+        warnings.warn(f"{what} {reason}", stacklevel=1)
+
+
+NOT_SHOWN = "The summary of this run cannot be shown."
 
 # ------------------------------------------------------------ before training
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_loco import (
+    CommunicationMonitor,
     ConsensusMonitor,
     DiLoCo,
     GASLoC,
@@ -21,13 +25,22 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
     ReportCallback,
+    WorkerLogs,
 )
 from lightning_loco.callbacks.rank_record import computing
-from lightning_loco.callbacks.report import RunWarnings
+from lightning_loco.callbacks.report import NOT_COMPLETE, RunWarnings
+from lightning_loco.demo.launch import is_no_tip
 from lightning_loco.distributed.statistics import Spans
 from lightning_loco.report.record import RunRecord
 from tests.pool import Pool, make_trainer
-from tests.small_model import ValidatedModule, flat, make_loader, quiet_trainer
+from tests.small_model import (
+    TinyModule,
+    ValidatedModule,
+    flat,
+    loss_of,
+    make_loader,
+    quiet_trainer,
+)
 from tests.strategies.remote_runs import fit_with
 
 STEPS = 12
@@ -326,6 +339,148 @@ def test_a_run_that_has_diverged_ends_as_any_other(tmp_path: Path) -> None:
     (curve,) = record.of_kind("train_loss")
     assert (len(curve.points), curve.not_finite) == (11, 1)
     assert "1 value not finite" in (tmp_path / "report.html").read_text()
+
+
+# ---------------------------------------------------- errors in what only shows or records a run
+
+
+@contextlib.contextmanager
+def user_warnings() -> Iterator[list[str]]:
+    """The texts of the warnings that a user would see."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
+        yield texts
+        texts += [str(warning.message) for warning in caught]
+
+
+class WithoutText:
+    """Has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unprintable(DiLoCo):
+    """An algorithm of a user that trains, but cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+    def metrics(self, state: Any) -> dict[str, float]:
+        raise RuntimeError("no metrics")
+
+
+class WithoutRate(torch.optim.SGD):
+    """Has no learning rate, like an optimizer that chooses its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.05
+        loss = super().step(closure)
+        self.param_groups[0]["lr"] = None
+        return loss
+
+
+class Troubled(ValidatedModule):
+    """Does something at step 5, and keeps a hyper-parameter."""
+
+    def __init__(self, kind: type[torch.optim.SGD], trouble: Any, value: object) -> None:
+        super().__init__()
+        self.save_hyperparameters("value")
+        self.kind, self.trouble = kind, trouble
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 5:
+            self.trouble()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(self.parameters(), lr=0.05)
+
+
+def fit_in_trouble(rank: int, world: int, folder: Path, case: str) -> list[str]:
+    logs = folder / "logs"
+    troubles = {
+        "message": lambda: logging.getLogger("some.library").warning("%d items", "many"),
+        "disk": lambda: [path.unlink() for path in logs.iterdir()] and logs.rmdir(),
+    }
+    trainer = make_trainer(
+        LocoStrategy(Unprintable() if case == "algorithm" else DiLoCo(), sync_every=3),
+        callbacks=[CommunicationMonitor(), WorkerLogs(logs), ReportCallback(folder)],
+        max_epochs=1,
+        log_every_n_steps=STEPS,
+    )
+    module = Troubled(
+        WithoutRate if case == "optimizer" else torch.optim.SGD,
+        troubles.get(case, lambda: None),
+        WithoutText() if case == "setting" else 1,
+    )
+    with pytest.MonkeyPatch.context() as patch, user_warnings() as texts:
+        patch.setattr(logging, "raiseExceptions", False)  # Python's own handlers print it, too
+        trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
+    assert len(module.losses) == STEPS
+    assert trainer.state.finished
+    assert (folder / "report.html").exists()
+    return texts
+
+
+def test_an_error_in_what_only_shows_a_run_is_one_warning(
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for case, expected in {
+        "message": ["A message of the logger 'some.library' has a wrong format. TypeError: %d"],
+        "setting": ["The report has no settings of the module and the Trainer. RuntimeError: no"],
+        "optimizer": [f"{NOT_COMPLETE} TypeError: float"],
+        "disk": ["Metrics cannot be written to .*worker_00000.csv. FileNotFoundError"],
+        "algorithm": [
+            "The summary of this run cannot be shown. RuntimeError: no name",
+            "CommunicationMonitor cannot log its metrics. RuntimeError: no metrics",
+        ],
+    }.items():
+        with subtests.test(case):
+            (tmp_path / case).mkdir()
+            (found,) = pool.run(fit_in_trouble, tmp_path / case, case, world=1)
+            assert len(found) == len(expected), found
+            for text, pattern in zip(found, expected, strict=True):
+                assert re.match(pattern, text)
+
+
+class ReturnsNoNumber(TinyModule):
+    """Optimizes itself, and returns what is no loss."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        optimizer = self.optimizers()
+        loss = loss_of(self.model, batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss * 1j if self.global_rank == 1 else loss}
+
+
+def fit_without_number(rank: int, world: int, folder: Path) -> list[str]:
+    trainer = make_trainer(
+        "ddp", use_distributed_sampler=False, callbacks=[ReportCallback(folder)], max_epochs=1
+    )
+    with user_warnings() as texts:
+        trainer.fit(ReturnsNoNumber(), make_loader(rank, STEPS))
+    return texts
+
+
+def test_the_page_lacks_a_worker_that_cannot_record(pool: Pool, tmp_path: Path) -> None:
+    """It takes part in all collectives, so that the others do not wait for it."""
+    first, second = pool.run(fit_without_number, tmp_path, world=2)
+    assert first == []
+    assert second == [f"{NOT_COMPLETE} TypeError: must be real number, not complex"]
+    record = RunRecord.load(tmp_path)
+    assert (record.lanes, record.ended) == (["rank 0"], "")
+
+
+def test_a_filter_does_not_format_messages() -> None:
+    """An error in a filter is raised where the message is logged."""
+    record = logging.LogRecord("any", logging.INFO, __file__, 1, "%d items", ("many",), None)
+    assert is_no_tip(record)
 
 
 def test_a_validation_of_the_final_model_is_added(tmp_path: Path) -> None:
