@@ -24,7 +24,7 @@ from lightning_loco.distributed.worker_status import (
 )
 from lightning_loco.earlier_run import with_present_names
 from lightning_loco.engine.exchanges import make_exchange
-from lightning_loco.engine.exchanges.base import Exchange
+from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
@@ -108,6 +108,7 @@ class Engine:
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
         self._has_progress = False
         self._unrecorded: PendingStatuses | None = None
+        self._dropped: list[Handle] = []
         self.statistics.staleness = self._schedule.staleness_of(worker.group.worker)
         self.buffers_at_start = worker.replica.buffers.new_flat()
 
@@ -265,7 +266,7 @@ class Engine:
                 fragment = self.fragments[self._turn]
             fragment.apply(steps)
         if has_changed:
-            worker.replica.share(self._turn)
+            self._share(self._turn)
         is_over = fragment.pending is None
         ended = [one for one in (before, pending if is_over else None) if one is not None]
         if ended:
@@ -300,13 +301,20 @@ class Engine:
                     own_part = other.holds_finite_params()
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
-                        worker.replica.share(index)
+                        self._share(index)
         return own._replace(
             weight=self._has_progress,
             finite=worker.was_finite,
             loss=sum(losses) / len(losses),
             squared_distance=sum_of_known(squares),
         )
+
+    def _share(self, index: int) -> None:
+        """Share what has changed in a fragment with the other ranks of this worker."""
+        fragment = self.fragments[index]
+        fragment.is_torn = True
+        self.worker.replica.share(index)
+        fragment.is_torn = False
 
     def _status(self, sync_point: float) -> WorkerStatus:
         """This worker's status, without a look at its parameters."""
@@ -357,7 +365,7 @@ class Engine:
             return
         yield fragment.has_received
         fragment.apply(self.worker.steps)
-        self.worker.replica.share(index)
+        self._share(index)
         fragment.applied_at = self._clock.now()
         self._record_rounds(fragment, [pending])
         if not self.worker.was_finite:
@@ -608,16 +616,30 @@ class Engine:
             }
         )
 
+    def check_whole(self) -> None:
+        """Raise RuntimeError if a round has failed while it was being applied."""
+        for fragment in self.fragments:
+            fragment.check_whole()
+
+    def drop_pending(self) -> None:
+        """Forget the rounds that are not applied yet, because this worker ends; none may follow.
+
+        :meth:`state_dict` then waits for no other worker.
+        """
+        self.worker.group.failed |= any(fragment.is_receiving for fragment in self.fragments)
+        for fragment in self.fragments:
+            self._dropped += fragment.drop_pending()
+        self._unrecorded = None
+
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        self.worker.group.failed |= any(fragment.is_receiving for fragment in self.fragments)
-        handles = [handle for fragment in self.fragments for handle in fragment.drop_pending()]
-        self._unrecorded = None
+        self.drop_pending()
         if self.connection is not None:
             self.connection.close()
         self.worker.group.close()
-        for handle in handles:
+        for handle in self._dropped:
             handle.release()
+        self._dropped.clear()
 
 
 def sum_of_known(numbers: Iterable[float]) -> float:

@@ -116,7 +116,8 @@ class FragmentSync:
         applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
-        is_torn: Whether a round has failed when some of its buckets had been applied.
+        is_torn: Whether a round has failed when some of its buckets had been applied, or before
+            all ranks of the worker had got what it brings.
         is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
             if other ranks of the worker have found otherwise.
     """
@@ -490,17 +491,20 @@ class FragmentSync:
 
     # -------------------------------------------------------------- checkpoints
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the algorithm's state with what was received for it, and this worker's own state.
-
-        Raises:
-            RuntimeError: If a round has failed while it was being applied.
-        """
+    def check_whole(self) -> None:
+        """Raise RuntimeError if a round has failed while it was being applied."""
         if self.is_torn:
             raise RuntimeError(
                 "A round has failed while it was being applied, so the parameters are half those "
                 "of before. Go back to the last checkpoint."
             )
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the algorithm's state with what was received for it, and this worker's own state.
+
+        RuntimeError as :meth:`check_whole`.
+        """
+        self.check_whole()
         memory, received, pending = self.memory, None, None
         if self.pending is not None:
             received = self._received_and_reduced(self.pending)

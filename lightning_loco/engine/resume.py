@@ -80,8 +80,10 @@ def _with_means(engine: Engine, saved: EarlierRun, notes: list[str]) -> dict[str
         state["params"] = replica.layout.new_flat_on_cpu()
         notes.append("all workers begin at the consensus")
     else:
+        first, *others = range(saved.num_workers) if saved.readers is None else saved.readers
+        of_whom = f"the mean of the {1 + len(others)} workers' parameters"
         notes.append(
-            f"all workers begin at the mean of the {saved.num_workers} workers' parameters"
+            f"all workers begin at {of_whom if others else f'the parameters of worker {first}'}"
         )
         for fragment, former in zip(state["shared"], saved.state["shared"], strict=True):
             fragment["state"][saved.consensus_key] = former["state"][saved.consensus_key]

@@ -415,6 +415,7 @@ class EngineStrategy(WorkerStrategy):
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
         self.engine: AnyEngine | None = None
+        self._failed_engine: AnyEngine | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._external_updates = ExternalUpdates(self)
 
@@ -460,6 +461,13 @@ class EngineStrategy(WorkerStrategy):
         return self.engine.connection if isinstance(self.engine, Engine) else None
 
     @property
+    def failed_engine(self) -> AnyEngine | None:
+        """The engine of a fit that this worker has ended with an error, until the next fit."""
+        if self.engine is None:
+            return self._failed_engine
+        return self.engine if self._is_alone and not self._finished else None
+
+    @property
     def _engine(self) -> AnyEngine:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
@@ -501,7 +509,7 @@ class EngineStrategy(WorkerStrategy):
         self.check_ranks()
         super().setup_environment()
         if self.is_fitting:
-            self._finished = False
+            self._finished, self._failed_engine = False, None
             size = self.replica_size
             self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
             if size > 1:
@@ -781,6 +789,7 @@ class EngineStrategy(WorkerStrategy):
         watchdog = self.group.watchdog if self.group is not None else None
         if watchdog is not None and not (self._finished or self._is_alone):
             watchdog.leave(_NO_TRAINING)
+        self._failed_engine = self.failed_engine
         group, self.group = self.group, None
         for part in (self.engine, group):
             if part is not None:

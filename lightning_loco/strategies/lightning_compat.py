@@ -124,6 +124,12 @@ def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
     at_teardown.callback(vars(loop).pop, "on_advance_end", None)
 
 
+def close_failed_fit(trainer: pl.Trainer, error: BaseException) -> None:
+    """Report and close a failed fit, which Lightning leaves out if a callback raises meanwhile."""
+    trainer.strategy.on_exception(error)
+    trainer._teardown()
+
+
 def requeue(trainer: pl.Trainer) -> None:
     """Save the checkpoint for the next SLURM job and queue the job again."""
     signals = trainer._signal_connector

@@ -24,6 +24,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
 from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
 from lightning_loco.strategies.checkpoint.side_files import (
+    AFTER_ERROR,
     KEY,
     NEW_RUN,
     Manifest,
@@ -266,8 +267,9 @@ class SavedRun:
     """The run that wrote a checkpoint, and the state that this rank resumes from, ``own``.
 
     A worker that did not exist in that run reads the state of worker 0, and so does one whose own
-    side file is missing. A rank that its worker did not have takes the state of the first one.
-    Both are new: ``is_new``. ``name`` is the file that this rank reads, of the worker ``worker``.
+    side file is missing, as all but that of worker 0 after an error. A rank that its worker did not
+    have takes the state of the first one. Both are new: ``is_new``. ``name`` is the file that this
+    rank reads, of the worker ``worker``.
 
     ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``. For
     each side file, ``readers`` has the worker that can read it; None if all can read all.
@@ -291,6 +293,9 @@ class SavedRun:
         self._manifest = manifest._replace(settings=settings)
         self._files = files
         self._weights_only = weights_only
+        self._is_after_error = AFTER_ERROR in entry
+        if readers is None and self._is_after_error:
+            readers = {0: 0}
         self._readers = readers
         self._complete = complete
         self.stamp = self._manifest.stamp
@@ -359,6 +364,8 @@ class SavedRun:
 
     def missing(self) -> list[str]:
         """Describe which side files are missing."""
+        if self._is_after_error:
+            return ["worker 0 has saved its own model and state alone, after an error"]
         names = ", ".join(map(str, self._missing))
         return [f"the state of worker {names}, which is on no disk, is dropped"] if names else []
 

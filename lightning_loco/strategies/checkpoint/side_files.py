@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""
 
+AFTER_ERROR = "after_error"
+"""Entry beside the manifest: worker 0 has saved alone, because its fit has failed."""
+
 NEW_RUN = (
     "To start a new run from its weights alone, use "
     "YourModule.load_from_checkpoint(path) and fit without ckpt_path."

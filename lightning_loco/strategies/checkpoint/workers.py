@@ -16,6 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_loco.distributed import WorkerGroup
+from lightning_loco.engine import Engine
 from lightning_loco.engine.whole_state import gather_state, own_state
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
@@ -28,6 +29,7 @@ from lightning_loco.strategies.checkpoint.reader import (
     read_main,
 )
 from lightning_loco.strategies.checkpoint.side_files import (
+    AFTER_ERROR,
     KEY,
     NEW_RUN,
     Manifest,
@@ -116,10 +118,13 @@ class WorkerCheckpoints:
     def consensus_shown(self) -> Iterator[None]:
         """A context with the consensus in the module, also for hooks that collect a checkpoint.
 
-        During ``fit`` all workers must enter it.
+        During ``fit`` all workers must enter it. A worker whose fit has failed is alone: the module
+        then holds its local parameters.
         """
         engine = self._engine
         if engine is None or engine.worker.replica.shows_consensus:
+            if (failed := self._strategy.failed_engine) is not None:
+                failed.worker.show_local()  # the consensus may be written only in part
             yield
             return
         self._strategy.sync_point("checkpoint")
@@ -133,11 +138,18 @@ class WorkerCheckpoints:
         """Write the side files of every worker, then the main file; all ranks must call it.
 
         The main file is that of rank 0. Without the optimizers' states (``weights_only``) or
-        outside ``fit``, there are no side files. OSError on every rank if one cannot write its
-        files; the checkpoint that existed before is still complete.
+        outside ``fit``, there are no side files. If ``fit`` has failed, rank 0 writes what it has
+        alone. OSError on every rank if one cannot write its files; the checkpoint that existed
+        before is still complete. RuntimeError if a round has failed while it was being applied.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = self._main_writer(checkpoint, storage_options)
+        failed = self._strategy.failed_engine
+        if failed is not None and self._strategy.is_global_zero:
+            self._check_whole(failed)
+            if "optimizer_states" in checkpoint and failed.worker.group.replica_size == 1:
+                self._save_alone(failed, checkpoint, path, write_main)
+                return
         if engine is None:
             self._write_parts(checkpoint, str(path))
             if self._strategy.is_global_zero:
@@ -160,6 +172,47 @@ class WorkerCheckpoints:
         self._write_parts(checkpoint, files.staged_main(stamp) if files.can_stage else str(path))
         write = save.to_private_folders if self._is_private else save.to_shared_folder
         self._writes_main = write(group)
+
+    def _check_whole(self, failed: AnyEngine) -> None:
+        """Raise RuntimeError if a round has failed while it was being applied."""
+        if not isinstance(failed, Engine):
+            return
+        try:
+            failed.check_whole()
+        except RuntimeError as torn:
+            if self._strategy.engine is not None:  # a callback saves before the fit is closed
+                assert self._strategy.lightning_module is not None
+                trainer = self._strategy.lightning_module.trainer
+                lightning_compat.close_failed_fit(trainer, torn.__context__ or torn)
+            raise
+
+    def _save_alone(
+        self,
+        failed: AnyEngine,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        write_main: Callable[[str], None],
+    ) -> None:
+        """Write the state of worker 0, whose fit has failed; the others do the same, or are gone.
+
+        Rounds that are pending are not in it, because the others may never send their part.
+        """
+        if isinstance(failed, Engine):
+            failed.drop_pending()
+        files = SideFiles(self._strategy.checkpoint_io, path)
+        stamp, before = new_stamp(failed.worker.steps), files.stamps()
+        manifest = Manifest.of(failed, stamp).state_dict()
+        checkpoint[KEY] = {**manifest, AFTER_ERROR: True}
+        own, shared = self._worker_state(failed, checkpoint, files, stamp)
+        assert own is not None
+        save = Save(files, stamp, own, shared, write_main)
+        try:
+            files.save(stamp, 0, own)
+            save.write_shared(files.can_stage)
+            save.commit(files.can_stage, before, [0])
+        except Exception:
+            files.discard(stamp)
+            raise
 
     def _main_writer(
         self, checkpoint: dict[str, Any], storage_options: Any
@@ -269,8 +322,8 @@ class WorkerCheckpoints:
                     self._load_own_state(loaded, SideFiles(io, path), path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
-                f"{path} was not written by lightning_loco: all workers start from its model and "
-                "optimizer."
+                f"{path} has no state of the workers, as if it was written without lightning_loco "
+                "or after fit: all workers start from its model and optimizer."
             )
         return loaded
 
