@@ -43,7 +43,8 @@ class RoundInfo:
         scalars: The numbers of :meth:`Algorithm.scalars`.
         steps: Local steps that each worker made since its last round.
         ages: Local steps that this worker made since each message was sent: 0 in a blocking round.
-        start: Position of the slice in the vector of all parameters.
+        start: Position of the slice in the vector of all parameters, whichever rank of the worker
+            has it; of shards, where the first one begins.
         bounds: Where the tensors begin and end within the slice, as ``(begin, end)``.
     """
 

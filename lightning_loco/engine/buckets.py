@@ -74,7 +74,7 @@ class BucketChunk:
 
     def info_of(self, info: RoundInfo) -> RoundInfo:
         """What the algorithm may know of a round, with the position of this chunk."""
-        return dataclasses.replace(info, start=self.params.start, bounds=self._bounds)
+        return dataclasses.replace(info, start=self.params.whole_position, bounds=self._bounds)
 
     def pack(self, into: Tensor) -> None:
         """Copy the local parameters into ``into``, of shape ``(len(self),)``."""

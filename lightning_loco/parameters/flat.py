@@ -60,6 +60,8 @@ class FlatLayout:
             fit; a tensor with gaps in memory stays whole, and its chunk may then be longer.
         device: Device of new vectors. Default: that of the tensors.
         owned: Slices, cut by ``cuts``, that the vector consists of. Default: all of the tensors.
+        whole_position: From a position in the vector of all tensors to that in the vector of the
+            whole tensors, of which these may be shards. Default: they are whole.
 
     Attributes:
         names: Names of the tensors.
@@ -85,6 +87,7 @@ class FlatLayout:
         cuts: Cuts = _UNCUT,
         device: torch.device | None = None,
         owned: Sequence[range] | None = None,
+        whole_position: Callable[[int], int] = int,
     ) -> None:
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
@@ -105,6 +108,7 @@ class FlatLayout:
         self._is_pinned = self.device.type == "cpu" and has_streams(device_of_tensors)
         self._cuts = cuts
         self._owned = owned
+        self._whole_position = whole_position
         self._chunks: list[Chunk] = []
         self._held_chunks: list[Chunk] = []
         self._addresses: list[int] = []
@@ -139,7 +143,9 @@ class FlatLayout:
             longest = self._cuts.chunk_elements or max(self.num_held, 1)
             named = zip(self.names, self.tensors, strict=True)
             slices = cut_tensors(named, longest, self._cuts.granularity, self._cuts.boundaries)
-            self._held_chunks = [Chunk(start, views) for start, views in slices]
+            self._held_chunks = [
+                Chunk(start, views, self._whole_position(start)) for start, views in slices
+            ]
             self._chunks = self._held_chunks if self._owned is None else self._find_owned()
             self._addresses = addresses
         return self._chunks
@@ -149,7 +155,7 @@ class FlatLayout:
         found, start = [], 0
         for chunk in self._held_chunks:
             if any(chunk.start in part for part in self._owned):
-                found.append(Chunk(start, chunk.views))
+                found.append(Chunk(start, chunk.views, chunk.whole_position))
                 start = found[-1].stop
         return found
 
@@ -210,10 +216,15 @@ class FlatLayout:
 
 
 class Chunk:
-    """The slice ``start:stop`` of the flat vector, made of these views of parameters."""
+    """The slice ``start:stop`` of the flat vector, made of these views of parameters.
 
-    def __init__(self, start: int, views: list[Tensor]) -> None:
+    In the vector of a whole worker, of which this rank may have a part, it begins at
+    ``whole_position``; by default at ``start``.
+    """
+
+    def __init__(self, start: int, views: list[Tensor], whole_position: int | None = None) -> None:
         self.start = start
+        self.whole_position = start if whole_position is None else whole_position
         self.views = views
         self._sizes = [view.numel() for view in views]
         self._shapes = [view.shape if view.ndim > 1 else None for view in views]

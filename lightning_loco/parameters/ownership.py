@@ -11,9 +11,10 @@ ranks hold, for example of a parameter that tensor parallelism leaves whole.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,36 @@ class Block(NamedTuple):
             if not offset <= index < offset + local:
                 break
         return before
+
+    def whole_position(self, element: int) -> int:
+        """Position in the whole tensor, row by row, of an element of the part.
+
+        Example:
+            >>> right_half = Block((2, 4), (0, 2), (2, 2))
+            >>> [right_half.whole_position(element) for element in range(4)]
+            [2, 3, 6, 7]
+        """
+        position, size = 0, math.prod(self.local_shape)
+        for length, offset, local in zip(self.shape, self.offset, self.local_shape, strict=True):
+            size //= local
+            index, element = divmod(element, size)
+            position = position * length + offset + index
+        return position
+
+
+def whole_positions(tensors: Iterable[Tensor]) -> Callable[[int], int]:
+    """Return what turns a position in the vector of shards into that in the vector of tensors."""
+    blocks = [Block.of(tensor) for tensor in tensors]
+    held, whole = (
+        list(itertools.accumulate(map(math.prod, shapes), initial=0))
+        for shapes in ([b.local_shape for b in blocks], [b.shape for b in blocks])
+    )
+
+    def find(position: int) -> int:
+        number = bisect.bisect_right(held, position) - 1
+        return whole[number] + blocks[number].whole_position(position - held[number])
+
+    return find
 
 
 class SharedSlices(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.consensus import pruning_masks
 from lightning_loco.parameters.flat import Cuts, FlatLayout, local_tensor
-from lightning_loco.parameters.ownership import Ownership, ResultSharing
+from lightning_loco.parameters.ownership import Ownership, ResultSharing, whole_positions
 from lightning_loco.parameters.schema import broadcast_inside
 from lightning_loco.parameters.untracked import RunningStatistics, UntrackedParameters
 from lightning_loco.parameters.worker_vectors import WorkerVectors
@@ -76,7 +76,11 @@ class Replica:
         self.parameters = parameters = {n: p for n, p in named if id(p) in ids}
         owned = None if ownership is None else ownership.owned
         self.layout = FlatLayout(
-            ((n, local_tensor(p)) for n, p in parameters.items()), cuts, device, owned
+            ((n, local_tensor(p)) for n, p in parameters.items()),
+            cuts,
+            device,
+            owned,
+            whole_positions(parameters.values()),
         )
         self.num_parameters = sum(p.numel() for p in parameters.values())
         numel = self.layout.numel
