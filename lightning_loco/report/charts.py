@@ -26,6 +26,9 @@ SPREAD = 4
 
 NUM_COLORS = 8
 
+LARGEST = 1e307
+"""End of the largest axis: the difference of two values below it does not overflow."""
+
 LANE_WIDTH, LANE_HEIGHT, LANE_LEFT = 1000, 22, 130
 MAX_BARS = 40_000
 """Events of a timeline that are drawn one by one."""
@@ -62,7 +65,8 @@ class Axis:
     ) -> Axis:
         """Return an axis on which all values have a place; those of a logarithm are positive."""
         kept = [value for value in values if value > 0 or not is_log]
-        low, high = min(kept, default=1.0), max(kept, default=1.0)
+        ends = min(kept, default=1.0), max(kept, default=1.0)
+        low, high = (min(max(end, -LARGEST), LARGEST) for end in ends)
         if low == high:
             low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) / 2, high)
             high = high if is_log else high + (abs(high) or 1) / 2
@@ -71,8 +75,9 @@ class Axis:
     def at(self, value: float) -> float:
         """Return the position of a value."""
         low, high = self.low, self.high
+        value = min(max(value, low), high)
         if self.is_log:
-            value, low, high = (math.log(max(number, low)) for number in (value, low, high))
+            value, low, high = (math.log(number) for number in (value, low, high))
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:

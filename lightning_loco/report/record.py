@@ -119,6 +119,8 @@ def round_to(number: float | None, digits: int = 7) -> float | None:
 def _point(row: Sequence[Any]) -> Point:
     step, seconds, num_bytes, *values = row
     mean, low, high = map(_finite, values)
+    if _finite(step) < 0:
+        raise ValueError(f"a local step is {step}")
     sent = None if num_bytes is None else _finite(num_bytes)
     return int(step), _finite(seconds), sent, mean, low, high
 
@@ -128,6 +130,15 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"a value is {number}, not a finite number")
     return number
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value with numbers that are not finite as text, because JSON has none of them."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +231,7 @@ class RunRecord:
             [lane, kind, round(start_s, 6), round(end_s, 6)]
             for lane, kind, start_s, end_s in self.events
         ]
+        fields |= {name: _as_json(fields[name]) for name in ("numbers", "settings")}
         if self.topology is not None:
             fields["topology"] = dataclasses.asdict(self.topology)
         text = json.dumps({"format": FORMAT, **fields}, allow_nan=False)
@@ -248,7 +260,7 @@ class RunRecord:
             raise ValueError(
                 f"{file} is no record of a run that can be read: it has no {error}."
             ) from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{file} is no record of a run that can be read: {error}.") from error
 
     @classmethod

@@ -25,8 +25,12 @@ def points(count: int, num_bytes: int = 1000) -> list[Point]:
     return [(n, 0.5 * n, num_bytes * (n // 2), n, n, n) for n in range(1, count + 1)]
 
 
+HUGE = (-1.7e308, 1.7e308)
+"""Losses that have diverged, whose difference is infinite."""
+
+
 @pytest.mark.parametrize("is_log", [False, True])
-@pytest.mark.parametrize("values", [(1.0, 7.0), (0.001, 300.0), (5.0, 5.0), (12.0, 13.0)])
+@pytest.mark.parametrize("values", [(1.0, 7.0), (0.001, 300.0), (5.0, 5.0), (12.0, 13.0), HUGE])
 def test_ticks_are_within_the_axis(values: tuple[float, float], is_log: bool) -> None:
     axis = Axis.around(values, 0, 100, is_log)
     ticks = axis.ticks(5)

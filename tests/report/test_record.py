@@ -74,25 +74,40 @@ def test_a_file_returns_the_record(tmp_path: Path) -> None:
         assert one[2:] == pytest.approx(other[2:], abs=1e-6)
 
 
+def test_settings_may_be_infinite(tmp_path: Path) -> None:
+    """An iterable data set has infinitely many batches."""
+    record = made_up()
+    record.settings = {"trainer": {"batches": math.inf, "rates": [1.0, math.nan]}}
+    record.save(tmp_path)
+    expected = {"trainer": {"batches": "inf", "rates": [1.0, "nan"]}}
+    assert RunRecord.load(tmp_path).settings == expected
+
+
+CURVE = {"kind": "train_loss", "name": "x"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": 2}, '"format": 1'),
         ({"events": [[9, "wait", 0, 1]]}, "an event is of no lane"),
         ({"events": [[0, "wait", 0]]}, "not enough values"),
-        (
-            {"curves": [{"kind": "train_loss", "name": "x", "points": [[1, "a", 0, 1, 1, 1]]}]},
-            "'a'",
-        ),
+        ({"curves": [{**CURVE, "points": [[1, "a", 0, 1, 1, 1]]}]}, "'a'"),
         ({"topology": {"name": "x", "num_workers": 1, "edges": [[0, 1]]}}, "none of the 1 workers"),
         ({"seconds": math.nan}, "nan, not a finite number"),
+        ({"seconds": 10**400}, "too large"),
+        ({"events_left_out": "1e400"}, "infinity"),
+        ({"warnings": {"text": "1e400"}}, "infinity"),
+        ({"curves": [{**CURVE, "points": [[-1, 0, 0, 1, 1, 1]]}]}, "a local step is -1"),
+        ({"curves": [{**CURVE, "points": [[10**400, 0, 0, 1, 1, 1]]}]}, "too large"),
         ({"lanes": 3}, "not iterable"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     made_up().save(tmp_path)
     file = tmp_path / "run.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    text = json.dumps({**json.loads(file.read_text()), **changes})
+    file.write_text(text.replace('"1e400"', "1e400"))  # a number that no float can be
     with pytest.raises(ValueError, match="no record of a run that can be read") as raised:
         RunRecord.load(tmp_path)
     assert message in str(raised.value)
