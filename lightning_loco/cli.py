@@ -80,7 +80,7 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
     """Build the Trainer with its strategy, callbacks and loggers, and a timer for the report."""
     strategy = build_strategy(cfg)
     with errors_for("callbacks"):
-        callbacks = [*build_callbacks(cfg), timer]
+        callbacks = [timer, *build_callbacks(cfg)]  # others write files when training ends
     with errors_for("logger"):
         loggers = [hydra.utils.instantiate(node) for node in cfg.logger.values()]
     with errors_for("trainer"):

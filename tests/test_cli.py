@@ -29,7 +29,13 @@ from lightning_loco.report.record import RunRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK_ZERO_LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-SMOKE = ("experiment=smoke", "trainer.devices=1", "trainer.enable_progress_bar=false")
+SMOKE = (
+    "experiment=smoke",
+    "trainer.max_steps=20",
+    "trainer.val_check_interval=10",
+    "trainer.devices=1",
+    "trainer.enable_progress_bar=false",
+)
 
 
 @pytest.fixture
@@ -515,7 +521,8 @@ class TestCommand:
     @pytest.mark.parametrize("sizes", ["data_parallel_size=2", "tensor_parallel_size=2"])
     def test_two_workers_that_shard_the_model(self, tmp_path: Path, sizes: str) -> None:
         chosen = "trainer=fsdp", "trainer.devices=4", "inner.data_parallel_size=1", f"inner.{sizes}"
-        done = command("experiment=smoke", "algorithm=diloco", *chosen, cwd=tmp_path)
+        steps = "trainer.max_steps=20", "trainer.val_check_interval=10"
+        done = command("experiment=smoke", "algorithm=diloco", *chosen, *steps, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         (report,) = tmp_path.glob("outputs/*/*/report.json")
         figures = json.loads(report.read_text())

@@ -54,7 +54,7 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 """
 TINY_STEPS = (
     "experiment=smoke trainer.accelerator=cpu trainer.precision=32-true "
-    "trainer.val_check_interval=10"
+    "trainer.max_steps=20 trainer.val_check_interval=10"
 )
 TINY = f"{TINY_STEPS} algorithm.sync_every=4"
 

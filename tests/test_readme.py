@@ -8,17 +8,49 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.conftest import ROOT
 from tests.docs.pages import README
+from tests.pool import Pool, PoolEnvironment
+from tests.small_model import quiet_trainer
+from tests.strategies.messages import RANK_ZERO, messages_of
 
 QUICK_START = next(code for code in README.blocks("python") if "trainer.fit(" in code)
 
 
 def test_it_shows_what_travels_when_and_names_the_license() -> None:
     assert {"docs/what_travels_when.svg", "LICENSE"} <= {link for _, link in README.links}
+
+
+def first_step(rank: int, world: int) -> list[str]:
+    """What the quick start's first step says."""
+
+    def trainer(**settings: Any) -> Any:
+        assert settings["devices"] == world
+        made = quiet_trainer(**settings, num_sanity_val_steps=0, plugins=[PoolEnvironment()])
+        made.callbacks.append(LambdaCallback(on_train_batch_end=stop))
+        return made
+
+    def stop(trainer: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+    with (
+        mock.patch("lightning.pytorch.Trainer", trainer),
+        messages_of(RANK_ZERO) as texts,
+    ):
+        exec(compile(QUICK_START, "README", "exec"), {"__name__": "__main__"})
+    return texts
+
+
+def test_the_quick_start_gets_no_advice(pool: Pool) -> None:
+    texts, _ = pool.run(first_step, world=2)
+    assert any("a round every 10 local steps" in text for text in texts)
+    assert [text for text in texts if " Use " in text or "rounds in this run" in text] == []
 
 
 @pytest.mark.soak
@@ -36,7 +68,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "max_steps=60` reached" in done.stdout
+    assert "max_steps=100` reached" in done.stdout
     assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))
 
 

@@ -178,6 +178,7 @@ class RankRecord:
             "left_out": spans.left_out,
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
+            "wait_s": None if statistics is None else statistics.wait_s,
             "link_s": None if statistics is None else statistics.emulated_s,
         }
 
@@ -207,6 +208,7 @@ class RankRecord:
         numbers: dict[str, Any] = {STEPS: step}
         if self._statistics is not None:
             numbers["rounds"] = self._statistics.rounds
+        waits = [rank["wait_s"] for rank in ranks if rank["wait_s"] is not None]
         links = [rank["link_s"] for rank in ranks if rank["link_s"] is not None]
         return RunRecord(
             title=title(trainer),
@@ -225,6 +227,7 @@ class RankRecord:
             numbers=numbers,
             bytes_sent=sum(sent) / len(sent) if is_known else None,
             ddp_bytes=self._ddp_bytes(step),
+            wait_s=sum(waits) / len(waits) if waits else None,
             link_s=sum(links) / len(links) if links else None,
             ddp_link_s=self._ddp_link_s(step),
             topology=drawing_of(trainer),

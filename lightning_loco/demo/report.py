@@ -72,7 +72,7 @@ class RunReport:
             "sent per worker": self._sent(),
             "waited per worker": "-" if self.wait_s is None else format_seconds(self.wait_s),
             "training time": "-" if self.train_s is None else format_seconds(self.train_s),
-            "consensus distance": _number(self.consensus_distance, ".3e"),
+            "consensus distance": _number(self.consensus_distance, ".3g"),
         }
         if self.emulated_s is not None and self.hidden_s is not None:
             waited_s = self.emulated_s - self.hidden_s

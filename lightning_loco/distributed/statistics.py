@@ -74,7 +74,7 @@ class Statistics:
             a peer was behind).
         outer_grad_norm: Norm of the last pseudo-gradient; None unless monitored.
         consensus_distance: Root mean square distance of the workers' parameters to their mean,
-            just before the last measured round; None unless monitored.
+            just before the last measured round; if none was measured, at the end of training.
         losses: Last training loss of each worker at the last round; NaN if unknown.
         members: Number of workers in the last round of an elastic group; None without one.
         repaired: How often a member had drifted from the others and has received their state.

@@ -214,7 +214,7 @@ def _arithmetic(job: Job, option: Option) -> list[tuple[str, str]]:
             ("time", total),
         ]
     else:
-        computing = option.sync_every * job.step_s
+        computing, rounds = option.sync_every * job.step_s, (steps - 1) // option.sync_every
         round_s = option.sync_every * option.step_s
         waits = f"{computing:.4g} s + {round_s - computing:.3g} s of waiting"
         rows += [("a round", f"{option.sync_every} x {job.step_s:.4g} s = {computing:.4g} s")]
@@ -224,7 +224,7 @@ def _arithmetic(job: Job, option: Option) -> list[tuple[str, str]]:
         rows += [
             ("with waiting", f"{waits} = {round_s:.4g} s"),
             ("computes", f"{computing:.4g} s / {round_s:.4g} s = {_percent(option)}"),
-            ("rounds", f"{steps:,} / {option.sync_every} = {steps // option.sync_every:,}"),
+            ("rounds", f"{steps:,} / {option.sync_every}, none at the end: {rounds:,}"),
             ("time", total),
         ]
         if steps // option.sync_every < MIN_ROUNDS:

@@ -190,6 +190,8 @@ class RunRecord:
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.
         ddp_bytes: Bytes that DDP would have sent in the same steps; None if that is no comparison.
+        wait_s: Seconds for which a rank was blocked in exchanges, mean over the ranks; None if only
+            ``shares`` have it.
         link_s: Seconds of messages on an emulated link; None without one.
         ddp_link_s: Seconds that DDP's messages would have taken on that link.
         topology: None if all exchange with all, or nobody does.
@@ -211,6 +213,7 @@ class RunRecord:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     bytes_sent: float | None = None
     ddp_bytes: float | None = None
+    wait_s: float | None = None
     link_s: float | None = None
     ddp_link_s: float | None = None
     topology: Drawing | None = None
@@ -272,7 +275,7 @@ class RunRecord:
         ]
         if any(not 0 <= lane < len(lanes) for lane, *_ in events):
             raise ValueError("an event is of no lane")
-        optional = ("bytes_sent", "ddp_bytes", "link_s", "ddp_link_s")
+        optional = ("bytes_sent", "ddp_bytes", "wait_s", "link_s", "ddp_link_s")
         numbers = {name: value.get(name) for name in optional}
         topology = value.get("topology")
         return cls(

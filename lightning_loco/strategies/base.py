@@ -71,6 +71,7 @@ from lightning_loco.strategies.summary import (
     bytes_of_ddp,
     describe,
     errors_as_warnings,
+    mean_of_workers,
     summarize,
 )
 from lightning_loco.values import (
@@ -755,21 +756,25 @@ class EngineStrategy(WorkerStrategy):
     def _end_training(self) -> Iterator[None]:
         """Leave the consensus in the model before all hooks of the end of training."""
         self._external_updates.on_training_end()
-        engine, worker, distance = self._engine, self._engine.worker, None
+        engine, worker = self._engine, self._engine.worker
+        group, statistics = worker.group, engine.statistics
         check_untracked(worker.replica.left_out, self.optimizers)
         if self.member_connection is None:
             self.sync_point("the end of training")
-        if self.summary and worker.group.num_workers > 1:
-            distance = worker.measure_consensus(MAX_SAMPLED)
+        if self.summary and group.num_workers > 1 and statistics.consensus_distance is None:
+            statistics.consensus_distance = worker.measure_consensus(MAX_SAMPLED)
         self._look_up_averaged_copies()
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
+            # A collective, so it is outside of what must not end a run.
+            means, steps = mean_of_workers(statistics, worker.steps, group)
             with errors_as_warnings(NOT_SHOWN):
                 num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
-                of_ddp = bytes_of_ddp(self.world_size, num_bytes, worker.steps)
-                name, *_ = worker.group.rank_names
-                rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance, name))
+                count, (name, *_) = group.num_workers, group.rank_names
+                of_ddp = bytes_of_ddp(count, num_bytes, steps)
+                whose = f"Mean of {count} workers" if count > 1 else f"On {name}"
+                rank_zero_info(summarize(means, steps, of_ddp, whose))
         yield
 
     def on_exception(self, exception: BaseException) -> None:

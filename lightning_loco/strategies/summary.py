@@ -5,6 +5,7 @@ Nothing that only shows or records a run ends it: see :func:`errors_as_warnings`
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import traceback
 import warnings
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
 
-from lightning_loco.distributed import Statistics
+from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
@@ -92,10 +93,12 @@ def advice(
     steps = trainer.estimated_stepping_batches
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
     if steps < MIN_ROUNDS * every:
-        fitting = max(1, int(steps) // MIN_ROUNDS)
+        rounds, fitting = (int(steps) - 1) // every, int(steps) // MIN_ROUNDS  # none at the end
+        setting = f"sync_every={fitting}" + (" or less" if fitting > 1 else "")
         yield (
-            f"sync_every={every} leaves {int(steps) // every} rounds in this run of {steps:.0f} "
-            f"local steps, and the workers train mostly alone. Use sync_every={fitting} or less."
+            f"sync_every={every} leaves {rounds} round{'' if rounds == 1 else 's'} in this run of "
+            f"{steps:.0f} local steps, and the workers train mostly alone. Use at least "
+            f"{MIN_ROUNDS * every} local steps" + (f", or {setting}." if fitting else ".")
         )
     elif every > batches:
         yield (
@@ -150,17 +153,32 @@ def _steps_between_validations(trainer: pl.Trainer) -> float:
 # ------------------------------------------------------------- after training
 
 
-def summarize(
-    statistics: Statistics,
-    steps: int,
-    of_ddp: int,
-    distance: float | None = None,
-    name: str = "worker 0",
-) -> str:
-    """Return a short table of the steps, rounds, bytes and seconds of this rank, called ``name``.
+def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[Statistics, int]:
+    """Return statistics with the means over all workers, and that of their local steps.
 
-    ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown; ``distance`` is the consensus
-    distance at the end, if it was measured.
+    Bytes are those of all ranks of a worker, seconds the mean over the ranks. All ranks must call
+    it.
+    """
+    mine = [steps, own.bytes_sent, own.wait_s, own.emulated_s or 0.0, own.emulated_wait_s]
+    ranks = group.gather_from_ranks(mine, "the summary of training")
+    mean_steps, sent, *seconds = (
+        math.fsum(values) / len(ranks) for values in zip(*ranks, strict=True)
+    )
+    wait_s, emulated_s, emulated_wait_s = seconds
+    means = dataclasses.replace(
+        own,
+        bytes_sent=round(sent * group.replica_size),
+        wait_s=wait_s,
+        emulated_s=None if own.emulated_s is None else emulated_s,
+        emulated_wait_s=emulated_wait_s,
+    )
+    return means, round(mean_steps)
+
+
+def summarize(statistics: Statistics, steps: int, of_ddp: int, whose: str = "On worker 0") -> str:
+    """Return a short table of steps, rounds, bytes and seconds; ``whose`` says of which worker.
+
+    ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown.
     """
     sent = format_bytes(statistics.bytes_sent)
     rows = {
@@ -171,10 +189,10 @@ def summarize(
     }
     if statistics.emulated_s is not None:
         rows["on the link"] = format_link_time(statistics.emulated_s, statistics.emulated_wait_s)
-    if distance is not None:
-        rows["consensus distance"] = f"{distance:.3g}"
+    if statistics.consensus_distance is not None:
+        rows["consensus distance"] = f"{statistics.consensus_distance:.3g}"
     lines = [f"  {name:<20}{value}" for name, value in rows.items()]
-    return "\n".join([f"Training is over. On {name}:", *lines])
+    return "\n".join([f"Training is over. {whose}:", *lines])
 
 
 def bytes_of_ddp(num_ranks: int, num_bytes: int, steps: int) -> int:

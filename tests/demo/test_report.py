@@ -31,7 +31,7 @@ def test_the_table_is_aligned() -> None:
     assert "sent per worker     402.2 MB" in lines
     assert "waited per worker   1.25 s" in lines
     assert "training time       12.0 h" in lines
-    assert "consensus distance  1.230e-02" in lines
+    assert "consensus distance  0.0123" in lines
 
 
 def test_only_the_loss_of_bytes_has_a_unit() -> None:

@@ -48,7 +48,20 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "few rounds": (
         few_rounds,
         {"max_epochs": 3},
-        ["sync_every=4 leaves 3 rounds in this run of 12 local steps.* Use sync_every=1 or less"],
+        [
+            "sync_every=4 leaves 2 rounds in this run of 12 local steps.* "
+            r"Use at least 40 local steps, or sync_every=1\.$"
+        ],
+    ),
+    "one round": (
+        long_rounds,
+        {"max_steps": 9},
+        ["sync_every=6 leaves 1 round in this .* Use at least 60 local steps.$"],
+    ),
+    "rounds that can be more": (
+        long_rounds,
+        {"max_steps": 59},
+        ["sync_every=6 leaves 9 rounds .* Use at least 60 local steps, or sync_every=5 or less"],
     ),
     "long rounds": (
         long_rounds,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningDataModule
 
+from lightning_loco import ConsensusMonitor, LocalSGDStrategy, ReportCallback
+from lightning_loco.demo.report import measure
+from lightning_loco.report.page import tiles
+from lightning_loco.report.record import RunRecord
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.values import format_bytes
-from tests.pool import Pool
+from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader
 from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
@@ -47,6 +53,40 @@ def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) 
                 assert rows["rounds"] == {"async_diloco": "4", "streaming_diloco": "4"}.get(
                     name, "2"
                 )
+
+
+def fit_with_reports(rank: int, world: int, folder: Path) -> tuple[list[str], str]:
+    """The summary, and the table of ``train.py``."""
+    module = TinyModule()
+    with messages_of(RANK_ZERO) as texts:
+        trainer = make_trainer(
+            LocalSGDStrategy(sync_every=4),
+            callbacks=[ConsensusMonitor(), ReportCallback(folder)],
+            max_epochs=1,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, make_loader(rank, STEPS))
+    summary = next((text for text in texts if "Training is over" in text), "")
+    return summary.splitlines(), measure(trainer, module, LightningDataModule(), 1.0).table()
+
+
+def test_summary_table_and_page_show_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
+    (summary, table), (none, _) = pool.run(fit_with_reports, tmp_path, world=2)
+    assert none == []
+    assert summary[0] == "Training is over. Mean of 2 workers:"
+    rows, in_table = (
+        dict(re.split(r"\s{2,}", line.strip()) for line in lines)
+        for lines in (summary[1:], table.splitlines())
+    )
+    record = RunRecord.load(tmp_path)
+    on_page = {name: value for name, value, _ in tiles(record)}
+    (consensus,) = record.of_kind("consensus")
+    assert rows["rounds"] == in_table["rounds"] == on_page["rounds"] == "2"
+    assert rows["waited"] == in_table["waited per worker"] == on_page["waited per worker"]
+    sent = rows["sent"].partition(" (")[0]
+    assert sent == in_table["sent per worker"] == on_page["sent per worker"]
+    assert rows["consensus distance"] == in_table["consensus distance"]
+    assert rows["consensus distance"] == f"{consensus.points[-1][3]:.3g}"
 
 
 def test_the_summary_can_be_disabled(pool: Pool) -> None:
