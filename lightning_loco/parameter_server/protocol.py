@@ -26,7 +26,7 @@ from lightning_loco.distributed.worker_group import is_of_a_signal
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
 from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
-FRAME_BYTES = 512
+FRAME_BYTES = 64
 _UNLIMITED_S = 10 * 365 * 24 * 3600.0
 _MAX_PENDING_SENDS = 64
 

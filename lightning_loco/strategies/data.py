@@ -107,10 +107,9 @@ class MaxSteps:
         steps = trainer.estimated_stepping_batches
         if 0 <= steps < shortest:
             raise ValueError(
-                "The result of a round is applied one round later, but this run of "
-                f"{steps:.0f} local steps has only a single round of sync_every={sync_every}. Use "
-                f"sync_every of at most {steps // 2:.0f}, or a method whose results are applied at "
-                "once, such as DiLoCo."
+                f"sync_every={sync_every}: the result of a round is applied one round later, after "
+                f"the end of this run of {steps:.0f} local steps. Use sync_every of at most "
+                f"{steps // 2:.0f}, or a method whose results are applied at once, such as DiLoCo."
             )
 
 

@@ -43,8 +43,10 @@ def send_messages(rank: int, world: int) -> list[str]:
     found = []
     for frame in frames:
         if rank == 0:
-            memory = torch.frombuffer(bytearray(frame.ljust(FRAME_BYTES)), dtype=torch.uint8)
-            connection.wait(connection.send(memory, MessageTag.REQUESTS), "a message")
+            for part in (frame[:FRAME_BYTES].ljust(FRAME_BYTES), frame[FRAME_BYTES:]):
+                memory = torch.tensor(list(part), dtype=torch.uint8)
+                if part:
+                    connection.wait(connection.send(memory, MessageTag.REQUESTS), "a message")
             continue
         with pytest.raises(RuntimeError) as raised:
             connection.receive_request()

@@ -193,7 +193,7 @@ MAKE_STRATEGY: dict[str, tuple[Callable[[], LocoStrategy], type[Exception], str]
     "overlap with a single round": (
         lambda: AsyncDiLoCoStrategy(sync_every=6, fragments=None),
         ValueError,
-        "run of 10 local steps has only a single round of sync_every=6.*at most 5",
+        "sync_every=6: the result .* after the end of this run of 10 local steps.*at most 5",
     ),
     "two numbers for three workers": (
         lambda: LocalSGDStrategy(sync_every=[4, 2]),

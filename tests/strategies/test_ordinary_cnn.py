@@ -17,7 +17,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.strategies.registry import METHODS
+from lightning_loco.strategies.summary import bytes_of_ddp
 from tests.pool import Pool
+from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
 
 EPOCHS = 5
@@ -153,3 +155,44 @@ def test_an_ordinary_classifier(
             for result in results:
                 assert result["losses"] == losses
                 assert result["final"] == pytest.approx(losses[-1], rel=1e-4)
+
+
+class ConstantRate(Classifier):
+    """The classifier with AdamW alone."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit_at_defaults(rank: int, world: int, name: str, epochs: int) -> dict[str, Any]:
+    """Train for 16 local steps an epoch."""
+    module, strategy = ConstantRate("batch"), METHODS[name]()
+    train = DataLoader(make_images(1024, seed=1), batch_size=32, shuffle=True)
+    validation = DataLoader(make_images(64, seed=2), batch_size=64)
+    with messages_of(RANK_ZERO) as texts:
+        fit_with(
+            strategy, module, train, validation, max_epochs=epochs, use_distributed_sampler=True
+        )
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    return {
+        "sent": strategy.statistics.bytes_sent,
+        "of ddp": bytes_of_ddp(2, 4 * numel, 16 * epochs),
+        "advice": [text for text in texts if " Use " in text],
+    }
+
+
+def test_defaults_on_a_first_run(pool: Pool, subtests: pytest.Subtests) -> None:
+    """No method sends more than DDP; one whose rounds are too far apart for the run says so."""
+    for name in METHODS:
+        with subtests.test(name):
+            epochs = 13 if name == "eager_diloco" else 6  # a shorter run is refused
+            world = 3 if name == "remote_optimizer" else 2
+            results = pool.run(fit_at_defaults, name, epochs, world=world)[:2]
+            for result in results:
+                assert 0 < result["sent"] <= 1.02 * result["of ddp"]
+            advice = results[0]["advice"]
+            if name in ("sparta", "async_model_average", "pairwise_gossip", "remote_optimizer"):
+                assert not advice
+            else:
+                assert len(advice) == 1
+                assert advice[0].startswith("sync_every=100 leaves")

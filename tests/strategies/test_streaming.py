@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "a run too short for a whole phase": (
         lambda: AsyncDiLoCoStrategy(11, fragments=1),
-        "only a single round of sync_every=11",
+        "sync_every=11: the result of a round is applied one round later, after the end",
     ),
 }
 
