@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -147,11 +146,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint into the model and, to resume training, this worker's own state."""
-        with ExitStack() as after:
-            if not self.is_fitting:
-                after.callback(setattr, self, "optimizers", self.optimizers)
-                self.optimizers = []  # Lightning would read their states, which may be empty
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         if self.checkpoints.is_resuming:
             self._external_updates.start_fit()
         return loaded

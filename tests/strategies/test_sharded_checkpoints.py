@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import zlib
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
+from lightning_loco.strategies.checkpoint.shards import check_folder, damage_in, write_folder
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import loss_of
 from tests.strategies.replica_runs import (
@@ -253,6 +257,101 @@ def test_a_test_of_a_checkpoint_whose_optimizer_has_no_state(
 ) -> None:
     for after_fit, of_file in pool.run(fit_and_test, str(tmp_path / name), world=4):
         assert of_file == pytest.approx(after_fit, rel=1e-12)
+
+
+def flip(file: Path) -> Path:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def test_damaged_shards_are_refused_and_an_intact_checkpoint_is_named(
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    path, other = tmp_path / "folder.ckpt", tmp_path / "older_folder.ckpt"
+    pool.run(fit, "diloco", (2, 1), str(path), 5, {}, world=4)
+    (save,) = Path(f"{path}.loco").iterdir()
+
+    def exchange_workers() -> Path:
+        first, second = (save / f"shards_worker_0000{n}" for n in range(2))
+        first.rename(save / "first")
+        second.rename(first)
+        (save / "first").rename(second)
+        return first / ".metadata"
+
+    def delete(file: Path) -> Path:
+        file.unlink()
+        return file
+
+    def of_another_save() -> Path:
+        pool.run(fit, "diloco", (2, 1), str(path), 6, {}, world=4)
+        (present,) = Path(f"{path}.loco").iterdir()
+        shutil.rmtree(present / "shards_worker_00001")
+        shutil.copytree(
+            f"{other}.loco/{save.name}/shards_worker_00001", present / "shards_worker_00001"
+        )
+        return present / "shards_worker_00001" / ".metadata"
+
+    for place in path, Path(f"{path}.loco"):
+        shutil.copytree(place, str(place).replace("folder", "older_folder"), symlinks=True)
+    for name, damage in {
+        "a bit of the main folder": lambda: flip(path / "__1_0.distcp"),
+        "a bit of a worker": lambda: flip(save / "shards_worker_00001" / "__0_0.distcp"),
+        "a bit of what all share": lambda: flip(save / "shards_shared" / "__0_0.distcp"),
+        "exchanged workers": exchange_workers,
+        "another save": of_another_save,
+        "a missing description": lambda: delete(path / ".metadata"),
+        "a missing file of the rest": lambda: delete(path / "meta.pt"),
+    }.items():
+        with subtests.test(name):
+            file = damage()
+            with pytest.raises(PoolError) as error:
+                pool.run(fit, "diloco", (2, 1), str(path), None, {}, world=4)
+            assert len(error.value.failures) == 4
+            for failure in error.value.failures.values():
+                assert failure.type_name == "ValueError"
+                assert str(file.parent.parent) in failure.message
+                assert f"Go on from {other}, the newest" in failure.message
+            assert any(str(file) in failure.message for failure in error.value.failures.values())
+            for place in path, Path(f"{path}.loco"):
+                shutil.rmtree(place)
+                kept = str(place).replace("folder", "older_folder")
+                shutil.copytree(kept, place, symlinks=True)
+    with subtests.test("the other one is damaged, too"):
+        (other / "meta.pt").resolve().write_bytes(b"")
+        flip(path / "__1_0.distcp")
+        with pytest.raises(PoolError, match="No other checkpoint in .* is intact"):
+            pool.run(fit, "diloco", (2, 1), str(path), None, {}, world=4)
+
+
+def test_files_of_a_folder_are_compared_with_what_was_written(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    folder = tmp_path / "shards"
+    files = write_folder({"one": torch.ones(3), "two": [1, "b"]}, str(folder), None)
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert files == {name: (len(whole), zlib.crc32(whole)) for name, whole in found.items()}
+    assert damage_in(str(folder), files) is None
+    for name in files:
+        file, whole = folder / name, found[name]
+        for content, text in (
+            (whole[:-1], "were written"),
+            (whole[:-1] + bytes([whole[-1] ^ 1]), "has changed since it was written"),
+            (None, "does not exist, or is not a file"),
+        ):
+            with subtests.test(text, name=name):
+                file.unlink()
+                os.mkfifo(file) if content is None else file.write_bytes(content)
+                with pytest.raises(ValueError, match=text):
+                    check_folder(str(folder), files, None)
+                is_shorter = content is None or len(content) < len(whole)
+                assert (damage_in(str(folder), files, reads_all=False) is not None) == is_shorter
+        file.unlink()
+        file.write_bytes(whole)
+    with pytest.raises(ValueError, match="unreadable"):
+        check_folder(str(folder), files, None, "unreadable")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(

@@ -20,13 +20,15 @@ from lightning_loco.earlier_run import (
     with_present_names,
 )
 from lightning_loco.schedules.base import reduce_ratio
-from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
+from lightning_loco.strategies.checkpoint.atomic_io import META, damage_of, is_archive, local_path
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
 from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
+from lightning_loco.strategies.checkpoint.shards import OWN_SHARDS, SHARED_SHARDS, damage_in
 from lightning_loco.strategies.checkpoint.side_files import (
     AFTER_ERROR,
     KEY,
     NEW_RUN,
+    SHARDS,
     Manifest,
     SideFiles,
     errors_naming,
@@ -81,19 +83,21 @@ def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str,
 
 @contextmanager
 def other_one_named(
-    io: CheckpointIO, path: str | Path, worker: int | None = None
+    io: CheckpointIO, path: str | Path, worker: int | None = None, has_shards: bool = False
 ) -> Iterator[None]:
     """A context that adds to a ValueError which other checkpoint in the folder can be used.
 
-    The side file of ``worker`` must exist for it, or those of all workers.
+    The side file of ``worker`` must exist for it, or those of all workers; ``has_shards`` says
+    whether the ranks of a worker hold shards.
     """
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error} {_other_one(io, path, worker)}".rstrip()) from error
+        other = _other_one(io, path, worker, has_shards)
+        raise ValueError(f"{error} {other}".rstrip()) from error
 
 
-def _other_one(io: CheckpointIO, path: str | Path, worker: int | None) -> str:
+def _other_one(io: CheckpointIO, path: str | Path, worker: int | None, has_shards: bool) -> str:
     local = local_path(path)
     if local is None:
         return ""
@@ -101,29 +105,48 @@ def _other_one(io: CheckpointIO, path: str | Path, worker: int | None) -> str:
     others: list[tuple[float, Path]] = []
     for file in local.parent.glob("*.ckpt"):
         with suppress(OSError):  # deleted meanwhile
-            if file.is_file() and os.path.realpath(file) != own:
-                others.append((file.stat().st_mtime, file))
+            if os.path.realpath(file) != own:
+                main = file / META if has_shards and file.is_dir() else file
+                others.append((main.stat().st_mtime, file))
     for _, file in sorted(others, reverse=True):
-        if _is_intact(io, file, worker):
+        if _is_intact(io, file, worker, has_shards):
             return f"Go on from {file}, the newest other checkpoint in its folder that is intact."
     return f"No other checkpoint in {local.parent} is intact."
 
 
-def _is_intact(io: CheckpointIO, path: Path, worker: int | None) -> bool:
-    """Return whether a run can resume from a file; of side files only the ends are checked."""
+def _is_intact(io: CheckpointIO, path: Path, worker: int | None, has_shards: bool) -> bool:
+    """Return whether a run can resume from a checkpoint.
+
+    Of side files only the ends are checked, and of shards the lengths.
+    """
     try:
-        if damage_of(path) is not None:
+        main = path / META if has_shards and path.is_dir() else path
+        if not main.is_file() or damage_of(main) is not None:
             return False
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(main, map_location="cpu", weights_only=True, mmap=True)
+        if damage_in(str(path), content.get(SHARDS, {}), reads_all=False) is not None:
+            return False
         if KEY in content:
+            if (SHARDS in content) != has_shards:
+                return False
             manifest, files = Manifest.from_state_dict(content[KEY], path), SideFiles(io, path)
             writers = range(manifest.num_workers) if worker is None else [worker]
             for writer in [*writers, None] if manifest.has_shared else writers:
-                if damage_of(files.find(manifest.stamp, writer), reads_all=False) is not None:
+                file = files.find(manifest.stamp, writer)
+                if damage_of(file, reads_all=False) is not None:
                     return False
-        return "loops" in content and "optimizer_states" in content
+                if has_shards and not _has_all_shards(files.shards(manifest.stamp, writer), file):
+                    return False
+        return "loops" in content and ("optimizer_states" in content or main != path)
     except Exception:  # damaged files raise errors of many types
         return False
+
+
+def _has_all_shards(folder: str, file: str) -> bool:
+    """Return whether the files that a side file describes have the length that it says."""
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    state = content.get("engine", content)
+    return damage_in(folder, state.get(OWN_SHARDS, state.get(SHARED_SHARDS, {})), False) is None
 
 
 # --------------------------------------------- the choice of a save on disks of their own

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.strategies.checkpoint.atomic_io import META
 from lightning_loco.strategies.checkpoint.position import DataShares
-from lightning_loco.strategies.checkpoint.shards import ShardFolder, write_folder
-from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SideFiles
-from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
+from lightning_loco.strategies.checkpoint.reader import read_main
+from lightning_loco.strategies.checkpoint.shards import (
+    SHARED_SHARDS,
+    ShardFolder,
+    check_folder,
+    write_folder,
+)
+from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SHARDS, SideFiles, stamps_in
+from lightning_loco.strategies.checkpoint.workers import READING, WorkerCheckpoints
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine, EngineStrategy
@@ -30,6 +39,8 @@ class ShardedCheckpoints(WorkerCheckpoints):
     beside it (:class:`~lightning_loco.strategies.checkpoint.shards.ShardFolder`).
     """
 
+    _has_shards = True
+
     def __init__(self, strategy: EngineStrategy, *, saves_folders: bool) -> None:
         super().__init__(strategy)
         self._saves_folders = saves_folders
@@ -42,6 +53,46 @@ class ShardedCheckpoints(WorkerCheckpoints):
                 for name, value in read().items()
             }
 
+    def load(
+        self,
+        read: Callable[[], dict[str, Any]],
+        path: str | Path,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Check the files of a checkpoint and read it, see :meth:`WorkerCheckpoints.load`."""
+        strategy = self._strategy
+        group = strategy.group if strategy.is_fitting else None
+        agreed = nullcontext() if group is None else group.errors_shared(READING)
+        with agreed, self._other_one_named(path):
+            self._check_main(str(path), weights_only)
+        if strategy.is_fitting:
+            for optimizer in strategy.optimizers:
+                optimizer.zero_grad()  # torch loads no states if there are gradients
+            if not stamps_in(str(path), strategy.checkpoint_io):
+                return super().load(read, path, weights_only)
+
+        def read_weights() -> dict[str, Any]:
+            # The states of the optimizers are in the side files, complete or not.
+            found, strategy.optimizers = strategy.optimizers, []
+            try:
+                return read()
+            finally:
+                strategy.optimizers = found
+
+        return super().load(read_weights, path, weights_only)
+
+    def _check_main(self, path: str, weights_only: bool | None) -> None:
+        """Check the main file if it is a folder; ValueError on all ranks if it is damaged."""
+        if not os.path.isdir(path):
+            return
+        damage, files, rest = None, dict[str, Any](), f"{path}/{META}"
+        try:
+            content = read_main(partial(torch.load, rest, weights_only=weights_only), rest)
+            files = content.get(SHARDS, {})
+        except (OSError, ValueError) as error:
+            damage = f"The checkpoint {path} is incomplete or damaged: {error}".removesuffix(".")
+        check_folder(path, files, dist.group.WORLD, damage)
+
     def _main_writer(
         self, checkpoint: dict[str, Any], storage_options: Any
     ) -> Callable[[str | Path], None]:
@@ -52,13 +103,15 @@ class ShardedCheckpoints(WorkerCheckpoints):
 
     def _write_parts(self, checkpoint: dict[str, Any], path: str) -> None:
         if not self._saves_folders:
+            checkpoint[SHARDS] = {}
             return
         state = checkpoint.pop("state_dict")
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
         content = {"state_dict": state, **{f"optimizer_{n}": found for n, found in optimizers}}
         if self._strategy.is_global_zero and os.path.isfile(path):
             os.unlink(path)
-        write_folder(content if self._strategy.worker == 0 else {}, path, dist.group.WORLD)
+        own = content if self._strategy.worker == 0 else {}
+        checkpoint[SHARDS] = write_folder(own, path, dist.group.WORLD)
 
     def _gathered(
         self, engine: AnyEngine, state: dict[str, Any], files: SideFiles, stamp: str
@@ -85,6 +138,8 @@ class ShardedCheckpoints(WorkerCheckpoints):
         own, shared = super()._worker_state(engine, checkpoint, files, stamp)
         if own is not None:
             own["lightning"]["optimizer_states"] = []
+            if shared is not None and SHARED_SHARDS in own["engine"]:
+                shared[SHARED_SHARDS] = own["engine"].pop(SHARED_SHARDS)
         return own, shared
 
     def _load_own_state(

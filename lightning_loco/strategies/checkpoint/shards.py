@@ -7,18 +7,25 @@ stays as it is, with the number of a vector in place of each.
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -30,7 +37,17 @@ from lightning_loco.engine.whole_state import of_length, with_vectors
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
 
+OWN_SHARDS = "shards"
+"""Entry of a state with the files in the folder of a worker."""
+
+SHARED_SHARDS = "shared_shards"
+"""Entry of a state with the files in the folder of what all workers share."""
+
+Files = dict[str, tuple[int, int]]
+"""The length and the CRC-32 checksum of each file in a folder."""
+
 _VECTOR = "vector"
+_PIECE_BYTES = 2**24
 
 
 class ShardFolder:
@@ -94,16 +111,26 @@ class ShardFolder:
         plain["params"] = put(state["params"], None, of_own)
         for number, optimizer in enumerate(optimizers):
             of_own[f"optimizer_{number}"] = get_optimizer_state_dict(model, optimizer)
-        write_folder(of_own, self._folders[0], self._group.inner)
+        plain[OWN_SHARDS] = write_folder(of_own, self._folders[0], self._group.inner)
         if not all(is_own.values()):
             shared = {"fragments": [], "shared": state["shared"]}
             found = with_vectors(shared, self._is_vector, partial(put, into=of_shared))
-            write_folder(of_shared, self._folders[1], self._group.inner)
+            plain[SHARED_SHARDS] = write_folder(of_shared, self._folders[1], self._group.inner)
             plain["shared"] = found["shared"]
         return plain
 
     def read(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what :meth:`write` was given, with the vectors that this rank holds now."""
+        """Return what :meth:`write` was given, with the vectors that this rank holds now.
+
+        ValueError if a file is not the one that was written together with this state.
+        """
+        plain = dict(plain)
+        files = plain.pop(OWN_SHARDS), plain.pop(SHARED_SHARDS, {})
+        try:
+            for folder, of_folder in zip(self._folders, files, strict=True):
+                check_folder(folder, of_folder, self._group.inner)
+        except ValueError as error:
+            raise ValueError(f"{error} {NEW_RUN}") from error
         vectors: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
         def prepare(marker: dict[str, Any], fragment: int | None) -> None:
@@ -123,11 +150,18 @@ class ShardFolder:
         return {**with_vectors(plain, _is_marker, get), "params": get(plain["params"], None)}
 
     def read_optimizers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Load the states of the optimizers."""
+        """Load the states of the optimizers; a parameter without a saved state gets none."""
+        saved = FileSystemReader(self._folders[0]).read_metadata().state_dict_metadata
         for number, optimizer in enumerate(optimizers):
-            state = get_optimizer_state_dict(model, optimizer)
-            read_folder({f"optimizer_{number}": state}, self._folders[0], self._group.inner)
-            set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
+            key = f"optimizer_{number}"
+            content = get_optimizer_state_dict(model, optimizer)
+            states = content["state"]
+            for name in [*states]:
+                if not any(found.startswith(f"{key}.state.{name}.") for found in saved):
+                    del states[name]
+            read_folder({key: content}, self._folders[0], self._group.inner)
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=content, options=options)
 
     def _named(self, held: Tensor) -> dict[str, Tensor]:
         """Views of a vector by the names of the parameters; those of a shard are a ``DTensor``."""
@@ -142,16 +176,102 @@ class ShardFolder:
         return named
 
 
-def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> None:
+class _SummedFile(io.FileIO):
+    """A file whose length and checksum are computed as it is written, from start to end."""
+
+    length = checksum = 0
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.length += written
+        self.checksum = zlib.crc32(memoryview(data).cast("B")[:written], self.checksum)
+        return written
+
+
+class _SummedFiles(FileSystem):
+    """Records the length and the checksum of each file that is written."""
+
+    def __init__(self) -> None:
+        self.files: Files = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        raw = _SummedFile(path, mode)
+        with io.BufferedWriter(raw) as stream:
+            yield stream
+        # The file that describes the others is written under another name and renamed.
+        self.files[Path(path).name.removesuffix(".tmp")] = raw.length, raw.checksum
+
+
+def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> Files:
     """Write what each rank of a group has; OSError on all of them if one cannot.
 
-    Without a group, this rank writes alone.
+    Without a group, this rank writes alone. Returns what :func:`check_folder` needs.
     """
+    writer, system = FileSystemWriter(folder), _SummedFiles()
+    writer.fs = system
     try:
         with _silent_without(group):
-            dcp.save(content, checkpoint_id=folder, process_group=group, no_dist=group is None)
+            dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OSError(f"{folder} cannot be written: {_first_of(error)}.") from error
+        raise OSError(f"{folder} cannot be written: {_reason(error)}.") from error
+    return {
+        name: found for files in _gathered(system.files, group) for name, found in files.items()
+    }
+
+
+def damage_in(folder: str, files: Files, reads_all: bool = True) -> str | None:
+    """Describe what is wrong with files of a folder; None if nothing is.
+
+    Without ``reads_all`` only their lengths are compared.
+    """
+    for name, (length, checksum) in files.items():
+        file = Path(folder, name)
+        if not file.is_file():
+            return f"{file} does not exist, or is not a file"
+        if (found := file.stat().st_size) != length:
+            return f"{file} has {found} bytes, and {length} were written"
+        if reads_all and _checksum_of(file) != checksum:
+            return f"{file} has changed since it was written, or belongs to another save or worker"
+    return None
+
+
+def check_folder(
+    folder: str, files: Files, group: dist.ProcessGroup | None, damage: str | None = None
+) -> None:
+    """Compare the files of a folder with what was written, each rank of a group a part of them.
+
+    A rank that could not read what was written passes the ``damage``.
+
+    Raises:
+        ValueError: On all ranks of the group, if one file is missing or is another one.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    try:
+        own = {name: files[name] for name in sorted(files)[rank::size]}
+        damage = damage or damage_in(folder, own)
+    except OSError as error:
+        damage = f"{folder} cannot be read: {error}"
+    for found in _gathered(damage, group):
+        if found is not None:
+            raise ValueError(f"{found}.")
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks of a group; without one, that of this rank."""
+    if group is None:
+        return [value]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+def _checksum_of(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def read_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> None:
@@ -163,7 +283,7 @@ def read_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup |
         with _silent_without(group):
             dcp.load(content, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise ValueError(f"{folder} cannot be read: {_first_of(error)}. {NEW_RUN}") from error
+        raise ValueError(f"{folder} cannot be read: {_reason(error)}. {NEW_RUN}") from error
 
 
 @contextmanager
@@ -175,9 +295,10 @@ def _silent_without(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
 
 
-def _first_of(error: CheckpointException) -> BaseException:
+def _reason(error: CheckpointException) -> str:
     """The first error of a rank, which all have got."""
-    return next(failure[0] for failure in error.failures.values())
+    first = next(failure[0] for failure in error.failures.values())
+    return str(first) or type(first).__name__
 
 
 def _is_marker(value: Any, fragment: int | None) -> bool:

@@ -51,6 +51,12 @@ KEY = "lightning_loco"
 AFTER_ERROR = "after_error"
 """Entry beside the manifest: worker 0 has saved alone, because its fit has failed."""
 
+SHARDS = "lightning_loco_shards"
+"""Key of the files that ranks have written into a main file that is a folder; else it is empty.
+
+The main file of workers that hold the whole model does not have it.
+"""
+
 NEW_RUN = (
     "To start a new run from its weights alone, use "
     "YourModule.load_from_checkpoint(path) and fit without ckpt_path."

@@ -49,6 +49,9 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _SAVING = "a checkpoint"
+READING = "reading the checkpoint"
+"""What all workers wait for while each reads, in words."""
+
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 
 
@@ -60,6 +63,8 @@ class WorkerCheckpoints:
     resumes exactly. The folder is ``"shared"`` if all workers see the same files, ``"private"`` if
     each may have a disk of its own.
     """
+
+    _has_shards = False
 
     def __init__(self, strategy: EngineStrategy, folder: str = "shared") -> None:
         check_choice("checkpoint_folder", folder, ("shared", "private"))
@@ -313,10 +318,9 @@ class WorkerCheckpoints:
             return read_main(read, path)
         group, io = self._strategy.group, self._strategy.checkpoint_io
         assert group is not None
-        own = self._strategy.worker if self._is_private else None
-        with group.errors_shared("reading the checkpoint"):
+        with group.errors_shared(READING):
             shares = self._shares()
-            with other_one_named(io, path, own):
+            with self._other_one_named(path):
                 loaded = read_main(read, path)
                 if KEY in loaded:
                     self._load_own_state(loaded, SideFiles(io, path), path, weights_only, shares)
@@ -326,6 +330,11 @@ class WorkerCheckpoints:
                 "or after fit: all workers start from its model and optimizer."
             )
         return loaded
+
+    def _other_one_named(self, path: str | Path) -> AbstractContextManager[None]:
+        """Return a context in which an error names another checkpoint that is intact."""
+        own = self._strategy.worker if self._is_private else None
+        return other_one_named(self._strategy.checkpoint_io, path, own, self._has_shards)
 
     def _load_own_state(
         self,
