@@ -15,7 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-_AUDITED = {"os.rename": "replace", "os.remove": "remove", "os.rmdir": "remove"}
+_AUDITED = {
+    "os.rename": "replace",
+    "os.remove": "remove",
+    "os.rmdir": "remove",
+    "os.link": "link",
+    "os.symlink": "link",
+}
 _callbacks: list[Callable[[str, str], None]] = []
 _is_hooked = False
 
@@ -66,7 +72,7 @@ def before_each_change(folder: str, call: Callable[[str], None]) -> Iterator[Non
     Args:
         folder: An absolute path.
         call: Called with ``"write"`` when half of a file is written, ``"sync"`` before a file is
-            synced to the disk, ``"replace NAME"`` and ``"remove NAME"``.
+            synced to the disk, ``"replace NAME"``, ``"remove NAME"`` and ``"link NAME"``.
     """
     global _is_hooked
     if not _is_hooked:
@@ -106,7 +112,7 @@ def before_each_change(folder: str, call: Callable[[str], None]) -> Iterator[Non
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _callbacks and event in _AUDITED:
-        path, folder = os.fspath(args[1 if event == "os.rename" else 0]), args[-1]
+        path, folder = os.fspath(args[0 if _AUDITED[event] == "remove" else 1]), args[-1]
         if folder != -1:  # an open folder, to which the path is relative
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
         _callbacks[-1](f"{_AUDITED[event]} {os.path.basename(path)}", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,13 +17,19 @@ import torch
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
-from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
-from lightning_loco.strategies.checkpoint.side_files import KEY, SideFiles, new_stamp
+from lightning_loco.strategies.checkpoint.atomic_io import META, WholeFileIO
+from lightning_loco.strategies.checkpoint.shards import check_folder, read_folder, write_folder
+from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save
+from tests.strategies.kill_before_write import before_each_change
 
 pytestmark = pytest.mark.recovery
 OLDER, NEWER = 10, 20
-WAYS = {"shared": Save.to_shared_folder, "private": Save.to_private_folders}
+WAYS = {
+    "shared": Save.to_shared_folder,
+    "private": Save.to_private_folders,
+    "main folder": Save.to_shared_folder,
+}
 
 
 @dataclasses.dataclass
@@ -49,16 +56,25 @@ def save(
 ) -> None:
     """Save the state of worker 0; without side files if not ``with_side_files``."""
     io, stamp = WholeFileIO(), new_stamp(step)
+    files = SideFiles(io, path)
     main = {"step": step, **({KEY: {"stamp": stamp}} if with_side_files else {})}
     own, shared = ({"own": step}, {"shared": step}) if with_side_files else (None, None)
     write_main = partial(io.save_checkpoint, main)
-    WAYS[way](Save(SideFiles(io, path), stamp, own, shared, write_main), group or WorkerGroup(0, 1))
+    if way == "main folder":
+        main[SHARDS] = write_folder({"step": torch.tensor(step)}, files.staged_main(stamp), None)
+        write_main = lambda path: io.save_checkpoint(main, f"{path}/{META}")  # noqa: E731
+    WAYS[way](Save(files, stamp, own, shared, write_main), group or WorkerGroup(0, 1))
 
 
 def saved_step(path: Path) -> int:
     """Return the step of a checkpoint, and check that all its files exist."""
-    main = torch.load(path)
+    main = torch.load(path / META if path.is_dir() else path)
     step = int(main["step"])
+    if path.is_dir():
+        check_folder(str(path), main[SHARDS], None)
+        content = {"step": torch.tensor(0)}
+        read_folder(content, str(path), None)
+        assert content["step"] == step
     if KEY in main:
         own, shared = SideFiles(WholeFileIO(), path).load(main[KEY]["stamp"], 0, True)
         assert (own, shared) == ({"own": step}, {"shared": step})
@@ -72,8 +88,8 @@ def test_suspended_worker_without_the_others_changes_nothing(
     tmp_path: Path, number: int, way: str, with_side_files: bool
 ) -> None:
     path = tmp_path / "last.ckpt"
-    save(path, 1)
-    group = OnlyWorker(0, 1, number=number, then=lambda: save(path, NEWER))
+    save(path, 1, way=way)
+    group = OnlyWorker(0, 1, number=number, then=lambda: save(path, NEWER, way=way))
     with pytest.raises(WorkerFailure):
         save(path, OLDER, group, way, with_side_files)
     assert saved_step(path) == NEWER
@@ -97,16 +113,17 @@ def test_a_save_between_any_two_changes_remains_complete(
 ) -> None:
     """Make a newer save before each fault point of an older one that was agreed on."""
     reached: list[str] = []
+    save(tmp_path / "count.ckpt", 1, way=way)
     with on_reach(reached.append):
         save(tmp_path / "count.ckpt", OLDER, way=way, with_side_files=with_side_files)
     assert "before the main file is in its place" in reached
     for chosen in range(1, len(reached)):
         path, left = tmp_path / f"{chosen}.ckpt", [*reached[: chosen + 1]]
-        save(path, 1)
+        save(path, 1, way=way)
 
         def interfere(point: str, path: Path = path, left: list[str] = left) -> None:
             if left and left.pop(0) == point and not left:
-                save(path, NEWER)
+                save(path, NEWER, way=way)
 
         with subtests.test(reached[chosen], number=chosen):
             with on_reach(interfere), suppress(OSError):
@@ -136,3 +153,48 @@ def test_main_file_alone_leaves_no_folder(tmp_path: Path) -> None:
     for way in WAYS:
         save(tmp_path / way, OLDER, way=way, with_side_files=False)
     assert sorted(os.listdir(tmp_path)) == sorted(WAYS)
+
+
+@pytest.mark.parametrize("with_side_files", [True, False])
+def test_a_folder_is_complete_before_each_change(tmp_path: Path, with_side_files: bool) -> None:
+    """Whenever a process is killed that replaces a folder, the folder is the old or the new one."""
+    folder, states = tmp_path / "run", tmp_path / "states"
+    folder.mkdir()
+    path = folder / "last.ckpt"
+    save(path, 1, None, "main folder", with_side_files)
+    for step in (2, 3):
+        changes: list[str] = []
+
+        def keep_state(change: str, changes: list[str] = changes) -> None:
+            changes.append(change)
+            kept = states / f"{len(changes)}"
+            kept.mkdir(parents=True)
+            for name in ("last.ckpt", "last.ckpt.loco"):
+                if (folder / name).exists():
+                    shutil.copytree(folder / name, kept / name, symlinks=True)
+
+        with before_each_change(str(folder), keep_state):
+            save(path, step, None, "main folder", with_side_files)
+        assert changes.count("replace current") == 1
+        found = [saved_step(states / str(n) / "last.ckpt") for n in range(1, len(changes) + 1)]
+        assert found == sorted(found)
+        assert {*found} == {step - 1, step}
+        for state in states.iterdir():
+            save(state / "last.ckpt", NEWER, None, "main folder", with_side_files)
+            assert saved_step(state / "last.ckpt") == NEWER
+            assert len([part for part in (state / "last.ckpt").iterdir() if part.is_dir()]) == 2
+        shutil.rmtree(states)
+
+
+def test_a_folder_of_lightning_can_be_replaced(tmp_path: Path) -> None:
+    """Also a copy in which links have become folders, and one that is only linked."""
+    path = tmp_path / "last.ckpt"
+    for step in (1, 2):
+        save(path, step, way="main folder")
+    shutil.copytree(path, tmp_path / "copy.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("copy.ckpt")
+    for name in ("link.ckpt", "copy.ckpt"):
+        save(tmp_path / name, 3, way="main folder")
+        assert saved_step(tmp_path / name) == 3
+    shutil.rmtree(path)
+    assert not path.exists()

@@ -25,6 +25,7 @@ from lightning_loco.fault_points import reach
 META = "meta.pt"
 """What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
 
+_CURRENT, _FIRST = "current", "first"
 _ARCHIVE = b"PK\x03\x04"
 
 
@@ -58,15 +59,22 @@ def local_path(path: str | Path) -> Path | None:
 
 def move_file(source: Path, target: Path) -> None:
     """Replace a file by another one; FileNotFoundError if ``source`` does not exist."""
-    source.replace(target)
-    _sync_folder(target.parent)
-    _sync_folder(source.parent)
+    _move(source, target)
+    _sync(target.parent)
+    _sync(source.parent)
 
 
-def move_folder(source: Path, target: Path) -> None:
+def move_folder(source: Path, target: Path, name: str) -> None:
     """Replace a checkpoint by another one, where one of them is a folder.
 
-    The old one is moved beside ``source`` before that, since a folder cannot be replaced at once.
+    No rename replaces a folder that has content. So the files of a folder that is replaced become
+    links to files of the same name in its subfolder ``current``, which is a link, too; the new
+    checkpoint is moved into the subfolder ``name``, and replacing that one link replaces all files
+    at once. :func:`remove_part` deletes the old ones.
+
+    A file and a folder replace each other by two renames, and so do folders on a file system
+    without links.
+
     FileNotFoundError if ``source`` does not exist, and IsADirectoryError if ``target`` is a folder
     of something else than a checkpoint; the old one then stays.
     """
@@ -74,12 +82,86 @@ def move_folder(source: Path, target: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
     if target.is_dir() and not (target / META).exists():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if source.is_dir() and _has_links(target):
+        link = source.with_name(_CURRENT)
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        _move(source, target / name)
+        _link_files(target, name)
+        _sync(target)
+        reach("before a file is in its place")
+        _move(link, target / _CURRENT)  # a later save deletes the link of a suspended worker
+        _sync(target)
+        return
     former = source.with_name(f"former_{source.name}")
     if target.exists():
-        target.replace(former)
-    source.replace(target)
-    _sync_folder(target.parent)
+        _move(target, former)
+    _move(source, target)
+    _sync(target.parent)
     remove_file_or_folder(former)
+
+
+def remove_staged(staged: Path) -> None:
+    """Delete a checkpoint that has not replaced another one, so that it no longer can."""
+    if (link := staged.with_name(_CURRENT)).is_symlink():
+        link.unlink()
+    remove_file_or_folder(staged)
+
+
+def remove_part(folder: Path, name: str) -> None:
+    """Delete what :func:`move_folder` has moved into a folder, unless that is its content now."""
+    if (folder / _CURRENT).is_symlink():
+        for part in {name, _FIRST} - {os.readlink(folder / _CURRENT)}:
+            remove_file_or_folder(folder / part)
+
+
+def _has_links(target: Path) -> bool:
+    """Let the files of a folder be links, without changing its content; False if they cannot be."""
+    if not target.is_dir() or target.is_symlink():
+        return False
+    current, first = target / _CURRENT, target / _FIRST
+    if not current.is_symlink():
+        remove_file_or_folder(current)
+        remove_file_or_folder(first)
+        files = [file for file in target.iterdir() if file.is_file()]
+        first.mkdir()
+        try:
+            for file in files:
+                os.link(file, first / file.name)
+            current.symlink_to(first.name)
+        except OSError as error:
+            remove_file_or_folder(first)
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            return False
+    _link_files(target, os.readlink(current))
+    return True
+
+
+def _link_files(folder: Path, name: str) -> None:
+    for file in (folder / name).iterdir():
+        found = folder / file.name
+        if not found.is_symlink():
+            link = folder / f".{file.name}.link"
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path(_CURRENT, file.name))
+            link.replace(found)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename a file, a link or a folder, also to another file system, where it is copied first."""
+    try:
+        source.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        part = target.with_name(f".{target.name}.part")
+        remove_file_or_folder(part)
+        shutil.move(source, part)
+        for file in [part, *part.rglob("*")]:
+            if not file.is_symlink():
+                _sync(file)
+        part.replace(target)
 
 
 def remove_file_or_folder(path: Path) -> None:
@@ -141,7 +223,7 @@ def _replace(target: Path, content: Any) -> None:
             cause = error.__context__
             raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
-    _sync_folder(target.parent)
+    _sync(target.parent)
 
 
 def _new_part(stem: Path) -> BufferedWriter:
@@ -171,11 +253,12 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        _sync(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -39,7 +39,8 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     local_path,
     move_file,
     move_folder,
-    remove_file_or_folder,
+    remove_part,
+    remove_staged,
 )
 
 if TYPE_CHECKING:
@@ -278,7 +279,10 @@ class SideFiles:
         try:
             staged = Path(self.staged_main(stamp))
             is_folder = staged.is_dir() or (Path(self.path) / META).exists()
-            (move_folder if is_folder else move_file)(staged, Path(self.path))
+            if is_folder:
+                move_folder(staged, Path(self.path), stamp)
+            else:
+                move_file(staged, Path(self.path))
         except FileNotFoundError:
             return False
         return True
@@ -289,7 +293,8 @@ class SideFiles:
         """Return the stamps of all saves in the folder, complete or not."""
         files = get_filesystem(self._folder)
         entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
-        return list(filter(is_stamp, (Path(entry).name for entry in entries)))
+        parts = os.listdir(self.path) if os.path.isdir(self.path) else []
+        return sorted({*filter(is_stamp, (Path(entry).name for entry in [*entries, *parts]))})
 
     def saves(self) -> set[str]:
         """Return the stamps of saves on this disk whose main file exists, staged or renamed."""
@@ -317,7 +322,7 @@ class SideFiles:
         before = [found for found in before if found != stamp]
         for found in before:
             if (staged := local_path(self.staged_main(found))) is not None:
-                remove_file_or_folder(staged)
+                remove_staged(staged)
         kept = stamps_in(self.path, self._io)
         is_late = is_named and stamp not in kept  # a user's CheckpointIO may write later
         if is_late and isinstance(self._io, TorchCheckpointIO):
@@ -340,6 +345,8 @@ class SideFiles:
     def remove_save(self, stamp: str) -> None:
         """Delete a save."""
         self._remove(f"{self._folder}/{stamp}")
+        if (main := local_path(self.path)) is not None:
+            remove_part(main, stamp)
 
     def remove(self) -> None:
         """Delete all saves."""
