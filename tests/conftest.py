@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import itertools
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -136,6 +138,19 @@ def leave_nothing_behind() -> Iterator[None]:
 def same_random_numbers() -> None:
     """Begin each test with the same random numbers, whatever ran before it in its process."""
     seed(0)
+
+
+@pytest.fixture
+def other_disk() -> Iterator[Path]:
+    """Return a folder on another file system than that of temporary files."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
+        pytest.skip("there is only one file system")
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    folder.chmod(0o777)
+    yield folder
+    folder.chmod(0o777)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -198,3 +198,14 @@ def test_a_folder_of_lightning_can_be_replaced(tmp_path: Path) -> None:
         assert saved_step(tmp_path / name) == 3
     shutil.rmtree(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_side_folder_may_be_on_another_disk(tmp_path: Path, other_disk: Path, way: str) -> None:
+    path = tmp_path / "last.ckpt"
+    Path(f"{path}.loco").symlink_to(other_disk)
+    for step in (1, 2, 3):
+        save(path, step, way=way)
+        assert saved_step(path) == step
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.loco"]
+    assert len(os.listdir(other_disk)) == 1

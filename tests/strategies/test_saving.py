@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -41,19 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
-
-
-@pytest.fixture
-def other_disk() -> Iterator[Path]:
-    """Return a folder on another file system than that of temporary files."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or memory.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
-        pytest.skip("there is only one file system")
-    folder = Path(tempfile.mkdtemp(dir=memory))
-    folder.chmod(0o777)
-    yield folder
-    folder.chmod(0o777)
-    shutil.rmtree(folder)
 
 
 class LargeModule(pl.LightningModule):
