@@ -114,6 +114,12 @@ class ParamBucket(NamedTuple):
         """Encode values into ``encoded`` and return that; without a codec, return the values."""
         return values if self.codec is None else self.codec.encode(values, encoded)
 
+    def as_sent(self, values: Tensor) -> Tensor:
+        """Return values of any dtype as they are sent; without a conversion, the values."""
+        if self.codec is None:
+            return values.to(self.dtype)
+        return self.codec.encode(values, torch.empty(self.num_bytes, dtype=torch.uint8))
+
     def decode(self, encoded: Tensor, values: Tensor) -> Tensor:
         """Decode into ``values``."""
         return values.copy_(encoded) if self.codec is None else self.codec.decode(encoded, values)
@@ -288,7 +294,7 @@ class BucketBuffer:
         return self._host_buffer if direct is None else direct
 
     @torch.no_grad()
-    def unpack(self, tensors: Sequence[Tensor]) -> None:
+    def unpack(self, tensors: Tensors) -> None:
         """Write what was received into the tensors."""
         if self._direct_view(tensors) is not None:
             return
@@ -311,7 +317,7 @@ class BucketBuffer:
             values = self._packed
         return self.bucket.encode(values, self._encoded)
 
-    def _decode(self, tensors: Sequence[Tensor]) -> None:
+    def _decode(self, tensors: Tensors) -> None:
         """Write the encoded values into the tensors, on the device."""
         if self.bucket.codec is not None:
             values = self._contiguous_view(tensors)

@@ -180,6 +180,30 @@ class RemoteOptimizer(torch.optim.Optimizer):
             for client in self._clients:
                 client.expect_gradients()
 
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Replace the gradients by their mean over all workers.
+
+        For code that reads or changes gradients before :meth:`step`, which sends them again. All
+        workers must call it, and make the same changes. A parameter gets a gradient if any worker
+        has one for it.
+
+        Raises:
+            RuntimeError: After :meth:`expect_backward`, or if a server has ended or timed out.
+        """
+        if self._is_streaming:
+            raise RuntimeError(
+                "average_gradients was called after expect_backward, which sends the gradients "
+                "already. Call one of them in a step."
+            )
+        check_gradients(self.param_groups, self._frozen)
+        start = time.perf_counter()
+        for client in self._clients:
+            client.start_averaging(self._replica.is_leader)
+        for client in self._clients:
+            client.finish_averaging(self._replica.broadcast_tensor, self._replica.is_leader)
+        self.wait_s += time.perf_counter() - start
+
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the mean gradient in the next step, by the norm of all parameters.
 

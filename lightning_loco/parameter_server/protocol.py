@@ -66,6 +66,7 @@ class MessageKind(enum.IntEnum):
     LEAVE = 11
     FAIL = 12  # leave because of an error
     KEEP_ALIVE = 13  # nothing: this client is alive, and late because it waits for another rank
+    MEAN_GRADIENT = 14  # the mean of the gradients that follow, without a step
 
 
 FINAL_KINDS = (MessageKind.LEAVE, MessageKind.FAIL)

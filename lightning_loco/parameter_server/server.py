@@ -74,12 +74,14 @@ class GradientServer:
             min_clients=min_workers,
             clients_send_keep_alives=clients_send_keep_alives,
         )
+        self._buckets = buckets
         self._num_buckets = len(buckets)
         self._mean_gradient = MeanGradient(self._clients, buckets, accumulator)
         self._backend = backend
         self._checksum = checksum
         self._stop_reason = stop_reason
         self._behind: set[RankConnection] = set()
+        self._not_finite: str | None = None
 
     @torch.no_grad()
     def serve(self) -> dict[str, Any]:
@@ -127,6 +129,8 @@ class GradientServer:
             finite = all(message.content["finite"] for message in messages.values())
             for client in messages:
                 self._clients.reply(client, {"finite": finite})
+        elif kinds == {MessageKind.MEAN_GRADIENT}:
+            self._send_mean_gradient(messages)
         else:
             self._make_step(messages)
         self._clients.in_progress = []
@@ -148,6 +152,24 @@ class GradientServer:
 
     # ------------------------------------------------------------------- steps
 
+    def _send_mean_gradient(self, messages: dict[RankConnection, Message]) -> None:
+        """Send clients the mean of their gradients, which they may change before the step.
+
+        It need not be finite, as in DDP: a hook may replace such a gradient, or a scaler skip the
+        step. If the step has one, its error names the workers of which it came.
+        """
+        missing = StepRequest.merge([StepRequest.from_dict(m.content) for m in messages.values()])
+        sends: list[ClientSend] = []
+        self._not_finite = None
+        for index, bucket in enumerate(self._buckets):
+            mean, text = self._mean_gradient.reduce(index, messages)
+            self._not_finite = self._not_finite or text
+            sends += self._clients.send(messages, bucket.as_sent(mean), MessageTag.WEIGHTS)
+        for client in messages:
+            self._clients.reply(client, {"missing": missing.missing})
+        self._clients.wait_for_sends(sends)
+        self._mean_gradient.start_receiving(messages)
+
     def _make_step(self, messages: dict[RankConnection, Message]) -> None:
         """Reduce gradients, make the step and send parameters, bucket by bucket where possible."""
         streaming = [c for c, m in messages.items() if m.kind == MessageKind.STREAMED_STEP]
@@ -159,9 +181,12 @@ class GradientServer:
         is_known = not streaming and not any(request.changed for request in requests.values())
         self._backend.start_step(StepRequest.merge(list(requests.values())) if is_known else None)
         sends: list[ClientSend] = []
+        not_finite, self._not_finite = self._not_finite, None
         for index in range(self._num_buckets):
             reach("summing")
-            self._mean_gradient.reduce(index, messages)
+            _, text = self._mean_gradient.reduce(index, messages)
+            if text is not None:
+                raise RuntimeError(not_finite or text)
             sends += self._send_weights(messages, self._backend.add_bucket(index))
         requests |= self._clients.wait_for_step_requests(streaming)
         requests = {client: requests[client] for client in messages if client in requests}
@@ -308,10 +333,11 @@ class MeanGradient:
         for client in senders:
             self._receivers[client].start()
 
-    def reduce(self, index: int, senders: Iterable[RankConnection]) -> None:
+    def reduce(self, index: int, senders: Iterable[RankConnection]) -> tuple[Tensor, str | None]:
         """Write the mean gradient of a bucket, over active senders, into the accumulator.
 
-        RuntimeError if no sender is left, or too few clients, or the mean is not finite.
+        Returns it, and a text that names the workers with infinite or NaN values if it has any.
+        RuntimeError if no sender is left, or too few clients.
         """
         mean = BucketMean(self._buckets[index], self._accumulator.buckets[index])
         for client in senders:
@@ -319,7 +345,7 @@ class MeanGradient:
                 continue
             with self._clients.drop_if_unreachable(client):
                 mean.add(client.name, self._receivers[client].next())
-        mean.finish()
+        return self._accumulator.buckets[index], mean.finish()
 
 
 class BucketMean:
@@ -343,14 +369,18 @@ class BucketMean:
         elif encoded is not self._total:
             self._bucket.decode(encoded, self._total)
 
-    def finish(self) -> None:
-        """Divide the sum; RuntimeError if there was no gradient, or the mean is not finite."""
+    def finish(self) -> str | None:
+        """Divide the sum; RuntimeError if there was no gradient.
+
+        Returns a text that names the workers with infinite or NaN values; None if there are none.
+        """
         if not self._received:
             raise RuntimeError("All workers that were making a step have ended.")
         if len(self._received) > 1:
             _divide(self._total, len(self._received))
-        if not _is_finite(self._total):
-            raise RuntimeError(_not_finite_text(self._bucket, self._received, self._total))
+        if _is_finite(self._total):
+            return None
+        return _not_finite_text(self._bucket, self._received, self._total)
 
 
 class GradientReceiver:
@@ -460,6 +490,6 @@ def _not_finite_text(
         names = [received[0][0]]
     return (
         f"{', '.join(names) or 'The sum over all workers'}: a gradient is not finite (infinite or "
-        "NaN), and would have made the parameters of all workers so. Check the loss there; for a "
-        "batch that cannot be used, return None from training_step."
+        "NaN), and would have made the parameters of all workers so. Check the data and the loss "
+        "there, or clear the gradients of such a step in on_after_backward."
     )

@@ -155,7 +155,7 @@ class ShardClient(ServerClient):
     def join(self) -> None:
         """Request parameters and hyper-parameters; :meth:`receive_weights` finishes it."""
         self._hyperparameters.update(self.request_weights(self._checksum)["hyperparameters"])
-        self._start_receiving()
+        self._start_receiving(self._params)
 
     # ------------------------------------------------------------------- steps
 
@@ -184,11 +184,40 @@ class ShardClient(ServerClient):
                 self.connection.send_request(Message(MessageKind.STREAMED_STEP, {}))
             self._send_next_bucket()
 
+    def start_averaging(self, is_leader: bool) -> None:
+        """Send all gradients, if this rank is the leader, and start to receive the mean."""
+        request = StepRequest(missing=self._without_gradient())
+        for param in self._params:
+            if param.grad is None or param.grad.stride() != param.stride():
+                gradient = torch.zeros_like(param)
+                param.grad = gradient if param.grad is None else gradient.copy_(param.grad)
+        if is_leader:
+            self.connection.send_request(Message(MessageKind.MEAN_GRADIENT, request.to_dict()))
+            while len(self._sends) < len(self._buffers):
+                self._send_next_bucket()
+            self._start_receiving(self._gradients())
+
+    def finish_averaging(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
+        """Write the mean into the gradients; those that no worker has become None again.
+
+        ``broadcast`` sends tensors from the worker's leader to its other ranks.
+        """
+        is_missing = torch.zeros(len(self._params), dtype=torch.bool)
+        if is_leader:
+            is_missing[self.wait_for_reply()["missing"]] = True
+            self._wait_for_sends()
+        broadcast(is_missing)
+        self._receive(self._gradients(), broadcast)
+        for index in is_missing.nonzero().flatten().tolist():
+            self._params[index].grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        return [param.grad for param in self._params if param.grad is not None]
+
     def request_step(self, request: StepRequest) -> None:
         """Send the remaining gradients and the request, and start to receive parameters."""
         request = request._replace(
-            missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
-            hyperparameters=self._hyperparameters.changes(),
+            missing=self._without_gradient(), hyperparameters=self._hyperparameters.changes()
         )
         if not self._is_streaming:
             self._sent_request = self._send_step_request(MessageKind.STEP, request)
@@ -196,7 +225,10 @@ class ShardClient(ServerClient):
             self._send_next_bucket()
         if self._is_streaming:
             self._sent_request = self._send_step_request(MessageKind.STEP_REQUEST, request)
-        self._start_receiving()
+        self._start_receiving(self._params)
+
+    def _without_gradient(self) -> tuple[int, ...]:
+        return tuple(i for i, param in enumerate(self._params) if param.grad is None)
 
     def send_changed_parameters(self) -> None:
         """Send parameters that were changed outside the optimizer, if the server asks for them."""
@@ -209,10 +241,8 @@ class ShardClient(ServerClient):
     def wait_for_step(self) -> str | None:
         """Wait until the server has made the step; return why all workers should stop, or None."""
         reply = self.wait_for_reply()
-        for send in self._sends:
-            work = send.result() if isinstance(send, Future) else send
-            self.connection.wait(work, "the gradients")
-        self._sends, self._missing_gradients, self._is_streaming = [], [], False
+        self._wait_for_sends()
+        self._missing_gradients, self._is_streaming = [], False
         self._hyperparameters.update(reply.get("hyperparameters"))
         return reply.get("stop")
 
@@ -222,12 +252,7 @@ class ShardClient(ServerClient):
         ``broadcast`` sends each bucket from the worker's leader, who has received it, to the
         worker's other ranks.
         """
-        for number, buffer in enumerate(self._buffers):
-            if self._receives:
-                self.connection.wait(self._receives[number], "the parameters")
-            broadcast(buffer.receive_buffer(self._params))
-            buffer.unpack(self._params)
-        self._receives = []
+        self._receive(self._params, broadcast)
         self._changes.record()
 
     def load_current_weights(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
@@ -269,11 +294,25 @@ class ShardClient(ServerClient):
             else self._async_sender.send(buffer, gradients, MessageTag.GRADIENTS)
         )
 
-    def _start_receiving(self) -> None:
+    def _start_receiving(self, tensors: Sequence[Tensor]) -> None:
         self._receives = [
-            self.connection.receive(buffer.receive_buffer(self._params), MessageTag.WEIGHTS)
+            self.connection.receive(buffer.receive_buffer(tensors), MessageTag.WEIGHTS)
             for buffer in self._buffers
         ]
+
+    def _receive(self, tensors: Sequence[Tensor], broadcast: Callable[[Tensor], object]) -> None:
+        for number, buffer in enumerate(self._buffers):
+            if self._receives:
+                self.connection.wait(self._receives[number], "the parameters")
+            broadcast(buffer.receive_buffer(tensors))
+            buffer.unpack(tensors)
+        self._receives = []
+
+    def _wait_for_sends(self) -> None:
+        for send in self._sends:
+            work = send.result() if isinstance(send, Future) else send
+            self.connection.wait(work, "the gradients")
+        self._sends = []
 
     def _send_parameters_if_asked(self, reply: dict[str, Any]) -> None:
         if reply["give"]:

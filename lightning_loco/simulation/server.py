@@ -103,7 +103,8 @@ class SimulatedServer:
             mean = BucketMean(bucket, total := self._accumulator.buckets[index])
             for worker in workers:
                 mean.add(f"Worker {worker}", self._sides[worker].gradient(index))
-            mean.finish()
+            if (not_finite := mean.finish()) is not None:
+                raise RuntimeError(not_finite)
             if self._is_relayed and bucket.codec is not None:
                 encoded = torch.empty(bucket.num_bytes, dtype=torch.uint8, device="cpu")
                 bucket.decode(bucket.encode(total, encoded), total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -28,21 +28,31 @@ class LocalModel(nn.Module):
     """A wrapper with the attributes of DDP's whose backward pass reduces no gradients.
 
     It is ``trainer.model`` during ``fit``: ``trainer.model.module`` is the module, and
-    ``trainer.model.no_sync()`` does nothing. All other attributes are the module's, and it compares
-    equal to the module.
+    ``trainer.model.no_sync()`` says that gradients accumulate. All other attributes are the
+    module's, and it compares equal to the module.
+
+    Attributes:
+        module: The module.
+        require_backward_grad_sync: False inside of :meth:`no_sync`, as in DDP.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.require_backward_grad_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*args, **kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context without effect: gradients are never reduced."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients accumulate, and are not averaged for hooks."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the module."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -107,7 +108,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self.bucket_bytes = bucket_bytes
         self._stop_reason: str | None = None
         self._precision: RemotePrecision | None = None
-        self._can_stream = False
+        self._shows_mean = self._can_stream = False
+        self._is_in_step = self._has_mean = False
         self.checkpoints = RemoteCheckpoints(self)
 
     # ------------------------------------------------------------------- setup
@@ -129,10 +131,13 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
         self.check_same_models(service)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        reading = service.gather_objects(reads_gradients(self.lightning_module, callbacks))
+        self._shows_mean = any(reading[: self.tiers.num_training])
         if self.serves:
             lightning_compat.replace_loops(trainer, self._serve_fit)
         else:
-            self._connect(trainer)
+            self._connect()
         service.announce_wait("training")
 
     def _transport(self) -> Transport:
@@ -140,7 +145,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         group, watchdog = self.service.data, self.service.watchdog
         return Transport(group, self.bucket_bytes, self.compression, self.timeout_s, watchdog)
 
-    def _connect(self, trainer: pl.Trainer) -> None:
+    def _connect(self) -> None:
         """Replace the optimizer of this worker by a client of the servers."""
         assert self.lightning_module is not None
         with self.waiting_in("the set-up"):
@@ -160,12 +165,16 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         parameters = list(self.lightning_module.parameters())
         self._added.callback(self._steps.watch(parameters, self._check_raw_step, self._count))
         self._precision = RemotePrecision(self.precision_plugin, self.remote)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._is_in_step = self._has_mean = False
+        around_hooks = lightning_compat.surround(
+            self.precision_plugin, "post_backward", self._mean_shown
+        )
+        self._added.callback(around_hooks)
         self._can_stream = (
             self.overlap
             and self.tiers.replica_size == 1
             and not self._precision.scales
-            and not reads_gradients(self.lightning_module, callbacks)
+            and not self._shows_mean
         )
         self.remote.receive_weights()
         if self._stop_reason is not None:
@@ -204,14 +213,55 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             remote.expect_backward()
             return closure()
 
-        sent, saved = remote.bytes_sent, remote.bytes_saved
-        chosen = streaming if self._can_stream else closure
-        with self._steps.through_lightning():
-            output = super().optimizer_step(optimizer, chosen, model, **kwargs)
-        self.statistics.bytes_sent += remote.bytes_sent - sent
-        self.statistics.bytes_saved += remote.bytes_saved - saved
+        def with_mean() -> Any:
+            output = closure()
+            if not self._has_mean:  # there was no backward pass here
+                self._average_gradients()
+            return output
+
+        chosen = streaming if self._can_stream else with_mean if self._shows_mean else closure
+        self._is_in_step = True
+        try:
+            with self._steps.through_lightning(), self._bytes_counted(remote):
+                output = super().optimizer_step(optimizer, chosen, model, **kwargs)
+        finally:
+            self._is_in_step = False
         self._count(remote)
         return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Show hooks no mean gradient while gradients accumulate."""
+        with self.model.no_sync():  # type: ignore[operator, union-attr]
+            yield
+
+    @contextmanager
+    def _mean_shown(self) -> Iterator[None]:
+        """Show the mean gradient to what may read it between a backward pass and the step.
+
+        These are hooks. If the backward pass is not within the step, as with manual optimization or
+        in an ``optimizer_step`` of the module, it is also the code between them.
+        """
+        is_last = self.model.require_backward_grad_sync  # type: ignore[union-attr]
+        if is_last and not self._is_in_step:
+            assert self.remote is not None
+            with self._bytes_counted(self.remote):
+                self._average_gradients()
+        elif is_last and self._shows_mean:
+            self._average_gradients()
+        yield
+
+    def _average_gradients(self) -> None:
+        assert self.remote is not None
+        self.remote.average_gradients()
+        self._has_mean = True
+
+    @contextmanager
+    def _bytes_counted(self, remote: RemoteOptimizer) -> Iterator[None]:
+        sent, saved = remote.bytes_sent, remote.bytes_saved
+        yield
+        self.statistics.bytes_sent += remote.bytes_sent - sent
+        self.statistics.bytes_saved += remote.bytes_saved - saved
 
     def _check_raw_step(self, optimizer: Optimizer) -> None:
         if optimizer is not self.remote:
@@ -224,6 +274,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
     def _count(self, optimizer: Optimizer) -> None:
         remote = self.remote
         assert remote is not None
+        self._has_mean = False
         self.statistics.rounds += 1
         now_s, waited_s = REAL_CLOCK.now(), remote.wait_s - self.statistics.wait_s
         self.statistics.record("wait", now_s - waited_s, now_s)

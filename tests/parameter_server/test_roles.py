@@ -290,3 +290,28 @@ def test_ranks_of_two_and_three_tiers() -> None:
     ]  # fmt: skip
     assert (two.aggregators, two.optimizers) == ([2], [2])
     assert (three.aggregators, three.optimizers) == ([2], [3])
+
+
+def average_while_streaming(rank: int, world: int) -> Tensor:
+    net = nn.Linear(2, 1)
+
+    def work(remote: RemoteOptimizer) -> None:
+        (net(torch.ones(2)) * (rank + 1)).sum().backward()
+        remote.average_gradients()
+        mean.append(net.bias.grad.clone())  # type: ignore[union-attr]
+        remote.step()
+        remote.zero_grad()
+        remote.expect_backward()
+        net(torch.ones(2)).sum().backward()
+        with pytest.raises(RuntimeError, match="after expect_backward, which sends the gradients"):
+            remote.average_gradients()
+        remote.step()
+
+    mean: list[Tensor] = []
+    run_role(work, net.parameters(), lambda params: torch.optim.SGD(params, lr=0.1), 2)
+    return mean[0] if mean else torch.zeros(1)
+
+
+def test_gradients_are_averaged_in_a_plain_loop(pool: Pool) -> None:
+    first, second, _ = pool.run(average_while_streaming, world=3)
+    assert first.item() == second.item() == 1.5

@@ -13,7 +13,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,7 +21,15 @@ from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.fault_points import on_reach
 from tests.conftest import cover
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
+from tests.small_model import (
+    TinyModule,
+    ValidatedModule,
+    WorkerData,
+    flat,
+    loss_of,
+    make_loader,
+    worker_batch,
+)
 from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
 
 STEPS = 8
@@ -127,9 +135,68 @@ class Manual(TinyModule):
         self.automatic_optimization = False
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_tiers"), cover([Plateau, Groups, Estimated, Manual], [2, 3], strength=1)
-)
+class ReadInHooks(TinyModule):
+    """Records gradients and changes them in every hook that may."""
+
+    def record_norm(self) -> None:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        self.losses.append(norm.item())
+
+    def on_after_backward(self) -> None:
+        self.record_norm()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad += 0.1 * param.grad.sign()
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.record_norm()
+
+
+class ReadWithGroups(ReadInHooks, Groups):
+    """Has a parameter without a gradient in every other step as well."""
+
+
+class ReadInStep(TinyModule):
+    """Changes gradients in its ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        self.losses.append(nn.utils.clip_grad_norm_(self.parameters(), 0.3).item())
+        optimizer.step()
+
+
+class ReadByHand(Manual):
+    """Accumulates gradients and changes them, with manual optimization."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with self.trainer.model.no_sync():
+            self.manual_backward(TinyModule.training_step(self, batch, batch_idx))
+        self.manual_backward(TinyModule.training_step(self, batch, batch_idx))
+        self.losses.append(nn.utils.clip_grad_norm_(self.parameters(), 0.3).item())
+        optimizer.step()
+
+
+class DropsNan(TinyModule):
+    """Has an infinite loss in a batch of one rank; a hook drops such a gradient."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_bad = batch_idx == 3 and self.trainer.global_rank == 1
+        return loss / 0 if is_bad else loss
+
+    def on_after_backward(self) -> None:
+        if any(not p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
+            self.zero_grad()
+
+
+MODULES = [Plateau, Groups, Estimated, Manual, ReadWithGroups, ReadInStep, ReadByHand, DropsNan]
+
+
+@pytest.mark.parametrize(("kind", "num_tiers"), cover(MODULES, [2, 3], strength=1))
 def test_modules_give_the_results_of_ddp(
     pool: Pool, kind: type[TinyModule], num_tiers: int
 ) -> None:
@@ -142,6 +209,100 @@ def test_modules_give_the_results_of_ddp(
     assert found[0][2] == losses
     assert torch.equal(found[-1][0], expected)
     assert kind is not Plateau or len(set(rates)) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, {"accumulate_grad_batches": 3}),
+        ({"num_servers": 2}, {"gradient_clip_val": 0.5}),
+        ({"num_workers": 1, "replica_size": 2}, {}),
+    ],
+    ids=str,
+)
+def test_hooks_see_the_mean_gradient_of_ddp(
+    pool: Pool, options: dict[str, int], settings: dict[str, Any]
+) -> None:
+    num_workers, world = options.pop("num_workers", 2), 2 + options.get("num_servers", 1)
+    found = pool.run(train, ReadInHooks(), num_workers, options, settings, world=world)
+    expected = pool.run(train, ReadInHooks(), None, {}, settings, world=2)
+    for (weights, _, losses), of_ddp in zip(found[:2], expected, strict=True):
+        assert torch.equal(weights, of_ddp[0])
+        assert losses == of_ddp[2]  # the norms are among them
+
+
+def test_hooks_see_a_mean_gradient_that_was_compressed(pool: Pool) -> None:
+    found = pool.run(train, ReadInHooks(), 2, {"compression": "int8"}, {}, world=3)
+    expected = pool.run(train, ReadInHooks(), None, {}, {}, world=2)
+    for (_, _, losses), of_ddp in zip(found[:2], expected, strict=True):
+        assert losses == pytest.approx(of_ddp[2], rel=0.05)
+
+
+class Norms(Callback):
+    """Records the norm of the gradients."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.found.append(norm_of_gradients(module))
+
+
+def norm_of_gradients(module: nn.Module) -> Tensor:
+    return torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
+
+
+class SkipsABatch(Manual):
+    """Has no backward pass in one batch of one rank."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx != 1 or self.trainer.global_rank == 0:
+            self.manual_backward(TinyModule.training_step(self, batch, batch_idx))
+        optimizer.step()
+
+
+def log_on_one_rank(rank: int, world: int) -> tuple[list[Tensor], Tensor]:
+    module, norms = SkipsABatch(), Norms()
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=30),
+            max_epochs=1,
+            callbacks=[norms] if rank == 0 else [],
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, make_loader(rank, 4 - rank))  # the first one makes the last step alone
+    return norms.found, flat(module)
+
+
+def test_a_callback_on_one_rank_sees_the_mean_of_all(pool: Pool) -> None:
+    (norms, weights), *_ = pool.run(log_on_one_rank, world=3)
+    module, expected = TinyModule(), []
+    optimizer = module.configure_optimizers()
+    for step, readers in enumerate([(0, 1), (0,), (0, 1), (0,)]):
+        optimizer.zero_grad()
+        for worker in readers:  # one without a backward pass counts as zero
+            loss = loss_of(module.model, worker_batch(worker, step))
+            (loss / (1 if step == 3 else 2)).backward()
+        expected.append(norm_of_gradients(module))
+        optimizer.step()
+    torch.testing.assert_close(norms, expected)
+    torch.testing.assert_close(weights, flat(module))
+
+
+class Diverges(ReadInHooks):
+    """Has an infinite loss on one rank."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / (self.trainer.global_rank != 1)
+
+
+def test_a_gradient_that_is_not_finite_after_hooks_names_its_worker(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(train, Diverges(), 2, {}, {}, world=3)
+    assert caught.value.failures[2].message.startswith("Worker 1: a gradient is not finite")
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
@@ -427,7 +588,7 @@ def test_workers_with_fewer_batches_wait(pool: Pool, num_tiers: int) -> None:
     assert torch.equal(second[0], server[0])
 
 
-def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, int]:
+def train_scaled(rank: int, world: int, remote: bool, reads: bool) -> Any:
     """Train in 16-mixed, with an infinite loss on one worker in one step."""
 
     class Infinite(TinyModule):
@@ -435,14 +596,19 @@ def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, in
             loss = super().training_step([part.float() for part in batch], batch_idx)
             return loss * float("inf") if rank == 1 and batch_idx == 3 else loss
 
-    module = Infinite().float()
+    class Reading(Infinite):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norm = norm_of_gradients(self)
+            self.losses.append(norm.item() if norm.isfinite() else -1.0)
+
+    module = (Reading() if reads else Infinite()).float()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": 1.0}
     if not remote:
         trainer = make_trainer(DDPStrategy(), plugins=[plugin, PoolEnvironment()], **settings)
         trainer.fit(module, make_loader(rank, STEPS))
-        return flat(module), scaler.get_scale(), trainer.global_step
+        return flat(module), scaler.get_scale(), trainer.global_step, module.losses
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=30)
         trainer = remote_trainer(
@@ -450,16 +616,20 @@ def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, in
         )
         trainer.fit(module, make_loader(rank, STEPS))
         assert plugin.scaler is scaler
-        return flat(module), scaler.get_scale(), trainer.global_step
+        return flat(module), scaler.get_scale(), trainer.global_step, module.losses
 
 
-def test_an_infinite_loss_skips_the_step_on_all_workers(pool: Pool) -> None:
-    found = pool.run(train_scaled, True, world=3)
-    expected, scale, steps = pool.run(train_scaled, False, world=2)[0]
-    for weights, own_scale, own_steps in found[:2]:
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_infinite_loss_skips_the_step_on_all_workers(pool: Pool, reads: bool) -> None:
+    found = pool.run(train_scaled, True, reads, world=3)
+    of_ddp = pool.run(train_scaled, False, reads, world=2)
+    for (weights, *own, losses), (expected, *others, losses_of_ddp) in zip(
+        found[:2], of_ddp, strict=True
+    ):
         torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
-        assert own_scale == scale == 128.0
-        assert own_steps == steps
+        assert own == others
+        assert own[0] == 128.0
+        assert losses == pytest.approx(losses_of_ddp, rel=1e-3)
     assert torch.equal(found[0][0], found[2][0])
     assert torch.equal(found[0][0], found[1][0])
 
