@@ -118,7 +118,8 @@ class ParamBucket(NamedTuple):
         """Return values of any dtype as they are sent; without a conversion, the values."""
         if self.codec is None:
             return values.to(self.dtype)
-        return self.codec.encode(values, torch.empty(self.num_bytes, dtype=torch.uint8))
+        encoded = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
+        return self.codec.encode(values, encoded)
 
     def decode(self, encoded: Tensor, values: Tensor) -> Tensor:
         """Decode into ``values``."""

@@ -202,7 +202,7 @@ class ShardClient(ServerClient):
 
         ``broadcast`` sends tensors from the worker's leader to its other ranks.
         """
-        is_missing = torch.zeros(len(self._params), dtype=torch.bool)
+        is_missing = torch.zeros(len(self._params), dtype=torch.bool, device="cpu")
         if is_leader:
             is_missing[self.wait_for_reply()["missing"]] = True
             self._wait_for_sends()
