@@ -331,6 +331,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         remote = self.remote
         if remote is not None:
             if not self._is_alone:
+                if not self._finished:  # a fit without steps has no end of training
+                    self.checkpoints.finish_fit(remote)
                 self._leave(remote)
             remote.remove_hooks()
             self.remote = None

@@ -30,11 +30,13 @@ class RemoteCheckpoints:
         self._resumed: ResumedPosition | None = None
         self._saved_on_stop: int | None = None
         self._final_state: dict[str, Any] = {}
+        self._lost: str | None = None
 
     def start_fit(self) -> None:
         """Reset what was recorded at the end of an earlier fit."""
         self._saved_on_stop = None
         self._final_state = {}
+        self._lost = None
 
     def finish_fit(self, remote: RemoteOptimizer) -> None:
         """Keep the optimizer's state for checkpoints after ``fit``."""
@@ -48,10 +50,27 @@ class RemoteCheckpoints:
         """Return the state of the optimizer on its rank; empty on all ranks except the first."""
         if not self._strategy.is_global_zero:
             return {}
-        remote = self._strategy.remote
+        remote, module = self._strategy.remote, self._strategy.lightning_module
         if remote is None or remote.has_left:
+            if module is not None and module.trainer.interrupted and not self._final_state:
+                self._lost = "the fit has ended"
             return self._final_state
-        return remote.state_dict()
+        if self._strategy.is_training:
+            return remote.state_dict()
+        return self._state_after_failure(remote)
+
+    def _state_after_failure(self, remote: RemoteOptimizer) -> dict[str, Any]:
+        """Return the state if the optimizer's rank still answers, as after an error of worker 0."""
+        service = self._strategy.service
+        assert service is not None
+        assert service.watchdog is not None
+        self._lost = ", ".join(service.watchdog.silent()) or service.watchdog.failure
+        if self._lost is None:
+            try:
+                return remote.state_dict()
+            except (RuntimeError, TypeError) as error:
+                self._lost = str(error)
+        return {}
 
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the model's state, with parameters that were not rounded by compression.
@@ -96,6 +115,13 @@ class RemoteCheckpoints:
         if strategy.is_training:
             stamp = new_stamp(checkpoint["global_step"])
             self._write_together(Save(SideFiles(io, path), stamp, None, None, write))
+        elif strategy.is_global_zero and self._lost and "optimizer_states" in checkpoint:
+            # An error here would replace that of the run, and keep Lightning from the teardown.
+            rank_zero_warn(
+                f"{path} was not written: the optimizer's state is on another rank, which does not "
+                f"answer after a failure ({self._lost.strip().splitlines()[-1]}). Resume from an "
+                "earlier checkpoint."
+            )
         elif strategy.is_global_zero:
             write(path)
 
