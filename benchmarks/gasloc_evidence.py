@@ -89,9 +89,9 @@ def gossip_methods(graph: str, num_workers: int) -> dict[str, GASLoC]:
     best = optimal_gossip(get_topology(graph), num_workers)
     return {
         "plain": GASLoC(1.0, momentum=0.0),
-        "optimal": GASLoC(1.0, best.gossip_step, best.momentum),
-        "default": GASLoC(1.0),
-        "gossiped": GASLoC(1.0, momentum_on="gossiped"),
+        "optimal": GASLoC(1.0, best.gossip_step, best.momentum, "local"),
+        "default": GASLoC(1.0, momentum_on="local"),
+        "gossiped": GASLoC(1.0),
     }
 
 
@@ -277,8 +277,8 @@ EVERY_STEP: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "choco_sgd_int4": (ChocoSGD(), {"compression": "int4"}),
     "a2cid2": (A2CiD2(), {}),
     "gasloc_plain": (GASLoC(1.0, momentum=0.0), {}),
-    "gasloc": (GASLoC(1.0), {}),
-    "gasloc_gossiped": (GASLoC(1.0, momentum_on="gossiped"), {}),
+    "gasloc": (GASLoC(1.0, momentum_on="local"), {}),
+    "gasloc_gossiped": (GASLoC(1.0), {}),
 }
 
 
@@ -389,7 +389,7 @@ Rounds = Callable[[int, int], RoundSettings]
 
 def gasloc(topology: str, overlap: bool = False) -> Rounds:
     """GASLoC as in ``conf/``: with momentum on the result of gossip."""
-    algorithm = GASLoC(momentum_on="gossiped")
+    algorithm = GASLoC()
     return lambda every, _: RoundSettings(algorithm, EverySteps(every, overlap), topology)
 
 

@@ -93,7 +93,7 @@ def every(
     return RoundSettings(algorithm, EverySteps(steps), topology, compression)
 
 
-DILOCO, GOSSIP = DiLoCo(0.9, 0.6), GASLoC(0.7, momentum_on="gossiped")
+DILOCO, GOSSIP = DiLoCo(0.9, 0.6), GASLoC()
 AUTHORS = ErrorFeedback(Sparse(k=128, mean_over="senders"), decay=0.95)
 STREAMING = Streaming(10, 2, 2, mix=0.25, outer_lr=0.6, outer_momentum=0.8)
 SPARSELOCO = {

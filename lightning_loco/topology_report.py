@@ -62,8 +62,8 @@ def describe(topology: Topology, num_workers: int, name: str) -> str:
     ]
     lines = [f"{name}, {num_workers} workers", *(f"{title:<20}{text}" for title, text in rows)]
     lines += ["", "GASLoC with gossip_step=auto momentum=auto:"]
-    for form, where in (("gossiped", "conf/algorithm/gasloc.yaml"), ("local", "GASLoCStrategy")):
-        lines.append(_gasloc(topology, num_workers, form, where))
+    for form, note in (("gossiped", "the default"), ("local", "as in the paper")):
+        lines.append(_gasloc(topology, num_workers, form, note))
     node = "topology" if name in TOPOLOGIES else "topology=file topology.path"
     lines += ["", f"python train.py algorithm=gasloc {node}={name} trainer.devices={num_workers}"]
     return "\n".join(lines)
@@ -115,14 +115,14 @@ def _acceleration(topology: Topology, num_workers: int) -> list[tuple[str, str]]
         why = "not defined: the graph changes from round to round, or is directed"
         return [("chi", why)]
     best = optimal_gossip(topology, num_workers)
-    fastest = f"gossip_step={best.gossip_step:.4g} momentum={best.momentum:.4g} would leave "
+    fastest = f"gossip_step={best.gossip_step:.4g} momentum={best.momentum:.4g} momentum_on=local would leave "
     return [
         ("chi", f"{condition:.4g}; its square root, with momentum: {math.sqrt(condition):.4g}"),
         ("without local steps", f"{fastest}{_share(best.rate)} per round"),
     ]
 
 
-def _gasloc(topology: Topology, num_workers: int, form: str, where: str) -> str:
+def _gasloc(topology: Topology, num_workers: int, form: str, note: str) -> str:
     made = GASLoC(momentum_on="gossiped" if form == "gossiped" else "local").prepare(
         num_workers, topology
     )
@@ -130,7 +130,7 @@ def _gasloc(topology: Topology, num_workers: int, form: str, where: str) -> str:
     assert made.momentum != "auto"
     rate = gossip_radius(topology, num_workers, made.gossip_step, made.momentum, made.momentum_on)
     settings = f"gossip_step={made.gossip_step:g} momentum={made.momentum:g}"
-    return f"  momentum_on={form:<10}{settings}, leaves {_share(rate)} per round ({where})"
+    return f"  momentum_on={form:<10}{settings}, leaves {_share(rate)} per round ({note})"
 
 
 def _share(rate: float) -> str:

@@ -222,7 +222,7 @@ CASES = {
         not_in=COUNTS_WORKERS,
     ),
     "gasloc_plain": Case(GASLoC(momentum=0.0), "star", variant_of="gasloc"),
-    "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring", variant_of="gasloc"),
+    "gasloc_local": Case(GASLoC(momentum_on="local"), "ring", variant_of="gasloc"),
     "gasloc_directed": Case(GASLoC(), "exponential", variant_of="gasloc"),
     "gasloc_matching": Case(GASLoC(), "random_matching"),
     "gasloc_matching_momentum": Case(
@@ -284,7 +284,7 @@ CASES = {
     # Overlap with the merge policy KeepProgress.
     "gasloc_overlap": Case(GASLoC(), "ring", overlap=True),
     "gasloc_overlap_cold": Case(
-        GASLoC(momentum_on="gossiped"),
+        GASLoC(momentum_on="local"),
         "ring",
         overlap=True,
         warm_start=False,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -13,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_loco as loco
 import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine, DiLoCo
@@ -26,11 +30,14 @@ from lightning_loco.compression import (
     as_compression,
 )
 from lightning_loco.configured_strategy import build_strategy
-from lightning_loco.links import LINKS, NETWORKS, Links
+from lightning_loco.links import LINKS, NETWORKS, Link, Links
 from lightning_loco.parameter_server.buckets import BUCKET_BYTES
+from lightning_loco.plan.planner import make_plan
+from lightning_loco.plan.report import commands
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, Topology
+from tests.plan.test_planner import job
 
 CONF = Path(train.conf_dir())
 TARGETS = {"lightning_loco.", "lightning.pytorch."}
@@ -110,6 +117,58 @@ def test_experiments_compose_and_their_elastic_jobs_are_one_worker_each(
 def test_the_defaults_are_the_demo() -> None:
     assert config("experiment=demo", "topology=ring") == config("algorithm=gasloc", "topology=ring")
     assert config("algorithm=gasloc", "topology=none") == config()
+
+
+FOR_SHORT_RUNS: dict[str, dict[str, Any]] = {
+    "diloco": {"outer_lr": 0.9, "outer_momentum": 0.6},
+    "streaming_diloco": {
+        "fragments": 2,
+        "delay": 2,
+        "mix": 0.25,
+        "outer_lr": 0.6,
+        "outer_momentum": 0.8,
+    },
+    "pairwise_gossip": {"factor": 0.3, "keep_progress": True},
+}
+"""What suits the demo, a run of 600 steps with a round every 10 of them. The defaults of the
+classes are for hundreds of steps per round."""
+
+
+def test_the_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> None:
+    """Every field of every method, in conf/ and in the class of the algorithm."""
+    for name, strategy in METHODS.items():
+        with subtests.test(name):
+            parameters = inspect.signature(strategy).parameters
+            given = OmegaConf.to_container(config(f"algorithm={name}").algorithm)
+            assert isinstance(given, dict)
+            fields = {field: given[field] for field in given if field in parameters}
+            assert given.keys() - fields.keys() == {"_target_", "_convert_"}
+            differ = {f: v for f, v in fields.items() if v != parameters[f].default}
+            allowed = {"sync_every": 10, **FOR_SHORT_RUNS.get(name, {})}
+            assert differ.items() <= allowed.items()
+            settings = getattr(strategy(), "settings", None)
+            if settings is not None and name not in ("async_diloco", "streaming_diloco"):
+                assert settings.algorithm == type(settings.algorithm)()
+
+
+def test_the_planner_has_the_same_defaults(subtests: pytest.Subtests) -> None:
+    for link, tokens in (("wan", 1e11), (Link(100_000), 1e9)):
+        plan = make_plan(job(link, tokens=int(tokens)))
+        for option in plan.options:
+            name, compression = option.candidate.method, option.candidate.compression
+            if name not in ("diloco", "streaming_diloco", "async_diloco"):
+                continue
+            with subtests.test(option.candidate.title, sync_every=option.sync_every):
+                given: dict[str, Any] = {"sync_every": option.sync_every}
+                if compression != "none":
+                    given["compression"] = compression
+                if option.sync_every < 30:
+                    given |= FOR_SHORT_RUNS.get(name, {})
+                if name != "diloco":
+                    given |= {"fragments": option.fragments, "delay": option.delay}
+                _, python = commands(dataclasses.replace(plan, chosen=option))
+                expression = python.removeprefix("Trainer(strategy=").partition(", devices")[0]
+                assert eval(expression, vars(loco)).settings == METHODS[name](**given).settings
 
 
 def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:

@@ -38,8 +38,8 @@ class GASLoC(Algorithm):
     r"""Each worker moves along its own drift and towards its neighbours, with momentum.
 
     .. math::
-        u_t = \theta_t + \eta\,g_t, \qquad
-        \theta_{t+1} = u_t - \alpha \Lambda u_t + \gamma\,(u_t - u_{t-1}), \qquad u_{-1} = \theta_0
+        u_t = \theta_t + \eta\,g_t, \qquad z_t = u_t - \alpha \Lambda u_t, \qquad
+        \theta_{t+1} = z_t + \gamma\,(z_t - z_{t-1}), \qquad z_{-1} = \theta_0
 
     with the drift :math:`g_t = \theta_{t,H_i} - \theta_t` of the local steps and the Laplacian
     :math:`\Lambda` of the topology, :math:`\Lambda_{ii} = \sum_j \lambda_{ij}` over undirected
@@ -56,12 +56,13 @@ class GASLoC(Algorithm):
         gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
-        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, or less if that would
-            slow consensus down; 0 on changing graphs. With ``"gossiped"`` 0.7 on all graphs, or
-            less if gossip would leave more than 0.85 of the distance between workers per round.
-        momentum_on: ``"local"`` applies the momentum to :math:`u_t` as written above;
-            ``"gossiped"`` to :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
-            DiLoCo with Nesterov momentum on every worker, and trains better.
+        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.7, or less if gossip would leave more than
+            0.85 of the distance between workers per round. With ``"local"`` 0.5 on fixed graphs, or
+            less if that would slow consensus down; 0 on changing graphs.
+        momentum_on: ``"gossiped"``: as written above; on a complete graph it is DiLoCo with
+            Nesterov momentum on every worker. ``"local"``, the form of the paper: the momentum
+            :math:`\gamma\,(u_t - u_{t-1})` of what the worker itself has proposed, with
+            :math:`u_{-1} = \theta_0`. The default trains better.
         laplacian_scale: :math:`\Lambda = s\,(I - W)` for the mixing matrix W; set by
             :meth:`prepare` from the topology.
 
@@ -86,7 +87,7 @@ class GASLoC(Algorithm):
     outer_lr: OuterLR = 0.7
     gossip_step: float | Literal["auto"] = "auto"
     momentum: float | Literal["auto"] = "auto"
-    momentum_on: Literal["local", "gossiped"] = "local"
+    momentum_on: Literal["local", "gossiped"] = "gossiped"
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
@@ -166,10 +167,11 @@ class GASLoC(Algorithm):
             return
         setting = f"gossip_step={gossip_step:g} with momentum={momentum:g}"
         if topology.period(num_workers) is None:
+            other_form = "momentum_on='gossiped' " if self.momentum_on == "local" else ""
             warnings.warn(
                 f"{setting} on random pairs of {num_workers} workers is not mean-square stable "
                 f"(the distance grows by {radius:.3f} per round): the workers drift apart. Use "
-                "momentum=0, momentum_on='gossiped' or a smaller gossip_step.",
+                f"momentum=0, {other_form}or a smaller gossip_step.",
                 stacklevel=4,
             )
             return

@@ -258,7 +258,7 @@ class GASLoCStrategy(LocoStrategy):
         outer_lr: Factor of the drift, eta; or a schedule of rates.
         gossip_step: Factor of the step towards the neighbours, alpha; ``"auto"`` fits the topology.
         momentum: Factor gamma; ``"auto"`` fits the topology.
-        momentum_on: ``"local"`` or ``"gossiped"``.
+        momentum_on: ``"gossiped"``, or ``"local"`` as in the paper.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Example::
@@ -274,7 +274,7 @@ class GASLoCStrategy(LocoStrategy):
         outer_lr: OuterLR = 0.7,
         gossip_step: float | Literal["auto"] = "auto",
         momentum: float | Literal["auto"] = "auto",
-        momentum_on: Literal["local", "gossiped"] = "local",
+        momentum_on: Literal["local", "gossiped"] = "gossiped",
         **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(

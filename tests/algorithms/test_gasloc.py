@@ -131,14 +131,14 @@ def test_on_a_complete_graph_with_outer_rate_1_it_is_local_sgd() -> None:
 def test_with_the_same_data_everywhere_it_is_diloco_with_nesterov(momentum: float) -> None:
     settings = {"step": same_data, "inner": ADAMW, "sync_every": 2}
     expected = simulate(DiLoCo(0.7, momentum), 3, 8, **settings)
-    algorithm = GASLoC(0.7, 1.0, momentum)
+    algorithm = GASLoC(0.7, 1.0, momentum, "local")
     assert_close(simulate(algorithm, 3, 8, topology="complete", **settings), expected)
 
 
 def test_with_the_same_data_everywhere_it_is_not_diloco_with_heavy_ball() -> None:
     settings = {"step": same_data, "sync_every": 2}
     heavy_ball = simulate(DiLoCo(0.7, 0.9, nesterov=False), 3, 8, **settings)
-    algorithm = GASLoC(0.7, 1.0, 0.9)
+    algorithm = GASLoC(0.7, 1.0, 0.9, "local")
     history = simulate(algorithm, 3, 8, topology="complete", **settings)
     assert (history - heavy_ball).abs().max() > 1e-2
 
@@ -146,7 +146,7 @@ def test_with_the_same_data_everywhere_it_is_not_diloco_with_heavy_ball() -> Non
 def test_with_other_data_on_each_worker_its_local_momentum_is_not_diloco() -> None:
     """Momentum on u, before the gossip, keeps the workers apart even on a complete graph."""
     expected = simulate(DiLoCo(0.7, 0.9), 3, 8, sync_every=2)
-    algorithm = GASLoC(0.7, 1.0, 0.9)
+    algorithm = GASLoC(0.7, 1.0, 0.9, "local")
     history = simulate(algorithm, 3, 8, topology="complete", sync_every=2)
     assert (history[7] - expected[7]).abs().max() > 1e-2
     assert (history[7].mean(0) - expected[7, 0]).abs().max() > 1e-3
@@ -205,7 +205,7 @@ def test_a_schedule_of_the_outer_rate_differs_from_diloco() -> None:
     constant = [0.7] * 12
     cosine = [0.7 * (1 + math.cos(math.pi * t / 12)) / 2 for t in range(12)]
     cosine = [max(rate, 1e-3) for rate in cosine]
-    gasloc, diloco = GASLoC(0.7, 1.0, 0.9), DiLoCo(0.7, 0.9)
+    gasloc, diloco = GASLoC(0.7, 1.0, 0.9, "local"), DiLoCo(0.7, 0.9)
     assert_close(rounds_with_schedule(gasloc, constant), rounds_with_schedule(diloco, constant))
     off = rounds_with_schedule(gasloc, cosine) - rounds_with_schedule(diloco, cosine)
     assert off.abs().max() > 0.05
@@ -336,7 +336,7 @@ def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Te
         The parameters before the first round and after each.
     """
     model = Point(torch.zeros(3, dtype=torch.float64))
-    engine = StepEngine(model, GASLoC(1.0, "auto", momentum), sync_every=1, topology=name)
+    engine = StepEngine(model, GASLoC(1.0, "auto", momentum, "local"), sync_every=1, topology=name)
     model.value.data.copy_(randn(3, seed=rank))
     history = [model.value.detach().clone()]
     for _ in range(30):
@@ -364,7 +364,7 @@ def test_without_drift_it_is_polyaks_heavy_ball_on_the_disagreement(topology: To
     """Gradient descent with heavy ball on x^T Lambda x / 2, by torch's own SGD."""
     alpha, gamma = 0.9, 0.6
     starts = randn(8, 2)
-    algorithm = GASLoC(0.7, alpha, gamma).prepare(8, topology)
+    algorithm = GASLoC(0.7, alpha, gamma, "local").prepare(8, topology)
     history = flat_rounds(algorithm, starts, no_progress, 40, topology)
     laplacian = torch.eye(8, dtype=torch.float64) - topology.mixing_matrix(8)
     x = torch.nn.Parameter(starts.clone())
@@ -396,7 +396,9 @@ def test_the_optimal_pair_reaches_its_rate(subtests: pytest.Subtests) -> None:
         with subtests.test(str(topology), num_workers=num_workers):
             best = optimal_gossip(topology, num_workers)
             assert best.rate == pytest.approx(rate, abs=1e-3)
-            pair = GASLoC(1.0, best.gossip_step, best.momentum).prepare(num_workers, topology)
+            pair = GASLoC(1.0, best.gossip_step, best.momentum, "local").prepare(
+                num_workers, topology
+            )
             with_momentum = fitted_rate(pair, num_workers, topology, rate, double_root=True)
             assert with_momentum == pytest.approx(rate, rel=0.01)
 
@@ -413,7 +415,7 @@ def test_the_optimal_pair_reaches_its_rate(subtests: pytest.Subtests) -> None:
 def test_after_exact_averaging_disagreement_decays_like_the_root_of_the_momentum(
     momentum: float,
 ) -> None:
-    algorithm = GASLoC(1.0, 1.0, momentum).prepare(4, Complete())
+    algorithm = GASLoC(1.0, 1.0, momentum, "local").prepare(4, Complete())
     starts = randn(4, 1)
     starts = starts - starts.mean(0)
     found = distances(flat_rounds(algorithm, starts, no_progress, 120, Complete()))
@@ -470,7 +472,7 @@ def test_unequal_numbers_of_local_steps_weigh_the_workers() -> None:
     assert simulation.consensus().item() == pytest.approx(expected.item(), abs=0.05)
 
 
-def test_automatic_settings(subtests: pytest.Subtests) -> None:
+def test_automatic_settings_of_the_paper(subtests: pytest.Subtests) -> None:
     rows = [
         ("ring", 1.0, 0.5, 1.0),
         ("random_matching", 0.5, 0.0, 2.0),
@@ -480,13 +482,13 @@ def test_automatic_settings(subtests: pytest.Subtests) -> None:
     ]
     for name, gossip_step, momentum, scale in rows:
         with subtests.test(name):
-            ready = GASLoC().prepare(8, get_topology(name))
+            ready = GASLoC(momentum_on="local").prepare(8, get_topology(name))
             assert (ready.gossip_step, ready.momentum) == (gossip_step, momentum)
             assert ready.laplacian_scale == scale
             assert ready.prepare(8, get_topology(name)) == ready
 
 
-def test_automatic_momentum_on_gossiped(subtests: pytest.Subtests) -> None:
+def test_automatic_settings(subtests: pytest.Subtests) -> None:
     rows = [
         ("ring", 4, 0.7),
         ("ring", 32, 0.7),
@@ -500,7 +502,7 @@ def test_automatic_momentum_on_gossiped(subtests: pytest.Subtests) -> None:
     for name, num_workers, momentum in rows:
         with subtests.test(name, num_workers=num_workers):
             topology = get_topology(name)
-            ready = GASLoC(momentum_on="gossiped").prepare(num_workers, topology)
+            ready = GASLoC().prepare(num_workers, topology)
             assert ready.momentum == momentum
             plain, radius = (
                 gossip_radius(topology, num_workers, float(ready.gossip_step), gamma, "gossiped")

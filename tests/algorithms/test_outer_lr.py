@@ -109,7 +109,7 @@ def test_gasloc_takes_the_rate_of_the_round_and_momentum_keeps_earlier_rates(
     mixing = Ring().mixing_matrix(4, 0)
     for (name, outer_lr), momentum in itertools.product(SCHEDULES.items(), [0.0, 0.3]):
         with subtests.test(name, momentum=momentum):
-            algorithm = GASLoC(outer_lr, 1.0, momentum).prepare(4, Ring())
+            algorithm = GASLoC(outer_lr, 1.0, momentum, "local").prepare(4, Ring())
             history = flat_rounds(algorithm, STARTS, move_to(TARGETS, 0.4), 8, Ring())
             theta, before = STARTS.clone(), STARTS.clone()
             for t in range(8):

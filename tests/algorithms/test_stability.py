@@ -235,7 +235,7 @@ def test_momentum_for_hundreds_of_steps_is_warned_about_on_random_matchings(
     for num_workers in (4, 8, 9, 64):
         text = r"gossip_step=0.5 with momentum=0.9 .*not mean-square st"
         with subtests.test(num_workers=num_workers), pytest.warns(UserWarning, match=text):
-            GASLoC(gossip_step=0.5, momentum=0.9).prepare(num_workers, RandomMatching())
+            GASLoC(0.7, 0.5, 0.9, "local").prepare(num_workers, RandomMatching())
 
 
 def test_limits_on_random_matchings_of_8_workers(subtests: pytest.Subtests) -> None:

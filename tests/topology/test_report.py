@@ -52,7 +52,7 @@ def test_the_settings_are_those_that_gasloc_chooses(subtests: pytest.Subtests) -
         for form in ("gossiped", "local"):
             with subtests.test(name, form=form):
                 made = GASLoC(momentum_on=form).prepare(16, topology)  # type: ignore[arg-type]
-                (line,) = [one for one in text.splitlines() if f"momentum_on={form} " in one]
+                (line,) = [one for one in text.splitlines() if f"  momentum_on={form} " in one]
                 chosen = f"gossip_step={made.gossip_step:g} momentum={made.momentum:g}, leaves"
                 assert chosen in line
 
