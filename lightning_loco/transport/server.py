@@ -170,7 +170,12 @@ class Server(BackgroundThread):
             accepted.close()
             return
         thread = _ConnectionThread(self, connection, str(address[0]), next(self._order))
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses another thread; the client will try again
+            connection.close()
+            self._record_failure(thread.address)
+            return
         self._threads.append(thread)
 
     def _evict(self) -> bool:

@@ -138,6 +138,19 @@ def test_errors_of_a_handler_are_logged_20_times_only(caplog: pytest.LogCaptureF
     ]
 
 
+def test_a_refused_thread_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server:
+        default = threading.stack_size(2**47)  # more memory than a process can have
+        try:
+            with asking(server) as client, pytest.raises(ConnectionError):
+                client.request(b"head", timeout_s=60)
+        finally:
+            threading.stack_size(default)
+        assert "can't start new thread" in caplog.text
+        with asking(server) as client:
+            assert client.request(b"head", timeout_s=60).header == b"head"
+
+
 def test_unanswered_request_closes_the_connection() -> None:
     with serving(lambda request: None) as server, asking(server) as client:
         with pytest.raises(OSError, match=r"closed|reset"):
