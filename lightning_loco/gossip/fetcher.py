@@ -210,7 +210,7 @@ class Fetcher:
             self._log_once(name, "malformed", str(error))
             outcome = _Outcome.REFUSED
         except CertificateRefused as error:
-            self._log_once(name, "key file", f"it has another key file, or none ({error})")
+            self._log_once(name, "key file", str(error))
             outcome = _Outcome.REFUSED
         except OSError:
             outcome = _Outcome.REFUSED

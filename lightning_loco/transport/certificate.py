@@ -10,10 +10,12 @@ import os
 import ssl
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 _DAYS = 3650
+_CLOCK_SKEW_S = 300
 _COMMAND = (
     *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
     *("-nodes", "-sha256", "-days", str(_DAYS), "-subj", "/CN=lightning_loco job"),
@@ -70,7 +72,8 @@ def read_certificate(path: str | Path) -> JobCertificate:
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If other users can read or change the file, or it is not a key file.
+        ValueError: If other users can read or change the file, it is not a key file, or it has
+            expired or is not valid yet, for which clocks may differ by five minutes.
     """
     remedy = f"Write a new one with: lightning-loco keys {path}"
     try:
@@ -94,6 +97,16 @@ def read_certificate(path: str | Path) -> JobCertificate:
             context.load_verify_locations(path)
         except (ssl.SSLError, ValueError):
             raise ValueError(f"{str(path)!r} is not a key file. {remedy}") from None
+    for certificate in client.get_ca_certs():
+        begin, end = str(certificate["notBefore"]), str(certificate["notAfter"])
+        now = time.time()
+        earliest = ssl.cert_time_to_seconds(begin) - _CLOCK_SKEW_S
+        if not earliest <= now < ssl.cert_time_to_seconds(end):
+            today = time.strftime("%b %d %H:%M:%S %Y GMT", time.gmtime(now))
+            raise ValueError(
+                f"The key file {str(path)!r} is valid from {begin} to {end}, but the clock of this "
+                f"machine says {today}. Set the clock if it is wrong. {remedy}"
+            )
     return JobCertificate(server, client)
 
 

@@ -29,7 +29,7 @@ class MalformedMessage(ConnectionError):
 
 
 class CertificateRefused(ConnectionError):
-    """The two sides have different certificates, or one has none. The text is the TLS error."""
+    """The certificate of one side is refused by the other one. The text says why."""
 
 
 class Connection:
@@ -70,7 +70,8 @@ class Connection:
         """Do the TLS handshake, if the connection is encrypted.
 
         A client learns only from its first reply whether the server has accepted its certificate.
-        CertificateRefused if the other side has another certificate, or none.
+        CertificateRefused if the other side has another certificate, or none, or a clock at which
+        this one is not valid.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(_TICK_S)
@@ -155,7 +156,7 @@ class Connection:
             except OSError as error:
                 if not self._is_aborted:
                     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-                        raise CertificateRefused(error.reason or str(error)) from None
+                        raise _cause_of(error) from None
                     raise
 
     @property
@@ -177,3 +178,19 @@ class Connection:
     def close(self) -> None:
         """Close the connection. Calling it again does nothing."""
         self._socket.close()
+
+
+_BAD_DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED
+_ALERTS_OF_DATES = ("CERTIFICATE_EXPIRED", "ALERT_BAD_CERTIFICATE")  # what the other side sends
+
+
+def _cause_of(error: ssl.SSLError) -> ConnectionError:
+    """Return the error of a connection whose TLS has failed."""
+    text = getattr(error, "verify_message", None) or error.reason or str(error)
+    if text.endswith("BAD_RECORD_MAC"):
+        return MalformedMessage(f"bytes were changed on the way ({text})")
+    if getattr(error, "verify_code", 0) in _BAD_DATES or text.endswith(_ALERTS_OF_DATES):
+        return CertificateRefused(
+            f"by the clock of one of the two machines the key file is not valid now ({text})"
+        )
+    return CertificateRefused(f"it has another key file, or none ({text})")

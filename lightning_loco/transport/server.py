@@ -203,7 +203,7 @@ class Server(BackgroundThread):
         except MalformedMessage as error:
             self._record_malformed(thread.address, str(error))
         except CertificateRefused as error:
-            self._record_malformed(thread.address, f"no key file of this job ({error})")
+            self._record_malformed(thread.address, str(error))
         except OSError:
             pass
         except Exception:

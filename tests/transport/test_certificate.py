@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_loco.transport import read_certificate, write_certificate
+from lightning_loco.transport import (
+    CertificateRefused,
+    MalformedMessage,
+    read_certificate,
+    write_certificate,
+)
 from tests.transport.helpers import asking, new_certificate, serving, wait_until
 
 
@@ -134,6 +141,111 @@ def test_connections_without_the_same_certificate_are_refused(
             assert not requests
             wait_until(lambda: server.malformed == 2, "the malformed message was not counted")
             assert len(caplog.records) == 1
+
+
+_CA = """[ca]
+default_ca = all
+[all]
+database = {0}/index
+serial = {0}/serial
+new_certs_dir = {0}
+default_md = sha256
+policy = any
+x509_extensions = extensions
+[any]
+commonName = supplied
+[extensions]
+basicConstraints = critical, CA:TRUE
+"""
+
+
+def key_file_with_dates(folder: Path, begin_s: float, end_s: float) -> Path:
+    """Write a key file that is valid between two times from now, in seconds."""
+    folder.mkdir()
+    (folder / "index").touch()
+    (folder / "serial").write_text("01")
+    (folder / "ca").write_text(_CA.format(folder))
+    new_certificate(folder, "key")
+    begin, end = (
+        time.strftime("%y%m%d%H%M%SZ", time.gmtime(time.time() + s)) for s in (begin_s, end_s)
+    )
+    subject = ["-subj", "/CN=lightning_loco job"]
+    for command in (
+        ["req", "-new", "-key", "key", *subject, "-out", "request"],
+        ["ca", "-batch", "-config", "ca", "-selfsign", "-keyfile", "key", "-in", "request"]
+        + ["-startdate", begin, "-enddate", end, "-notext", "-out", "certificate"],
+    ):
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+    key = (folder / "key").read_text()
+    path = folder / "job.pem"
+    path.touch(mode=0o600)
+    certificate = (folder / "certificate").read_text()
+    path.write_text(key[: key.index("-----BEGIN CERTIFICATE")] + certificate)
+    return path
+
+
+DAY_S = 86_400
+
+
+def test_a_key_file_that_is_not_valid_now_is_refused(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Clocks may differ by five minutes."""
+    for begin_s, end_s, is_valid in (
+        (-DAY_S, DAY_S, True),
+        (-2 * DAY_S, -DAY_S, False),
+        (-DAY_S, -10, False),
+        (3600, DAY_S, False),
+        (200, DAY_S, True),
+    ):
+        with subtests.test(begin_s=begin_s, end_s=end_s):
+            path = key_file_with_dates(tmp_path / f"{begin_s} {end_s}", begin_s, end_s)
+            if is_valid:
+                read_certificate(path)
+                continue
+            year = time.gmtime(time.time() + end_s).tm_year
+            text = f"job.pem' is valid from .* to .* {year} GMT, but the clock .* says .* keys "
+            with pytest.raises(ValueError, match=text):
+                read_certificate(path)
+
+
+def test_the_cause_of_a_refused_connection_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides: by a clock, not by the key file of the other one."""
+    early = read_certificate(key_file_with_dates(tmp_path / "early", 200, DAY_S))
+    expired = key_file_with_dates(tmp_path / "expired", -DAY_S, -DAY_S / 2)
+    real_time = time.time
+    with monkeypatch.context() as patch:  # it was valid when the run began
+        patch.setattr(time, "time", lambda: real_time() - 0.75 * DAY_S)
+        late = read_certificate(expired)
+    other, ours = (read_certificate(new_certificate(tmp_path, name)) for name in ("a", "b"))
+    by_clock = "by the clock of one of the two machines the key file is not valid now"
+    for server_side, client_side, text in (
+        (early, early, by_clock),
+        (late, late, by_clock),
+        (ours, other, "it has another key file, or none"),
+    ):
+        caplog.clear()
+        with (
+            serving(certificate=server_side) as server,
+            asking(server, client_side) as client,
+        ):
+            with pytest.raises(CertificateRefused, match=text):
+                client.request(b"head", timeout_s=60)
+            wait_until(lambda: server.malformed == 1, "the refusal was not counted")
+            assert text in caplog.text
+
+
+def test_bytes_that_were_changed_on_the_way_are_no_refused_certificate(tmp_path: Path) -> None:
+    certificate = read_certificate(new_certificate(tmp_path))
+    with serving(certificate=certificate) as server, asking(server, certificate) as client:
+        client.request(b"head", timeout_s=60)
+        assert client._connection is not None
+        changed = b"\x17\x03\x03\x00\x20" + bytes(32)  # a TLS record with a wrong checksum
+        socket.socket.send(client._connection._socket, changed)
+        with pytest.raises(MalformedMessage, match="changed on the way .*BAD_RECORD_MAC"):
+            client._connection.receive_header(timeout_s=60)
 
 
 @pytest.mark.process
