@@ -77,6 +77,7 @@ SHORT_DELAY = (
     *("algorithm.outer_lr=0.7", "algorithm.outer_momentum=0.8"),
 )
 EACH_STEP = ("algorithm.sync_every=1",)
+EACH_FETCH = ("algorithm.fetch_probability=1.0",)
 SPARSE = ("compression=sparse",)
 IN_MODEL = (
     "compression.error_feedback=model",
@@ -104,7 +105,8 @@ ROWS = {
     "sparta": Row("sparta", bound=13.0, also=EACH_STEP),
     "sparta_5pct": Row("sparta", bound=11.0, also=(*EACH_STEP, "algorithm.fraction=0.05")),
     "async_model_average": Row("async_model_average", bound=10.0),
-    "pairwise_gossip": Row("pairwise_gossip", bound=10.0),
+    "pairwise_gossip": Row("pairwise_gossip"),
+    "pairwise_gossip_each_step": Row("pairwise_gossip", bound=10.0, also=EACH_FETCH),
     "muloco": Row("diloco", also=("model.optimizer=muon",)),
     "alone": Row("ddp"),
 }

@@ -5,7 +5,7 @@ turns of some seconds each, in changing order, in the same processes with one th
 
   alone     no communication: the rate to keep
   async     ClockEngine(interval_s=0.5): asynchronous model averaging
-  pairwise  PairwiseEngine(): every local step fetches from a random peer
+  pairwise  PairwiseAverage(1.0): every local step fetches from a random peer
   ddp       gradients are averaged in every step
 
 once with worker 0 sleeping so long after each step that a step takes ten times as long, where the
@@ -38,7 +38,7 @@ from common import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_loco import ClockEngine, PairwiseEngine
+from lightning_loco import ClockEngine, PairwiseAverage, PairwiseEngine
 from lightning_loco.demo.model import ByteGPT
 
 NUM_WORKERS = 4
@@ -72,7 +72,7 @@ def run_turn(
     if kind == "async":
         engine = ClockEngine(gpt, interval_s=0.5)
     elif kind == "pairwise":
-        engine = PairwiseEngine(gpt)
+        engine = PairwiseEngine(gpt, PairwiseAverage(1.0))
     windows = torch.randint(256, (BATCH_SIZE, gpt.hparams["context"] + 1))
     began_round = 0.0
     at_boundary, in_rounds = 0.0, 0.0

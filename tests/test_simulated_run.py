@@ -223,12 +223,13 @@ def test_pairwise_gossip_is_that_of_its_simulation() -> None:
     """The numbers of ``PairwiseSimulation``, with the data and optimizers of a real run."""
     choice = [*PAIRWISE, "network=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
     choice += [
+        "algorithm.fetch_probability=1.0",
         "algorithm.interpolation=loss",
         "algorithm.divergence_threshold=1",
         "compression=int8",
     ]
     seed_everything(0, workers=True, verbose=False)
-    run = SimulatedRun(config(*choice, "algorithm.factor=0.5"))
+    run = SimulatedRun(config(*choice))
     progress = list(run.train())
     steps = [costs.steps for costs in run.simulation.costs]
     assert min(steps) < STEPS < max(steps)
@@ -242,7 +243,7 @@ def test_pairwise_gossip_is_that_of_its_simulation() -> None:
     workers = Workers(model, data, cfg)
     again = PairwiseSimulation(
         workers.models,
-        PairwiseAverage(interpolation="loss", divergence_threshold=1.0, keep_progress=True),
+        PairwiseAverage(1.0, "loss", divergence_threshold=1.0),
         speeds=[1 / step_s for step_s in run.steps.step_s],
         jitter=0.1,
         links="wan",

@@ -110,6 +110,9 @@ class PairwiseAverage(Algorithm):
             since. Without it each blend discards the share f of the local steps made during the
             fetch, which costs much progress if fetches are frequent.
 
+    The settings of dpwa's sample file are ``PairwiseAverage(fetch_probability=1, factor=0.5,
+    divergence_threshold=0.2, keep_progress=False)``.
+
     Raises:
         ValueError: If a number is out of range or the interpolation has an unknown name.
         TypeError: If a number has another type, or the interpolation is not callable.
@@ -128,11 +131,11 @@ class PairwiseAverage(Algorithm):
         (0.75, tensor([3., 4.]), 8.0)
     """
 
-    fetch_probability: float = 1.0
+    fetch_probability: float = 0.1
     interpolation: Literal["constant", "clock", "loss"] | Interpolation = "constant"
-    factor: float = 0.5
+    factor: float = 0.3
     divergence_threshold: float = 0.0
-    keep_progress: bool = False
+    keep_progress: bool = True
 
     exchange = "pull"
 

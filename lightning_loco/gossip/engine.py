@@ -76,6 +76,8 @@ class PairwiseEngine:
         algorithm: How to average with the parameters of a peer.
         nodes: All nodes including this one, if workers are started one by one: a list of
             ``{name, host, port}``, or a YAML file. Default: the ranks of the default process group.
+        config_file: A YAML file in the format of dpwa, with the nodes and settings of ``algorithm``
+            and the timeout: see :func:`~lightning_loco.gossip.read_nodes`.
         name: Which of the nodes this worker is.
         fetch_timeout_s: Longest duration of a fetch in seconds.
         compression: Codec of the parameters on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or a
@@ -119,6 +121,7 @@ class PairwiseEngine:
         seed: int = 0,
         link: LinkLike | None = None,
         group: WorkerGroup | None = None,
+        config_file: str | Path | None = None,
     ) -> None:
         def make_settings() -> PairwiseSettings:
             return PairwiseSettings(
@@ -130,9 +133,27 @@ class PairwiseEngine:
                 key_file,
                 max_peer_distance,
                 as_links(link),
+                config_file,
             )
 
         self._set_up(model, make_settings, seed, group)
+
+    @classmethod
+    def from_file(
+        cls,
+        model: nn.Module,
+        path: str | Path,
+        name: str,
+        *,
+        key_file: str | Path | None = None,
+        seed: int = 0,
+    ) -> PairwiseEngine:
+        """Create an engine with the nodes and settings of a YAML file in the format of dpwa.
+
+        Other arguments and errors are those of the class, whose ``config_file`` this is.
+        FileNotFoundError if the file does not exist.
+        """
+        return cls(model, name=name, config_file=path, key_file=key_file, seed=seed)
 
     @classmethod
     def from_settings(

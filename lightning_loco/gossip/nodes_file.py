@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_loco.gossip.peer_selection import Peer, as_peers
 
+_WITHOUT_SETTINGS = ("clock", "loss")
 _KEYS = (
     "nodes",
     "fetch_probability",
@@ -18,6 +19,7 @@ _KEYS = (
     "interpolation",
     "divergence_threshold",
     "constant",
+    *_WITHOUT_SETTINGS,
 )
 
 
@@ -44,6 +46,7 @@ def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
         - interpolation: constant
         - divergence_threshold: 0.2
         - constant: {value: 0.5}
+        - clock: 0  # no settings, like loss
 
     Returns:
         The peers, and the settings under the names of the arguments of
@@ -105,6 +108,9 @@ def _settings(merged: dict[str, Any]) -> NodeSettings:
         if not isinstance(constant, Mapping) or set(constant) != {"value"}:
             raise ValueError(f"'constant' has the form {{value: 0.5}}, got {constant!r}.")
         settings["factor"] = _number(constant, "value")
+    for key in _WITHOUT_SETTINGS:
+        if merged.get(key):
+            raise ValueError(f"{key!r} has no settings, got {merged[key]!r}. Write {key}: 0.")
     return settings
 
 

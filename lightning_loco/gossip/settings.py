@@ -27,7 +27,7 @@ class PairwiseSettings:
     """How a worker fetches and averages the parameters of its peers.
 
     Arguments and errors are those of :class:`~lightning_loco.gossip.PairwiseEngine`, except for
-    ``link``: the links to emulate, or None.
+    ``link``: the links to emulate, or None. What is in ``config_file`` is in the other fields then.
     """
 
     algorithm: PairwiseAverage
@@ -38,6 +38,7 @@ class PairwiseSettings:
     key_file: str | Path | None = None
     max_peer_distance: float | None = MAX_PEER_DISTANCE
     link: Links | None = None
+    config_file: str | Path | None = None
 
     outer_device: ClassVar[None] = None
     granularity: ClassVar[int] = 1
@@ -47,6 +48,8 @@ class PairwiseSettings:
         algorithm: object = self.algorithm
         if not isinstance(algorithm, PairwiseAverage):
             raise TypeError(f"algorithm must be a PairwiseAverage(), got {algorithm!r}.")
+        if self.config_file is not None:
+            self._take_config_file(self.config_file)
         timeout = self.fetch_timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"fetch_timeout_s must be a number of seconds, got {timeout!r}.")
@@ -62,15 +65,43 @@ class PairwiseSettings:
             )
         pull_codec(self.compression)
         if self.name is not None and self.nodes is None:
-            raise ValueError(f"name={self.name!r} says which of the nodes this is; pass nodes=...")
+            raise ValueError(
+                f"name={self.name!r} says which of the nodes this is; pass nodes=... or "
+                "config_file=..."
+            )
         if self.nodes is not None:
             if self.name is None:
                 raise ValueError("nodes needs name: which of them is this worker?")
+            if isinstance(self.nodes, (str, Path)) and (unused := read_nodes(self.nodes)[1]):
+                raise ValueError(
+                    f"{str(self.nodes)!r} has also {', '.join(unused)}, but nodes=... uses its "
+                    "nodes only. Pass it as config_file=..., or remove what is not used."
+                )
             NodeListDiscovery(self.peers, self.name)
         if self.key_file is not None:
             read_certificate(self.key_file)
         if not isinstance(self.link, Links | None):
             raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
+
+    def _take_config_file(self, path: str | Path) -> None:
+        """Take the nodes and settings of the file; ValueError if other ones were given."""
+        if self.nodes is not None:
+            raise ValueError(f"config_file={str(path)!r} has the nodes: leave out nodes.")
+        nodes, settings = read_nodes(path)
+        algorithm: dict[str, Any] = dict(settings)
+        for name, value in settings.items():
+            owner = self if name == "fetch_timeout_s" else self.algorithm
+            given, default = getattr(owner, name), getattr(type(owner), name)
+            if given not in (default, value):
+                raise ValueError(
+                    f"{name} is {given!r} here and {value!r} in config_file={str(path)!r}. Leave "
+                    "it out here, or change the file."
+                )
+        timeout = algorithm.pop("fetch_timeout_s", self.fetch_timeout_s)
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "fetch_timeout_s", timeout)
+        object.__setattr__(self, "algorithm", dataclasses.replace(self.algorithm, **algorithm))
+        object.__setattr__(self, "config_file", None)
 
     @functools.cached_property
     def peers(self) -> list[Peer]:

@@ -20,7 +20,7 @@ from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
-from lightning_loco.gossip import Peer, read_nodes
+from lightning_loco.gossip import Peer
 from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.settings import PairwiseSettings
@@ -57,8 +57,7 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         divergence_threshold: Loss below which models may drift apart; 0 turns it off.
         fetch_timeout_s: Longest duration of a fetch in seconds.
         nodes: All nodes including this one, if the workers are separate Trainers: a list of
-            ``{name, host, port}``, or a YAML file in the format of dpwa. Only the nodes of the file
-            are used; :meth:`from_file` also uses its settings.
+            ``{name, host, port}``, or a YAML file of them.
         name: Which of the nodes this Trainer is.
         key_file: Key file of the job: only peers that have it can read or serve parameters. Write
             one with ``lightning-loco keys FILE``.
@@ -68,6 +67,8 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             since. False is dpwa's rule.
         max_peer_distance: Parameters that are this many times further away than usual are not used,
             and are counted by ``PeerMonitor``; more than 1. None for no limit.
+        config_file: A YAML file in the format of dpwa: the nodes, and any of ``fetch_probability``,
+            ``timeout_ms``, ``interpolation``, ``divergence_threshold`` and ``constant``.
         link: A slower link to emulate, as in :class:`LocoStrategy`. A fetch takes as long as on
             that link, and fails after ``fetch_timeout_s``.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
@@ -87,9 +88,9 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
     @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
     def __init__(
         self,
-        fetch_probability: float = 1.0,
+        fetch_probability: float = 0.1,
         interpolation: Literal["constant", "clock", "loss"] | Interpolation = "constant",
-        factor: float = 0.5,
+        factor: float = 0.3,
         divergence_threshold: float = 0.0,
         fetch_timeout_s: float = 2.5,
         nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None = None,
@@ -97,8 +98,9 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         key_file: str | Path | None = None,
         *,
         compression: Codec | str | None = None,
-        keep_progress: bool = False,
+        keep_progress: bool = True,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
+        config_file: str | Path | None = None,
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
@@ -114,6 +116,7 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             key_file=key_file,
             max_peer_distance=max_peer_distance,
             link=as_links(link),
+            config_file=config_file,
         )
         self._has_returned_loss = False
         self._init_with(settings, **common)
@@ -122,17 +125,11 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
     def from_file(cls, path: str | Path, name: str) -> PairwiseGossipStrategy:
         """Create a strategy with the nodes and settings of a YAML file in the format of dpwa.
 
-        Args:
-            path: A file with the key ``nodes``, and optionally ``fetch_probability``,
-                ``timeout_ms``, ``interpolation``, ``divergence_threshold`` and ``constant``.
-            name: Which of the nodes this Trainer is.
-
-        Raises:
-            FileNotFoundError: If the file does not exist.
-            ValueError: If a key or value of the file is invalid.
+        The same as ``PairwiseGossipStrategy(config_file=path, name=name)``, which takes also other
+        arguments. FileNotFoundError if the file does not exist; ValueError if a key or value of it
+        is invalid.
         """
-        nodes, settings = read_nodes(path)
-        return cls(nodes=nodes, name=name, **settings)
+        return cls(config_file=path, name=name)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -273,7 +273,7 @@ class Away(pl.Callback):
 
 
 def gossip(rank: int, world: int, folder: Path, value: float | None) -> dict[str, float]:
-    strategy = PairwiseGossipStrategy(max_peer_distance=100.0, finalize="keep", timeout_s=30)
+    strategy = PairwiseGossipStrategy(1.0, max_peer_distance=100.0, finalize="keep", timeout_s=30)
     trainer = make_trainer(
         strategy,
         max_epochs=1,

@@ -113,7 +113,7 @@ class Fault(NamedTuple):
         if self.method in REMOTE:
             return RemoteOptimizerStrategy(NUM_WORKERS, timeout_s=timeout_s)
         if self.method == "pairwise_gossip":
-            return PairwiseGossipStrategy(timeout_s=timeout_s)
+            return PairwiseGossipStrategy(1.0, timeout_s=timeout_s)
         every = 10_000 if self.phase == "stop" else 5
         return CASES[self.method].strategy(every, timeout_s=timeout_s)
 

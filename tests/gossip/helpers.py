@@ -36,6 +36,8 @@ from tests.transport.helpers import HOST, wait_until
 CHECKSUM = 0x1122334455667788
 TAG = Tag(1, 1)
 FORMAT = WireFormat(CHECKSUM, 1000, torch.float32)
+DPWA: dict[str, Any] = {"fetch_probability": 1.0, "factor": 0.5, "keep_progress": False}
+"""The settings of dpwa: a fetch in each step, and the mean of both models."""
 
 _processes = multiprocessing.get_context("forkserver")
 

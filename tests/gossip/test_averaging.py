@@ -26,7 +26,7 @@ def make(
     values = torch.arange(NUMEL, dtype=dtype).split([math.prod(shape) for shape in SHAPES])
     tensors = [part.clone().view(shape) for part, shape in zip(values, SHAPES, strict=True)]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(chunk_elements))
-    return ModelAverager(layout, algorithm or PairwiseAverage()), tensors
+    return ModelAverager(layout, algorithm or PairwiseAverage(keep_progress=False)), tensors
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

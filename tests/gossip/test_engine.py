@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
-from tests.gossip.helpers import peers, silent
+from tests.gossip.helpers import DPWA, peers, silent
 from tests.limits import LONG_S
 from tests.pool import Pool
 from tests.small_model import flat, make_model
@@ -43,7 +43,7 @@ def pair(
         model = Numbers(value)
         engine = PairwiseEngine(
             model,
-            PairwiseAverage(**settings),
+            PairwiseAverage(**DPWA | settings),
             nodes=nodes,
             name=node.name,
             fetch_timeout_s=fetch_timeout_s,
@@ -175,6 +175,18 @@ def test_steps_never_wait_for_a_fetch() -> None:
         close(workers)
 
 
+def test_a_reset_drops_the_running_fetch() -> None:
+    (here, reader), (_, served) = workers = pair(0.0, 8.0)
+    served.update_send(1.0)
+    reader.update_send(1.0)
+    reader.reset()
+    assert reader.update_wait(1.0) == 0.0
+    assert here.values.tolist() == [0.0] * 5
+    reader.update_send(1.0)
+    assert reader.update_wait(1.0) == 0.5
+    close(workers)
+
+
 def test_single_worker_is_not_changed() -> None:
     model = make_model()
     before = flat(model)
@@ -208,7 +220,8 @@ def test_blend_uses_the_decoded_parameters_of_the_peer(subtests: pytest.Subtests
 
 
 def blend_with_a_codec(codec: Codec, keep_progress: bool) -> None:
-    nodes, average = peers(2, "w"), PairwiseAverage(factor=0.25, keep_progress=keep_progress)
+    nodes = peers(2, "w")
+    average = PairwiseAverage(1.0, factor=0.25, keep_progress=keep_progress)
     models = [Spread(seed) for seed in range(2)]
     reader, served = (
         PairwiseEngine(model, average, nodes=nodes, name=node.name, compression=codec)
@@ -248,7 +261,7 @@ def test_bytes_sent_continue_after_a_resumed_run() -> None:
 
 def gossip_between_ranks(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
     model = Numbers(0.0)
-    engine = PairwiseEngine(model, fetch_timeout_s=10)
+    engine = PairwiseEngine(model, PairwiseAverage(1.0), fetch_timeout_s=10)
     model.values.data.fill_(float(rank))
     for _ in range(150):
         engine.update_send(1.0)

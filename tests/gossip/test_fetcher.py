@@ -35,6 +35,7 @@ from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import as_links
 from tests.algorithms.toys import Point
 from tests.gossip.helpers import (
+    DPWA,
     FORMAT,
     TAG,
     fetch,
@@ -521,7 +522,9 @@ def test_number_of_links_must_fit_the_workers() -> None:
 def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], float, float]:
     """Blend once; return value, times of the steps, duration and time spent waiting."""
     model = Point(torch.full((NUMEL,), float(rank)))
-    engine = PairwiseEngine(model, PairwiseAverage(factor=0.25), link=SLOW, fetch_timeout_s=LONG_S)
+    engine = PairwiseEngine(
+        model, PairwiseAverage(**DPWA | {"factor": 0.25}), link=SLOW, fetch_timeout_s=LONG_S
+    )
     model.value.data.fill_(rank)
     group = engine.worker.group
     engine._clock = 1.0

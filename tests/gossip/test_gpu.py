@@ -18,7 +18,7 @@ from lightning_loco.gossip.snapshots import (
     make_publisher,
 )
 from lightning_loco.parameters.flat import Cuts, FlatLayout
-from tests.gossip.helpers import make_node, peers
+from tests.gossip.helpers import DPWA, make_node, peers
 from tests.meta_device import no_checksum, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 
@@ -30,7 +30,7 @@ NUMEL = 25
 def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[ModelAverager, list[Tensor]]:
     tensors = [torch.ones(shape, dtype=dtype, device=device) for shape in ((3, 4), (5,), (2, 4))]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(7))
-    return ModelAverager(layout, PairwiseAverage(**settings)), tensors
+    return ModelAverager(layout, PairwiseAverage(**DPWA | settings)), tensors
 
 
 # The device "meta" holds no values, so reading one raises an error.
@@ -99,7 +99,7 @@ def pair(
             parameter.data.fill_(value)
         engine = PairwiseEngine(
             model,
-            PairwiseAverage(**settings),
+            PairwiseAverage(**DPWA | settings),
             nodes=nodes,
             name=node.name,
             fetch_timeout_s=5,

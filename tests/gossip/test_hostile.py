@@ -120,7 +120,7 @@ class Save(Callback):
 
 torch.set_num_threads(1)
 strategy = PairwiseGossipStrategy(
-    nodes={nodes!r}, name="p0", key_file={key_file!r}, fetch_timeout_s=0.5
+    1.0, nodes={nodes!r}, name="p0", key_file={key_file!r}, fetch_timeout_s=0.5
 )
 trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=20, callbacks=[Save()])
 trainer.fit(TinyModule(), make_loader(0, 20))

@@ -13,7 +13,7 @@ import torch
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.gossip.protocol import ModelId
-from tests.gossip.helpers import peers, replying, valid_reply
+from tests.gossip.helpers import DPWA, peers, replying, valid_reply
 from tests.gossip.test_engine import Numbers
 
 pytestmark = pytest.mark.recovery
@@ -33,7 +33,7 @@ def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Number
     model = Numbers(1.0)
     with replying(nodes[1].port, make_reply):
         engine = PairwiseEngine(
-            model, PairwiseAverage(**settings), nodes=nodes, name="w0", fetch_timeout_s=5
+            model, PairwiseAverage(**DPWA | settings), nodes=nodes, name="w0", fetch_timeout_s=5
         )
         try:
             yield model, engine
@@ -88,7 +88,9 @@ def test_any_distance_is_allowed_without_a_limit() -> None:
 
     model = Numbers(1.0)
     with replying(nodes[1].port, make_reply):
-        engine = PairwiseEngine(model, nodes=nodes, name="w0", max_peer_distance=None)
+        engine = PairwiseEngine(
+            model, PairwiseAverage(**DPWA), nodes=nodes, name="w0", max_peer_distance=None
+        )
         engine.update_send(1.0)
         assert engine.update_wait(1.0) == 0.5
         engine.close()

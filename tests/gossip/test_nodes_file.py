@@ -18,6 +18,8 @@ LIST = """
 - interpolation: loss
 - divergence_threshold: 0.2
 - constant: {value: 0.4}
+- clock: 0
+- loss:
 """
 MAP = """
 nodes: [{name: a, host: h, port: 1}]
@@ -58,6 +60,8 @@ def test_errors_name_the_problem_and_the_file(tmp_path: Path, subtests: pytest.S
         (MAP + "constant: {value: half}", "'value' must be a number, got 'half'"),
         (MAP + "fetch_probability: .nan", "must be a number"),
         (MAP + "interpolation: 3", "must be a name"),
+        (MAP + "clock: 3", "'clock' has no settings, got 3. Write clock: 0"),
+        (MAP + "loss: {value: 0.5}", "'loss' has no settings, got {'value': 0.5}"),
         ("nodes: [{name: a, host: h}]", "port in 1 to 65535"),
         ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "same name: a"),
         ("nodes: [", "is not YAML"),

@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparta": {"sync_every": SYNC_EVERY, "fraction": 0.25},
     "streaming_diloco": {"sync_every": SYNC_EVERY, "fragments": 2, "delay": 1},
     "async_model_average": {"interval_s": 0.0},
-    "pairwise_gossip": {},
+    "pairwise_gossip": {"fetch_probability": 1.0},
     REMOTE: {"num_workers": WORKERS},
 }
 """Arguments by strategy; others make rounds every few steps."""

@@ -59,7 +59,7 @@ def make_fetches(asked: argparse.Namespace) -> list[float]:
     ]
     engine = PairwiseEngine(
         Numbers(asked.numel, asked.rank),
-        PairwiseAverage(factor=0.5),
+        PairwiseAverage(1.0),
         nodes=nodes,
         name=f"w{asked.rank}",
         fetch_timeout_s=20,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lightning_loco import Link, PairwiseAverage
 from lightning_loco.simulation import PairwiseSimulation
 from tests.algorithms.toys import Point, assert_close
+from tests.gossip.helpers import DPWA
 
 NUMEL = 1000
 BYTES = 8 * NUMEL
@@ -25,7 +28,7 @@ def full(value: float) -> Tensor:
 def test_two_workers_blend_as_by_hand() -> None:
     """Worker 0 adds 1 in 1 s, worker 1 adds 10 in 2 s; each blends what was fetched before."""
     models = points(2)
-    simulation = PairwiseSimulation(models, PairwiseAverage(factor=0.5), speeds=[1.0, 0.5])
+    simulation = PairwiseSimulation(models, PairwiseAverage(**DPWA), speeds=[1.0, 0.5])
     simulation.run(lambda w: models[w].value.data.add_([1.0, 10.0][w]), seconds=3.0)
     # At 1 s: 0 + 1, and the 0 of worker 1. At 2 s worker 0 again: 1.5, and 0. Worker 1: 10, and 0.
     # Its fetch of 2 s brings 0.75 + ...: worker 0 at 3 s: 0.75 + 1, and the 5 of worker 1.
@@ -39,11 +42,30 @@ def test_two_workers_blend_as_by_hand() -> None:
     assert [costs.utilisation for costs in simulation.costs] == [1.0, 1.0]
 
 
+def test_the_defaults_keep_all_progress_and_send_a_tenth_of_ddp() -> None:
+    """Workers with equal progress end where they would alone; with dpwa's rule they fall back."""
+
+    def train(**given: Any) -> tuple[list[float], list[float]]:
+        """Return how far two workers come in 1000 steps of 1, and their bytes relative to DDP's."""
+        models = points(2)
+        simulation = PairwiseSimulation(models, PairwiseAverage(**given), speeds=[1.0, 1.0])
+        simulation.run(lambda w: models[w].value.data.add_(1.0), seconds=1000.0)
+        shares = [costs.bytes_sent / (1000 * BYTES) for costs in simulation.costs]
+        return [float(model.value[0].detach()) for model in models], shares
+
+    reached, shares = train()
+    assert reached == pytest.approx([1000.0, 1000.0])
+    assert 0.08 < min(shares) <= max(shares) < 0.12
+    reached, shares = train(**DPWA)
+    assert max(reached) < 600
+    assert min(shares) > 0.99
+
+
 def test_a_fetch_takes_its_time_on_the_link_and_nobody_waits() -> None:
     """0.6 s on the link, and 0.1 s for request and reply: there at the end of the third step."""
     models = points(2)
     link = Link(BYTES * 8 / 0.6 / 1e6, 0.05)
-    simulation = PairwiseSimulation(models, speeds=[4.0, 4.0], links=link)
+    simulation = PairwiseSimulation(models, PairwiseAverage(**DPWA), speeds=[4.0, 4.0], links=link)
     simulation.run(lambda w: models[w].value.data.add_(1.0), seconds=6.05)
     for costs in simulation.costs:
         assert costs.steps == 24
@@ -57,7 +79,9 @@ def test_a_fetch_takes_its_time_on_the_link_and_nobody_waits() -> None:
 
 def test_a_fetch_that_takes_too_long_brings_nothing() -> None:
     models = points(2)
-    simulation = PairwiseSimulation(models, speeds=[4.0, 4.0], links=Link(1, 3.0))
+    simulation = PairwiseSimulation(
+        models, PairwiseAverage(**DPWA), speeds=[4.0, 4.0], links=Link(1, 3.0)
+    )
     simulation.run(lambda w: models[w].value.data.add_(w), seconds=6.0)
     assert [costs.rounds for costs in simulation.costs] == [0, 0]
     assert [costs.bytes_sent for costs in simulation.costs] == [0, 0]

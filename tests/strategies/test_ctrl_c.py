@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Any] = {
     "async_model_average ring": lambda: AsyncModelAverageStrategy(
         interval_s=0.01, topology="ring", timeout_s=20
     ),
-    "pairwise_gossip": lambda: PairwiseGossipStrategy(timeout_s=20),
+    "pairwise_gossip": lambda: PairwiseGossipStrategy(1.0, timeout_s=20),
 }
 
 

@@ -32,7 +32,7 @@ def strategy_of(kind: str) -> Strategy:
     if kind == "remote_optimizer":
         return RemoteOptimizerStrategy(WORLD - 1, timeout_s=20)
     if kind == "pairwise_gossip":
-        return PairwiseGossipStrategy(timeout_s=30, fetch_timeout_s=0.2)
+        return PairwiseGossipStrategy(1.0, timeout_s=30, fetch_timeout_s=0.2)
     return DiLoCoStrategy(sync_every=2, timeout_s=30)
 
 

@@ -200,7 +200,7 @@ def test_numbers_of_numpy_in_the_state_of_an_optimizer(pool: Pool, tmp_path: Pat
 
 
 def fit_profiled(rank: int, world: int, method: str, profiler: str, folder: str) -> Tensor:
-    strategy: Any = PairwiseGossipStrategy()
+    strategy: Any = PairwiseGossipStrategy(1.0)
     if method != "pairwise_gossip":
         strategy = CASES[method].strategy(3)
     trainer = make_trainer(

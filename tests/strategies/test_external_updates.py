@@ -86,7 +86,7 @@ BY_TIME = ("async_model_average", "pairwise_gossip")
 
 
 def strategy_of(case: Case | None) -> EngineStrategy:
-    return PairwiseGossipStrategy() if case is None else case.strategy(sync_every=3)
+    return PairwiseGossipStrategy(1.0) if case is None else case.strategy(sync_every=3)
 
 
 def fit_at_start(

@@ -62,7 +62,7 @@ def make_strategy(method: str, **common: Any) -> Strategy:
     if method == "ddp":
         return DDPStrategy()
     if method == "pairwise_gossip":
-        return PairwiseGossipStrategy(**common)
+        return PairwiseGossipStrategy(1.0, **common)
     if method == "remote_optimizer":
         return RemoteOptimizerStrategy(num_workers=2)
     return CASES[method].strategy(3, timeout_s=30, **common)

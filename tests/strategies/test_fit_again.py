@@ -27,7 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, timeout_s=LONG_S),
     "gasloc": lambda: GASLoCStrategy("ring", sync_every=3, timeout_s=LONG_S),
     "async_model_average": lambda: AsyncModelAverageStrategy(interval_s=0.01, timeout_s=LONG_S),
-    "pairwise_gossip": lambda: PairwiseGossipStrategy(timeout_s=LONG_S),
+    "pairwise_gossip": lambda: PairwiseGossipStrategy(1.0, timeout_s=LONG_S),
 }
 HOOKS = [
     "setup",

@@ -64,7 +64,7 @@ def make_strategy(name: str, world: int, backend: str) -> Strategy:
     if name == "remote":
         return RemoteOptimizerStrategy(world - 1, timeout_s=20, process_group_backend=backend)
     if name == "pairwise":
-        return PairwiseGossipStrategy(timeout_s=20, process_group_backend=backend)
+        return PairwiseGossipStrategy(1.0, timeout_s=20, process_group_backend=backend)
     return CASES[name].strategy(SYNC_EVERY, timeout_s=20, process_group_backend=backend)
 
 

@@ -35,7 +35,7 @@ class Watched(ValidatedModule):
 
 def make_strategy(method: str) -> Any:
     if method == "pairwise_gossip":
-        return PairwiseGossipStrategy(timeout_s=30)
+        return PairwiseGossipStrategy(1.0, timeout_s=30)
     return CASES[method].strategy(40 if method == "async_diloco" else 3, timeout_s=30)
 
 

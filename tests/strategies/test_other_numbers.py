@@ -84,7 +84,7 @@ def copied(tree: Any) -> Any:
 
 def strategy_of(case: Case | str, sync_every: int) -> Any:
     if case == "pairwise":
-        return loco.PairwiseGossipStrategy(timeout_s=30)
+        return loco.PairwiseGossipStrategy(1.0, timeout_s=30)
     return DDPStrategy() if isinstance(case, str) else case.strategy(sync_every, timeout_s=30)
 
 

@@ -54,7 +54,7 @@ class Slow(Callback):
 def fit_ranks(rank: int, world: int, interpolation: str, folder: str) -> Any:
     module = ValidatedModule()
     checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
-    strategy = PairwiseGossipStrategy(interpolation=interpolation, timeout_s=30)
+    strategy = PairwiseGossipStrategy(1.0, interpolation, timeout_s=30)
     trainer = make_trainer(
         strategy,
         max_epochs=2,
@@ -117,7 +117,7 @@ class FitResult(NamedTuple):
 def fit_compressed(
     rank: int, world: int, compression: Codec | str | None, folder: str, resume: str | None
 ) -> FitResult:
-    strategy = PairwiseGossipStrategy(compression=compression, keep_progress=True, timeout_s=30)
+    strategy = PairwiseGossipStrategy(1.0, compression=compression, timeout_s=30)
     served = []
 
     class Served(Callback):
@@ -172,7 +172,7 @@ def fit_crashing(rank: int, world: int) -> None:
                 raise ArithmeticError("worker 1 has crashed")
 
     trainer = make_trainer(
-        PairwiseGossipStrategy(timeout_s=20),
+        PairwiseGossipStrategy(1.0, timeout_s=20),
         max_epochs=1,
         use_distributed_sampler=False,
         callbacks=[Crash(), Slow()],
@@ -220,7 +220,7 @@ class Gan(LightningModule):
 
 
 def fit_gan(rank: int, world: int, loss: Tensor | None, interpolation: str) -> Any:
-    strategy = PairwiseGossipStrategy(interpolation=interpolation, timeout_s=30)
+    strategy = PairwiseGossipStrategy(1.0, interpolation, timeout_s=30)
     clocks = []
 
     class Clocks(Callback):
@@ -262,7 +262,7 @@ class Skipping(TinyModule):
 
 
 def fit_skipping(rank: int, world: int, interpolation: str) -> tuple[int, Tensor]:
-    strategy = PairwiseGossipStrategy(interpolation=interpolation, nodes=peers(1, "w"), name="w0")
+    strategy = PairwiseGossipStrategy(1.0, interpolation, nodes=peers(1, "w"), name="w0")
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slow()])
     module = Skipping()
     with warnings.catch_warnings():
@@ -287,7 +287,7 @@ def fit_unfreezing(rank: int, world: int) -> None:
     module = TinyModule()
     next(module.parameters()).requires_grad_(False)
     trainer = make_trainer(
-        PairwiseGossipStrategy(timeout_s=20),
+        PairwiseGossipStrategy(1.0, timeout_s=20),
         max_epochs=1,
         use_distributed_sampler=False,
         callbacks=[Unfreeze(), Slow()],
@@ -359,7 +359,7 @@ class Report(Callback):
 nodes, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 trainer = quiet_trainer(
-    strategy=PairwiseGossipStrategy(nodes=nodes, name=name, fetch_timeout_s=1.0),
+    strategy=PairwiseGossipStrategy(1.0, nodes=nodes, name=name, fetch_timeout_s=1.0),
     devices=1, max_steps=steps, callbacks=[Report()],
 )
 trainer.fit(TinyModule(), make_loader(int(name[1:]), steps))

@@ -104,7 +104,13 @@ def fit(
 ) -> Result:
     recorder = Recorder()
     strategy = PairwiseGossipStrategy(
-        **{"timeout_s": 30, "replica_size": replica_size, "finalize": "keep", **arguments}
+        **{
+            "fetch_probability": 1.0,
+            "timeout_s": 30,
+            "replica_size": replica_size,
+            "finalize": "keep",
+            **arguments,
+        }
     )
     trainer = make_trainer(
         strategy,
@@ -163,10 +169,10 @@ def plain_loop(average: PairwiseAverage) -> list[list[Tensor]]:
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "constant": {"factor": 0.3},
-    "loss": {"interpolation": "loss"},
-    "clock": {"interpolation": "clock", "keep_progress": True},
-    "threshold": {"divergence_threshold": 2.0, "keep_progress": True},
+    "constant": {"factor": 0.3, "keep_progress": False},
+    "loss": {"interpolation": "loss", "keep_progress": False},
+    "clock": {"interpolation": "clock"},
+    "threshold": {"divergence_threshold": 2.0},
 }
 
 
@@ -287,7 +293,7 @@ def test_a_blend_replaces_what_one_rank_has_written(pool: Pool) -> None:
 
 
 def monitor(rank: int, world: int) -> dict[str, Any]:
-    strategy = PairwiseGossipStrategy(replica_size="node", timeout_s=30)
+    strategy = PairwiseGossipStrategy(1.0, replica_size="node", timeout_s=30)
     trainer = make_trainer(
         strategy,
         max_epochs=1,
@@ -405,7 +411,7 @@ class StopLater(pl.Callback):
 
 
 def fit_until_stopped(rank: int, world: int) -> tuple[int, bool]:
-    strategy = PairwiseGossipStrategy(replica_size=SIZE, timeout_s=20)
+    strategy = PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=20)
     strategy.checkpoints.save_interrupted = lambda *_: None  # type: ignore[method-assign]
     trainer = make_trainer(
         strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[StopLater()]
@@ -452,7 +458,7 @@ class FailAfterStep(FailInStep):
 
 def fit_with_fault(rank: int, world: int, victim: int, failing: pl.Callback) -> None:
     trainer = make_trainer(
-        PairwiseGossipStrategy(replica_size=SIZE, timeout_s=TIMEOUT_S),
+        PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=TIMEOUT_S),
         max_epochs=1,
         use_distributed_sampler=False,
         callbacks=[failing] if rank == victim else [Slow()],
@@ -478,7 +484,7 @@ def test_the_others_name_the_rank_that_fails(kind: str, victim: int, failing: An
 
 
 def fit_uneven_ranks(rank: int, world: int, lengths: list[int]) -> None:
-    strategy = PairwiseGossipStrategy(replica_size=SIZE, timeout_s=2)
+    strategy = PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=2)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     data = loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2)
     trainer.fit(ValidatedModule(), *data)
@@ -516,7 +522,9 @@ class Peer(pl.Callback):
             model = TinyModule()
             torch.nn.init.zeros_(model.model[0].weight)
             alone = WorkerGroup(0, 1)
-            self.engine = PairwiseEngine(model, nodes=self.nodes, name="w1", group=alone)
+            self.engine = PairwiseEngine(
+                model, PairwiseAverage(1.0), nodes=self.nodes, name="w1", group=alone
+            )
             self.engine.update_send(1.0)
 
     def on_train_end(self, *_: Any) -> None:
@@ -551,7 +559,7 @@ def test_the_ranks_of_a_trainer_are_one_node(pool: Pool, tmp_path: Path) -> None
 def samplers(rank: int, world: int) -> list[dict[str, int]]:
     found = []
     for name in ("w0", "w1"):
-        strategy = PairwiseGossipStrategy(nodes=peers(2, "w"), name=name, replica_size=SIZE)
+        strategy = PairwiseGossipStrategy(1.0, nodes=peers(2, "w"), name=name, replica_size=SIZE)
         make_trainer(strategy)
         strategy.set_world_ranks()
         found.append(strategy.distributed_sampler_kwargs)
@@ -577,16 +585,19 @@ def test_a_node_is_one_worker(pool: Pool) -> None:
 # ----------------------------------------------------------------------- plain PyTorch
 
 
-def blend_by_hand(rank: int, world: int) -> dict[str, Any]:
+def blend_by_hand(rank: int, world: int, waits: bool) -> dict[str, Any]:
     group = WorkerGroup.create(timeout_s=30, replica_size=SIZE)
     model = make_model()
-    engine = PairwiseEngine(model, PairwiseAverage(interpolation="loss"), group=group)
+    engine = PairwiseEngine(model, PairwiseAverage(1.0, "loss"), group=group)
     fetch_in_lock_step(engine)
     torch.nn.init.constant_(model[0].weight, float(group.worker))
     factors = []
     for _ in range(2):  # peers read nothing before the first loss is known
         engine.update_send(loss=1.0 + group.worker + group.place)
-        factors.append(engine.update_wait())
+        if waits:
+            factors.append(engine.update_wait())
+        else:
+            factors.append(engine.factors[-1] if engine.step() else 0.0)
     try:
         node = str(engine.node.port > 0)
     except RuntimeError as error:
@@ -595,8 +606,9 @@ def blend_by_hand(rank: int, world: int) -> dict[str, Any]:
     return {"factors": factors, "weight": model[0].weight.detach().clone(), "node": node}
 
 
-def test_the_loss_is_the_mean_over_the_ranks(pool: Pool) -> None:
-    results = pool.run(blend_by_hand, world=4)
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_loss_is_the_mean_over_the_ranks(pool: Pool, waits: bool) -> None:
+    results = pool.run(blend_by_hand, waits, world=4)
     for rank, one in enumerate(results):
         own, peer = (1.5, 2.5) if rank < SIZE else (2.5, 1.5)
         assert one["factors"] == [0.0, own / (own + peer)]

@@ -38,7 +38,7 @@ pytestmark = [
 
 def strategy_of(kind: str) -> LocoStrategy | PairwiseGossipStrategy:
     if kind == "pairwise_gossip":
-        return PairwiseGossipStrategy(timeout_s=30, fetch_timeout_s=0.2)
+        return PairwiseGossipStrategy(1.0, timeout_s=30, fetch_timeout_s=0.2)
     return CASES[kind].strategy(2, timeout_s=30)
 
 

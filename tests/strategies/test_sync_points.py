@@ -70,7 +70,7 @@ def fit(
 ) -> tuple[list[str], int]:
     strategy: EngineStrategy
     if method == "pairwise_gossip":
-        strategy = PairwiseGossipStrategy(**settings)
+        strategy = PairwiseGossipStrategy(1.0, **settings)
     else:
         strategy = CASES[method].strategy(2, **settings)
     recorded = RecordsSyncPoints(folder)

@@ -36,7 +36,7 @@ ALL = [*SOME, "pairwise_gossip"]
 
 def strategy_of(name: str) -> EngineStrategy:
     case = CASES.get(name)
-    return PairwiseGossipStrategy() if case is None else case.strategy(sync_every=3)
+    return PairwiseGossipStrategy(1.0) if case is None else case.strategy(sync_every=3)
 
 
 class TeacherModule(TinyModule):
