@@ -152,6 +152,13 @@ def test_invalid_descriptions_are_an_error(subtests: pytest.Subtests) -> None:
             as_links(value)
 
 
+REPEATED = [
+    f"&{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcdefg")
+]
+MANY_TIMES = f"[&a [{', '.join('x' * 10)}], {', '.join(REPEATED)}]"
+"""A list whose aliases make ten million values of it."""
+
+
 def test_invalid_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     rows = [
         ("", "there is no link in it, only None"),
@@ -159,6 +166,11 @@ def test_invalid_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> N
         ("[", "cannot be read: "),
         ("default: wan\nworkers: {0: moon}", r"link.workers\[0\] must be one of wan, .* 'moon'"),
         ("mbit_per_s: fast", "mbit_per_s of a link must be a number, got 'fast'"),
+        ("mbit_per_s: 2001-99-99", "cannot be read: month must be in 1..12"),
+        ("[" * 5000, "is nested too deeply"),
+        (f"default: wan\nworkers: {MANY_TIMES}", "cannot be read: its aliases repeat too much"),
+        ("default: wan\nworkers: &all [*all]", "cannot be read: its aliases repeat too much"),
+        (f"default: wan\nworkers: [{'slow, ' * 1000}]", "link.workers must be a map"),
     ]
     for text, message in rows:
         with subtests.test(text):
@@ -166,6 +178,14 @@ def test_invalid_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> N
             with pytest.raises(ValueError, match=message) as caught:
                 as_links(path)
             assert path in str(caught.value)
+            assert len(str(caught.value)) < 1000
+
+
+def test_an_alias_may_repeat_a_link(tmp_path: Path) -> None:
+    workers = ", ".join(f"{worker}: *slow" for worker in range(1, 2000))
+    slow = "0: &slow {mbit_per_s: 5, latency_s: 0.02, jitter_s: 0.001}"
+    links = as_links(write_file(tmp_path, f"default: wan\nworkers: {{{slow}, {workers}}}"))
+    assert links.of_worker(1999) == Link(5, 0.02, 0.001)
 
 
 def test_a_folder_is_an_error(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-import yaml  # type: ignore[import-untyped]
-
 from lightning_loco.gossip.peer_selection import Peer, as_peers
+from lightning_loco.links.read import MAX_ERROR, read_yaml
 
 _WITHOUT_SETTINGS = ("clock", "loss")
 _KEYS = (
@@ -55,16 +54,14 @@ def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If it is not YAML, a key is unknown or repeated, or a value is invalid.
+        ValueError: If it cannot be read, a key is unknown or repeated, or a value is invalid.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(path, "nodes file")
     except FileNotFoundError:
         raise FileNotFoundError(
             f"There is no nodes file {str(path)!r}. Pass the path of an existing one."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is not YAML: {error}") from None
     try:
         merged = _merge(content)
         nodes = merged.get("nodes")
@@ -72,7 +69,7 @@ def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
             raise ValueError("'nodes' must be a list with name, host and port for every peer.")
         return as_peers(nodes), _settings(merged)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
+        raise ValueError(f"{str(path)!r}: {str(error)[:MAX_ERROR]}") from None
 
 
 def _merge(content: object) -> dict[str, Any]:

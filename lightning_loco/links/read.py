@@ -22,6 +22,9 @@ _PAIR = re.compile(r"\s*(\d+)\s*(-|->)\s*(\d+)\s*")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FIELDS = {field.name for field in dataclasses.fields(Link)}
 
+MAX_ERROR = 500
+"""Characters of an error about the content of a file, which may quote a part of it."""
+
 
 def as_links(value: LinkLike | None) -> Links | None:
     """Convert a user's description of links.
@@ -79,22 +82,56 @@ def read_links(path: str | Path) -> Links:
         ValueError: If it cannot be read or its content is invalid.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(path, "file of links")
     except FileNotFoundError:
         raise FileNotFoundError(
             f"There is no file of links {str(path)!r}. Pass the path of one, or one of "
             f"{', '.join((*LINKS, *NETWORKS))}."
         ) from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"The file of links {str(path)!r} cannot be read: {error}") from None
     try:
         if content is None or (isinstance(content, str) and content not in (*LINKS, *NETWORKS)):
             raise ValueError(f"there is no link in it, only {content!r}.")
         links = as_links(content)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
+        raise ValueError(f"{str(path)!r}: {str(error)[:MAX_ERROR]}") from None
     assert links is not None
     return links
+
+
+def read_yaml(path: str | Path, what: str) -> Any:
+    """Return the content of a user's file of YAML or JSON, which errors call ``what``.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it cannot be read, is nested too deeply, or is far longer with its aliases
+            written out, which an error message would do.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        if _length(content, {}) > 100_000 + 4 * len(text):
+            raise ValueError("its aliases repeat too much. Write the values out")
+    except FileNotFoundError:
+        raise
+    except RecursionError:
+        raise ValueError(f"The {what} {str(path)!r} is nested too deeply.") from None
+    # Some values of YAML, such as an impossible date, raise errors of Python.
+    except (OSError, yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ValueError(f"The {what} {str(path)!r} cannot be read: {error}.") from None
+    return content
+
+
+def _length(value: object, known: dict[int, float]) -> float:
+    """Return about how long the text of a value is, infinite if it contains itself."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_length(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _is_path(text: str) -> bool:

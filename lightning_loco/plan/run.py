@@ -108,12 +108,11 @@ def run(args: argparse.Namespace) -> int:
             or written.
     """
     # Here, not at the top: the other commands need neither NumPy nor networkx.
-    from lightning_loco.links import as_links
     from lightning_loco.plan.planner import Job, make_plan
     from lightning_loco.plan.report import as_json, report
 
     try:
-        links = as_links(_links(args))
+        links = _links(args)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     assert links is not None
@@ -126,18 +125,23 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value:g}.")
     step_s = args.step_s if args.tokens_per_s is None else args.tokens_per_step / args.tokens_per_s
     tokens = TOKENS_PER_PARAMETER * args.parameters if args.tokens is None else args.tokens
-    plan = make_plan(
-        Job(
-            args.parameters,
-            num_workers,
-            links,
-            step_s,
-            args.tokens_per_step,
-            tokens,
-            BYTES_PER_GRADIENT[args.precision],
-            args.utilisation,
-        )
+    job = Job(
+        args.parameters,
+        num_workers,
+        links,
+        step_s,
+        args.tokens_per_step,
+        tokens,
+        BYTES_PER_GRADIENT[args.precision],
+        args.utilisation,
     )
+    try:
+        plan = make_plan(job)
+    except OverflowError:
+        raise ValueError(
+            "The seconds or bytes of this run are too many for a float. Give other --parameters, "
+            "another speed or other links."
+        ) from None
     print(report(plan))
     if args.json:
         try:
@@ -148,27 +152,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _links(args: argparse.Namespace) -> Any:
-    """Return the description of the links that was given."""
+    """Return the links that were given."""
+    from lightning_loco.links import as_links
+
     if args.latency_ms is not None and args.mbit is None:
         raise ValueError("--latency-ms belongs to --mbit. Drop it, or give --mbit.")
     if args.latency_ms is not None and not args.latency_ms >= 0:
         raise ValueError(f"--latency-ms must be at least 0, got {args.latency_ms:g}.")
     if args.mbit is not None:
-        return {"mbit_per_s": args.mbit, "latency_s": (args.latency_ms or 0) / 1000}
+        return as_links({"mbit_per_s": args.mbit, "latency_s": (args.latency_ms or 0) / 1000})
     if args.measured is None:
-        return args.link
+        return as_links(args.link)
     try:
         content = json.loads(Path(args.measured).read_text(encoding="utf-8"))
         links = content["links"]
+        if links is not None:
+            return as_links(list(links["workers"].values()))
     except OSError as error:
         raise ValueError(f"--measured cannot read {args.measured}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"--measured {args.measured} was not written by lightning-loco doctor --json."
         ) from None
-    if links is None:
-        raise ValueError(
-            f"--measured {args.measured} has no links: the doctor checked a single machine, or a "
-            "connection failed. Run it on all machines, with --json on machine 0."
-        )
-    return list(links["workers"].values())
+    raise ValueError(
+        f"--measured {args.measured} has no links: the doctor checked a single machine, or a "
+        "connection failed. Run it on all machines, with --json on machine 0."
+    )

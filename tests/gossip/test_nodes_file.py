@@ -64,13 +64,17 @@ def test_errors_name_the_problem_and_the_file(tmp_path: Path, subtests: pytest.S
         (MAP + "loss: {value: 0.5}", "'loss' has no settings, got {'value': 0.5}"),
         ("nodes: [{name: a, host: h}]", "port in 1 to 65535"),
         ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "same name: a"),
-        ("nodes: [", "is not YAML"),
-        ("nodes: !!python/object/apply:os.getpid []", "is not YAML"),
+        ("nodes: [", "cannot be read"),
+        ("nodes: !!python/object/apply:os.getpid []", "cannot be read"),
+        ("[" * 5000, "is nested too deeply"),
+        (f"a: &a [{'x, ' * 10_000}]\nb: [{'*a, ' * 100}]", "its aliases repeat too much"),
+        (f"constant: [{'x, ' * 1000}]\n{MAP}", "has the form"),
     ):
         with subtests.test(message, end=text[-40:]):
             with pytest.raises(ValueError, match=message) as caught:
                 read(tmp_path, text)
             assert "nodes.yaml" in str(caught.value)
+            assert len(str(caught.value)) < 1000
 
 
 def test_error_names_the_missing_file(tmp_path: Path) -> None:

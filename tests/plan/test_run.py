@@ -133,6 +133,16 @@ def test_errors_name_the_argument_and_what_to_do(
 ) -> None:
     alone = tmp_path / "alone.json"
     alone.write_text('{"links": null}')
+    others = {
+        "list": '{"links": [1]}',
+        "nothing": '{"links": {}}',
+        "null": '{"links": {"workers": null}}',
+        "empty": '{"links": {"workers": {}}}',
+        "text": '{"links": {"workers": {"0": {"mbit_per_s": "5"}}}}',
+        "nested": "[" * 100_000,
+    }
+    for name, text in others.items():
+        (tmp_path / f"{name}.json").write_text(text)
     for arguments, message in (
         ("--parameters x --workers 2 --link lan", "must be a whole number, such as 124e6, got 'x'"),
         ("--workers 2 --link lann", "got 'lann'. Did you mean 'lan'?"),
@@ -145,6 +155,11 @@ def test_errors_name_the_argument_and_what_to_do(
         ("--workers 2", "one of the arguments --link --mbit --measured is required"),
         ("--workers 2 --measured nowhere.json", "--measured cannot read nowhere.json"),
         ("--workers 2 --measured pyproject.toml", "was not written by lightning-loco doctor"),
+        *(
+            (f"--measured {tmp_path}/{name}.json", "was not written by lightning-loco doctor")
+            for name in others
+        ),
+        ("--workers 2 --link lan --parameters 1e300", "too many for a float"),
         (f"--workers 2 --measured {alone}", "Run it on all machines, with --json on machine 0"),
         ("--workers 2 --link lan --json /nowhere/a", "--json cannot write /nowhere/a"),
     ):
