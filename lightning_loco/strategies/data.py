@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -125,6 +126,22 @@ def is_distributed(trainer: pl.Trainer) -> bool:
     samplers = [lightning_compat.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
     flags = [isinstance(sampler, DistributedSampler) for sampler in samplers]
     return bool(flags) and len(flags) == len(loaders) and all(flags)
+
+
+def samples_of(trainer: pl.Trainer) -> list[list[int | None]] | None:
+    """Return for each training loader the number of its samples, and the seed of its order.
+
+    Each is None where it is not known, or does not decide the order. None for all if the data are
+    made again every few epochs, which may change them.
+    """
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        return None
+    found: list[list[int | None]] = []
+    for loader in train_loaders(trainer):
+        sampler = lightning_compat.sampler_of(loader) if isinstance(loader, DataLoader) else None
+        seed = sampler.seed if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
+        found.append([sized_len(getattr(loader, "dataset", None)), seed])
+    return found
 
 
 def samples_read(

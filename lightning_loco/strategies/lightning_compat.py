@@ -7,6 +7,7 @@ program. Here signals only set a flag; the workers then agree on a step at which
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -24,6 +25,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -184,6 +186,20 @@ def load_loader_states(trainer: pl.Trainer) -> None:
         start_epoch_data(trainer)
 
 
+def forget_batches_read(trainer: pl.Trainer, states: list[Any]) -> None:
+    """Undo that a resumed run has read a batch of the next epoch in advance.
+
+    It does so if the length of the data is not known. The next pass over the data then begins from
+    these states of the loaders.
+    """
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher
+    if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.batches:
+        assert loop._combined_loader is not None
+        fetcher.batches = []
+        loop._combined_loader._load_state_dicts(states)
+
+
 def skip_batches(trainer: pl.Trainer, count: int) -> None:
     """Read the first batches of an epoch that has started, without training on them."""
     fetcher = trainer.fit_loop._data_fetcher
@@ -199,10 +215,102 @@ def load_validation_data(trainer: pl.Trainer) -> None:
     A resumed run skips that check, and loaders that are made later draw random numbers that the
     uninterrupted run has not drawn.
     """
-    if trainer.enable_validation:
+    if trainer.enable_validation and trainer.val_dataloaders is None:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
+
+
+_RELOADED = {"fit": "_last_train_dl_reload_epoch", "val": "_last_val_dl_reload_epoch"}
+
+
+def _loops_with_data(trainer: pl.Trainer) -> dict[str, Any]:
+    return {"fit": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
+
+
+def epochs_of_data(trainer: pl.Trainer) -> dict[str, float] | None:
+    """Return since when Lightning counts the epochs until it makes the loaders again.
+
+    None if they are made only once; minus infinity if it does not count yet.
+    """
+    if not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        return None
+    return {of: getattr(loop, _RELOADED[of]) for of, loop in _loops_with_data(trainer).items()}
+
+
+def make_data_as_in(trainer: pl.Trainer, epochs: dict[str, float]) -> None:
+    """Let a resumed run make its loaders as in these epochs, see :func:`epochs_of_data`.
+
+    Otherwise ``reload_dataloaders_every_n_epochs`` would count from the epoch that is resumed.
+    Loaders that are due to be made again are made as in the present epoch.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    for of, loop in _loops_with_data(trainer).items() if every else ():
+        _change_next_data(trainer, of, loop, epochs[of], every)
+
+
+def _change_next_data(trainer: pl.Trainer, of: str, loop: Any, epoch: float, every: int) -> None:
+    setup_data = loop.setup_data
+
+    def changed() -> None:
+        del loop.setup_data
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        present = progress.completed  # trainer.current_epoch
+        reads_now = of == "fit" or trainer.fit_loop.epoch_loop._should_check_val_epoch()
+        if present - epoch >= every and reads_now:
+            setup_data()
+            return
+        progress.completed = int(epoch) if epoch >= 0 else present
+        try:
+            setup_data()
+        finally:
+            progress.completed = present
+        setattr(loop, _RELOADED[of], epoch)
+
+    loop.setup_data = changed
+
+
+def save_states_of_read_batches(trainer: pl.Trainer) -> Callable[[], None]:
+    """Let checkpoints hold the states of the training loaders after the batches that were used.
+
+    If the length of the data is not known, Lightning reads one batch in advance, and saves states
+    that include it: a resumed run would skip it. Returns a function that undoes this.
+    """
+    loop = trainer.fit_loop
+    save, load = loop.on_save_checkpoint, loop.on_load_checkpoint
+    kept: list[Any] = []
+    of: list[Any] = [None]  # the fetcher that the kept states belong to; None after a load
+
+    @contextmanager
+    def before_fetch() -> Iterator[None]:
+        fetcher, loader = loop._data_fetcher, loop._combined_loader
+        if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None:
+            assert loader is not None
+            kept[:], of[:] = copy.deepcopy(loader._state_dicts()), [fetcher]
+        yield
+
+    def on_save_checkpoint() -> dict[str, Any]:
+        state = save()
+        fetcher = loop._data_fetcher
+        if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.batches:
+            state.pop("combined_loader", None)
+            if kept and of[0] in (None, fetcher):
+                state["combined_loader"] = list(kept)
+        return state
+
+    def on_load_checkpoint(state: dict[str, Any]) -> None:
+        kept[:], of[:] = state.get("combined_loader", []), [None]
+        load(state)
+
+    stack = ExitStack()
+    stack.callback(surround(loop.epoch_loop, "_on_before_fetch", before_fetch))
+    for name, method in (
+        ("on_save_checkpoint", on_save_checkpoint),
+        ("on_load_checkpoint", on_load_checkpoint),
+    ):
+        setattr(loop, name, method)
+        stack.callback(delattr, loop, name)
+    return stack.close
 
 
 # --------------------------------------------------------------------- loops, logging
@@ -441,6 +549,9 @@ def add_hooks(
         A stack that restores the trainer's own methods when it is closed.
     """
     stack = ExitStack()
+    stack.callback(save_states_of_read_batches(trainer))
+    for one in _loops_with_data(trainer).values():
+        stack.callback(vars(one).pop, "setup_data", None)
     loop, collectives = trainer.fit_loop, SyncBeforeCollectives(sync_point)
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import pickle
 import time
 from collections import Counter
@@ -65,6 +66,12 @@ def test_private_names_of_lightning_exist() -> None:
     assert LocalSGDStrategy()._checkpoint_io is None
     assert isinstance(AsyncCheckpointIO(), lightning_compat._WrappingCheckpointIO)
     assert trainer.fit_loop._skip_backward is False
+    assert trainer.fit_loop._last_train_dl_reload_epoch == -math.inf
+    assert loop.val_loop._last_val_dl_reload_epoch == -math.inf
+    assert isinstance(loop._should_check_val_epoch(), bool)
+    assert not inspect.signature(loop._on_before_fetch).parameters
+    assert not inspect.signature(trainer._teardown).parameters
+    assert lightning_compat._PrefetchDataFetcher().batches == []
 
 
 class RecordsEpoch(pl.Callback):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.data import is_distributed, train_loaders
+from lightning_loco.strategies.data import is_distributed, samples_of, train_loaders
 
 Phase = Literal["batch end", "validation end", "next batch", "next epoch", "stopped"]
 """What was done last: a batch, its validation, everything before the next batch, or the whole
@@ -25,35 +25,49 @@ class Position(NamedTuple):
         random: States of the random number generators; None to leave them unchanged.
         has_validation_data: Whether the validation loaders had been made.
         is_distributed: Whether a sampler divides the training data among the ranks.
+        data_epochs: When loaders were made, see ``lightning_compat.epochs_of_data``.
+        samples: What the loaders read, as :func:`~lightning_loco.strategies.data.samples_of`.
     """
 
     phase: Phase
     random: dict[str, Any] | None
     has_validation_data: bool
     is_distributed: bool = False
+    data_epochs: dict[str, float] | None = None
+    samples: list[list[int | None]] | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Position:
         """Return the present position of a run."""
-        has_validation_data = trainer.val_dataloaders is not None
-        return cls(_phase(trainer), random_states(), has_validation_data, is_distributed(trainer))
+        return cls(
+            _phase(trainer),
+            random_states(),
+            trainer.val_dataloaders is not None,
+            is_distributed(trainer),
+            lightning_compat.epochs_of_data(trainer),
+            samples_of(trainer),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors for a checkpoint."""
-        return dict(zip(POSITION_KEYS, self, strict=True))
+        return dict(zip((*POSITION_KEYS, *_NEWER_KEYS), self, strict=True))
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Position:
         """Read what :meth:`state_dict` has returned; KeyError if an entry is missing."""
         phase, states, has_validation_data = (saved[key] for key in POSITION_KEYS[:3])
-        return cls(phase, states, has_validation_data, saved.get(POSITION_KEYS[3], False))
+        is_distributed = saved.get(POSITION_KEYS[3], False)
+        newer = (saved.get(key) for key in _NEWER_KEYS)
+        return cls(phase, states, has_validation_data, is_distributed, *newer)
 
-    def prepare_loops(self, loops: dict[str, Any]) -> None:
+    def prepare_loops(self, loops: dict[str, Any], trainer: pl.Trainer) -> None:
         """Change counters of a checkpoint from which Lightning would derive another position.
 
         Unchanged, Lightning skips the validation and the end of an epoch whose last batch was
         saved, and decides by the counters of the next epoch whether to draw random numbers for it.
         """
+        if self.data_epochs is not None:
+            lightning_compat.make_data_as_in(trainer, self.data_epochs)
         fit = loops["fit_loop"]
         batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
         if self.phase == "batch end":
@@ -79,6 +93,9 @@ class Position(NamedTuple):
 
 POSITION_KEYS = ("place", "random", "has_validation_data", "is_dealt")
 """Keys of a saved position."""
+
+_NEWER_KEYS = ("data_epochs", "samples")
+"""More of them, which earlier versions have not saved."""
 
 
 def _phase(trainer: pl.Trainer) -> Phase:
@@ -143,11 +160,13 @@ class ResumedPosition:
         self._worker = worker
         self._loader_states: list[Any] = []
 
-    def prepare_loops(self, loops: dict[str, Any]) -> None:
+    def prepare_loops(self, loops: dict[str, Any], trainer: pl.Trainer) -> None:
         """Prepare the counters of a checkpoint before Lightning loads them."""
+        saved = loops["fit_loop"]["state_dict"]
+        self._loader_states = saved.get("combined_loader", [])
         if self._before != self._now:
-            self._loader_states = loops["fit_loop"]["state_dict"].pop("combined_loader", [])
-        self._position.prepare_loops(loops)
+            saved.pop("combined_loader", None)
+        self._position.prepare_loops(loops, trainer)
 
     def restore(self, trainer: pl.Trainer, divides: bool = True) -> list[str]:
         """Restore the position, after Lightning has restored its loops.
@@ -155,7 +174,7 @@ class ResumedPosition:
         ``divides`` is False for members of an elastic group, which divide the data themselves.
         Returns what does not continue where it was, in words.
         """
-        notes = []
+        notes = self._changes_of_data(trainer)
         lightning_compat.load_loader_states(trainer)
         if (
             divides
@@ -165,10 +184,35 @@ class ResumedPosition:
             # a single rank has no distributed sampler
             is_single = len(self._now.of_readers) == 1
             if is_distributed(trainer) or (is_single and self._position.is_distributed):
-                notes = self._divide_again(trainer)
+                notes += self._divide_again(trainer)
             else:
                 self._load_states(trainer)
+        elif self._before == self._now and self._begins_epoch(trainer):
+            lightning_compat.forget_batches_read(trainer, self._loader_states)
         self._position.restore(trainer)
+        return notes
+
+    def _begins_epoch(self, trainer: pl.Trainer) -> bool:
+        """Whether the next batch is the first one of an epoch that is not the first."""
+        if self._position.phase == "next epoch":
+            return trainer.current_epoch > 0
+        has_ended = self._position.phase in ("batch end", "validation end")
+        return has_ended and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    def _changes_of_data(self, trainer: pl.Trainer) -> list[str]:
+        """Describe what differs from the training data of the run that has saved, in words."""
+        before, now = self._position.samples, samples_of(trainer)
+        if before is None or now is None or len(before) != len(now):
+            return []
+        notes = []
+        for (old_size, old_seed), (size, seed) in zip(before, now, strict=True):
+            if None not in (old_size, size) and old_size != size:
+                notes.append(f"the training data have {size} samples and had {old_size}")
+            if None not in (old_seed, seed) and old_seed != seed:
+                notes.append(
+                    f"samples are in the order of seed {seed} and were in that of seed {old_seed}: "
+                    f"call seed_everything({old_seed}) before"
+                )
         return notes
 
     def _load_states(self, trainer: pl.Trainer) -> None:

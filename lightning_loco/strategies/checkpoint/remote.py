@@ -177,7 +177,8 @@ class RemoteCheckpoints:
             before = DataShares([1] * len(positions))
             now = DataShares([1] * self._strategy.world_size)
             resumed = ResumedPosition(position, before, now, rank)
-            resumed.prepare_loops(loaded["loops"])
+            assert self._strategy.lightning_module is not None
+            resumed.prepare_loops(loaded["loops"], self._strategy.lightning_module.trainer)
         return resumed
 
     def remove(self, path: str | Path) -> None:

@@ -352,7 +352,8 @@ class WorkerCheckpoints:
         with errors_naming(run.name):
             loaded.update(run.own["lightning"])
             position = ResumedPosition(run.position(), before, shares, strategy.worker)
-            position.prepare_loops(loaded["loops"])
+            assert strategy.lightning_module is not None
+            position.prepare_loops(loaded["loops"], strategy.lightning_module.trainer)
         self._resumed = run, position
 
     def _complete(
