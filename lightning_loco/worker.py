@@ -249,12 +249,18 @@ class Worker:
     # --------------------------------------------------------------- consensus
 
     @torch.no_grad()
-    def show_consensus(self, purpose: str = "the consensus", outer: Tensor | None = None) -> None:
+    def show_consensus(
+        self,
+        purpose: str = "the consensus",
+        outer: Tensor | None = None,
+        buffers_at_start: Tensor | None = None,
+    ) -> None:
         """Put the consensus into the model, at a sync point; all workers must call it.
 
         The consensus is the mean over the workers whose parameters are finite, or ``outer``
-        ``(P,)``, equal on all. :meth:`show_local` brings the local parameters back. RuntimeError if
-        no worker's parameters are finite, or one is missing or has failed.
+        ``(P,)``, equal on all. :meth:`show_local` brings the local parameters back. If no worker's
+        parameters are finite, ``outer`` is shown with the buffers of the start of the round;
+        without it, that is a RuntimeError, as if a worker is missing or has failed.
         """
         replica, group, statistics = self.replica, self.group, self.statistics
         if replica.shows_consensus:
@@ -265,7 +271,7 @@ class Worker:
         status = status._replace(finite=float(valid), scalars=self.averaged_copies.prepare())
         statuses = GatheredStatuses(group, statistics, status, purpose).wait()
         num_valid = round(sum(status.finite for status in statuses))
-        if num_valid == 0:
+        if num_valid == 0 and outer is None:
             raise RuntimeError(_NO_CONSENSUS)
         replica.keep_local()
         replica.running_statistics.remove_before_round()
@@ -275,8 +281,11 @@ class Worker:
         else:
             average(replica.layout, group, statistics, valid, num_valid)
         replica.share()
-        average(buffers, group, statistics, valid, num_valid)
-        average(others, group, statistics, valid, num_valid)
+        if num_valid > 0:
+            average(buffers, group, statistics, valid, num_valid)
+            average(others, group, statistics, valid, num_valid)
+        elif buffers_at_start is not None:
+            replica.restore_buffers(buffers_at_start)
         replica.share_untracked(group)
         self.averaged_copies.synchronize(statuses, group, statistics)
 

@@ -450,7 +450,8 @@ class Engine:
         back.
 
         Raises:
-            RuntimeError: If no worker's parameters are finite, or as in :meth:`sync_point`.
+            RuntimeError: If no worker's parameters are finite and they are not the outer ones, or
+                as in :meth:`sync_point`.
         """
         if not self.worker.replica.shows_consensus:
             self.sync_point(purpose)
@@ -458,7 +459,8 @@ class Engine:
 
     def write_consensus(self, purpose: str) -> None:
         """Do what :meth:`show_consensus` does, when all workers are at the same sync point."""
-        self.worker.show_consensus(purpose, self.outer() if self.shows_outer else None)
+        outer = self.outer() if self.shows_outer else None
+        self.worker.show_consensus(purpose, outer, self.buffers_at_start)
 
     def outer(self) -> Tensor | None:
         """Return the outer parameters ``(P,)``, equal on all workers; None if there are none."""

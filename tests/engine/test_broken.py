@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lightning_loco.algorithms import DiLoCo, Mix
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.schedules import Staggered
+from lightning_loco.schedules import EverySteps, Staggered
 from tests.conftest import cover
 from tests.engine.fragments import Layers
 from tests.engine.toys import approach, flat
 from tests.pool import Pool
+from tests.small_model import norm_model
 
 pytestmark = pytest.mark.recovery
 
@@ -46,3 +47,24 @@ def test_a_worker_with_nan_goes_back_in_all_fragments(pool: Pool, delay: int, at
     assert torch.isfinite(end).all()
     assert torch.equal(end, same)
     assert torch.isfinite(broken[at + 6 :]).all()
+
+
+def test_sound_outer_parameters_are_shown_although_the_local_ones_are_nan() -> None:
+    """As in a save of an elastic member, which is the only worker of its job."""
+    model = norm_model()
+    engine = Engine.from_settings(model, RoundSettings(DiLoCo(), EverySteps(4)))
+    engine.shows_outer = True
+    outer, start = engine.outer(), model[1].running_mean.clone()
+    assert outer is not None
+    for tensor in (*model.parameters(), model[1].running_mean):
+        tensor.detach().fill_(math.nan)
+    engine.step()
+    engine.show_consensus("a checkpoint")
+    assert torch.equal(flat(model), outer)
+    assert torch.equal(model[1].running_mean, start)
+    engine.worker.show_local()
+    assert torch.isnan(flat(model)).all()
+    engine.shows_outer = False
+    with pytest.raises(RuntimeError, match="NaN or infinity on every worker"):
+        engine.show_consensus("a checkpoint")
+    engine.close()
