@@ -57,8 +57,12 @@ def test_a_store_listens_at_the_address_of_its_host_only() -> None:
 def test_a_store_listens_at_all_addresses_if_its_host_is_elsewhere(monkeypatch: Any) -> None:
     """As where another machine forwards connections."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("192.0.2.1", 0))])
-    store = serve_store("127.0.0.1")
+    store, other = serve_store("127.0.0.1"), serve_store("127.0.0.1")
     assert accepts_connections(store.port, "127.0.0.1", "127.0.0.2") == [True, True]
+    store.set("a", "b")
+    other.set("a", "c")
+    for one, value in ((store, b"b"), (other, b"c")):
+        assert connect_store(f"127.0.0.1:{one.port}", "m0", TIMEOUT_S).get("a") == value
 
 
 def test_the_store_of_a_group_is_reached_at_its_address() -> None:
