@@ -110,6 +110,7 @@ class Worker:
         self.round_index = 0
         self.was_finite = True
         self._last_loss: float | Tensor = math.nan
+        self._first_step: tuple[float, int] | None = None
 
     @classmethod
     def join(
@@ -177,18 +178,30 @@ class Worker:
     def count_step(self, sync_every: int | None = None) -> None:
         """Count one local step, and check whether to stop after it.
 
-        ``sync_every`` is the number of steps between rounds, if rounds start by steps. If not, a
-        worker of several ranks checks that when they agree on what is due.
+        ``sync_every`` is the number of steps between rounds, if rounds start by steps. If not, all
+        workers stop after the same number of local steps, unless one is far behind.
         """
         reach("local step")
         self.steps += 1
         self.steps_since_round += 1
+        position = 0, self.steps, 1
+        if sync_every is not None:
+            position = self.round_index, self.steps_since_round, sync_every
         watchdog = self.group.watchdog
-        if watchdog is not None and sync_every is not None:
-            watchdog.position = (self.round_index, self.steps_since_round, sync_every)
-        decides_alone = sync_every is not None or self.group.inner is None
-        if decides_alone and (self.stop.requested is not None or self.stop.is_seen):
-            self.stop.check(self.round_index, self.steps_since_round, sync_every)
+        if watchdog is not None:
+            watchdog.position = position
+            if sync_every is None:
+                watchdog.step_s = self._measure_step()
+        if self.stop.requested is not None or self.stop.is_seen:
+            self.stop.check(*position)
+
+    def _measure_step(self) -> float:
+        """Return the mean seconds of a local step since the first one; 0 right after that one."""
+        now_s = self.group.clock.now()
+        if self._first_step is None:
+            self._first_step = now_s, self.steps
+        began_s, first = self._first_step
+        return (now_s - began_s) / max(1, self.steps - first)
 
     def status(self, sync_point: float) -> WorkerStatus:
         """This worker's status: its round, its steps and its loss."""

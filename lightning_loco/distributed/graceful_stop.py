@@ -35,27 +35,18 @@ class StopAgreement:
         watchdog = self._group.watchdog
         return watchdog is not None and watchdog.stop_seen
 
-    def check(
-        self,
-        rounds: int,
-        steps: int,
-        sync_every: int | None,
-        *,
-        is_seen_by_place_0: bool = False,
-    ) -> None:
+    def check(self, rounds: int, steps: int, sync_every: int) -> None:
         """Set :attr:`agreed` if some worker was asked to stop and this one is at the position.
 
-        It has made ``steps`` local steps since its last round, and ``sync_every`` are a round; None
-        if it may stop at any step, because no other worker waits for it. Then the first rank of a
-        worker decides for the others. RuntimeError, which names the worker, if one does not answer
-        the request.
+        It has made ``steps`` local steps since its last round, and ``sync_every`` are a round.
+        RuntimeError, which names the worker, if one does not answer the request.
         """
         watchdog = self._group.watchdog
         if watchdog is None:
             self.agreed = self.requested
-        elif watchdog.stop_seen or is_seen_by_place_0:
+        elif watchdog.stop_seen:
             stop_at, reason = watchdog.wait_for_stop_point(self._group.timeout_s)
-            if sync_every is None or rounds + Fraction(steps + 1, sync_every) > stop_at:
+            if rounds + Fraction(steps + 1, sync_every) > stop_at:
                 self.agreed = reason
 
     def catch_up(self) -> bool:

@@ -35,7 +35,10 @@ _MAX_LABEL = 300
 
 _HEARTBEAT = re.compile(r"(\d{1,15})\|(\d{1,15})\|(.{0,300})", re.DOTALL | re.ASCII)
 _REPORT = re.compile(r"(\d{1,6})\|(.*)", re.DOTALL | re.ASCII)
-_STOP_POSITION = re.compile(r"(\d{1,15})/([1-9]\d{0,14})", re.ASCII)
+_STOP_POSITION = re.compile(r"(\d{1,15})/([1-9]\d{0,14})\|(\d{1,9})", re.ASCII)
+
+LONGEST_WAY_S = 10.0
+"""How long the slowest worker may need to the step at which all stop, if none waits for others."""
 
 
 class WorkerFailure(RuntimeError):
@@ -61,13 +64,16 @@ class Watchdog(BackgroundThread):
 
     To stop together, every worker publishes the earliest position at which it can stop, in rounds,
     after the local step it is in. All stop at the latest of these positions. No worker is then left
-    waiting in a round, and each worker's state is one that an uninterrupted run passes through.
+    waiting in a round, and each worker's state is one that an uninterrupted run passes through. If
+    workers do not wait for each other, one may be far behind: if it needs more than
+    :data:`LONGEST_WAY_S` to the latest position, each worker stops at its own.
 
     Args:
         store: Key-value store shared by all workers. Unless it is a ``TimeoutStore``, no other
             thread may use this connection.
         worker: Number of this worker, 0 to ``num_workers`` - 1.
         num_workers: Number of workers.
+        replica_size: How many consecutive ones stop together in any case, as ranks of one worker.
         names: Names of the workers for messages. Default: worker 0, worker 1, ...
         timeout_s: How long the store may be silent while no worker waits for another, in seconds.
         monitor: Whether the thread reads the heartbeats of all workers all the time, so that
@@ -79,6 +85,7 @@ class Watchdog(BackgroundThread):
         label: What this worker is waiting for, or has waited for last; set by the engine.
         num_exchanges: How many exchanges this worker has started; set by the engine.
         position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
+        step_s: Seconds of a local step, if workers do not wait for each other; else 0.
         stop_reason: Why this worker was asked to stop, or None; set by the engine.
         stop_seen: Whether this worker knows that some worker was asked to stop.
         stop_at: Position at which all stop, and the reason; None until all have answered.
@@ -93,6 +100,7 @@ class Watchdog(BackgroundThread):
         timeout_s: float = math.inf,
         *,
         monitor: bool = False,
+        replica_size: int = 1,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-watchdog")
@@ -100,6 +108,7 @@ class Watchdog(BackgroundThread):
         self.label = "setup"
         self.num_exchanges = 0
         self.position = (0, 0, 1)
+        self.step_s = 0.0
         self.stop_reason: str | None = None
         self.stop_seen = False
         self.stop_at: tuple[Fraction, str] | None = None
@@ -107,6 +116,8 @@ class Watchdog(BackgroundThread):
         self._store = store if isinstance(store, TimeoutStore) else TimeoutStore(store, clock=clock)
         self._worker = worker
         self._num_workers = num_workers
+        first = worker - worker % replica_size
+        self._together = slice(first, first + replica_size)
         self._watched = [other for other in range(num_workers) if other != worker]
         self._names = names or worker_names(num_workers)
         self._timeout_s = timeout_s
@@ -183,7 +194,8 @@ class Watchdog(BackgroundThread):
             self.stop_seen = True
             rounds, steps, sync_every = self.position
             earliest = rounds + Fraction(steps + 1, sync_every)
-            value = f"{earliest.numerator}/{earliest.denominator}"
+            step_ms = round(1000 * min(self.step_s, 1e5))
+            value = f"{earliest.numerator}/{earliest.denominator}|{step_ms}"
             self._store.set(f"stop/{self._worker}", value)
         keys = [f"stop/{worker}" for worker in range(self._num_workers)]
         if self._store.check(keys):
@@ -191,9 +203,14 @@ class Watchdog(BackgroundThread):
             matches = [self._parse(key, _STOP_POSITION, value) for key, value in values]
             if None in matches:
                 return
-            positions = [Fraction(int(m[1]), int(m[2])) for m in matches if m is not None]
+            found = [m for m in matches if m is not None]
+            positions = [Fraction(int(m[1]), int(m[2])) for m in found]
+            latest = max(positions)
+            ways_ms = [(latest - p) * int(m[3]) for p, m in zip(positions, found, strict=True)]
+            if max(ways_ms) > LONGEST_WAY_S * 1000:
+                latest = max(positions[self._together])
             reason = self._store.get("stop").decode(errors="replace")
-            self.stop_at = (max(positions), reason[:_MAX_REASON])
+            self.stop_at = (latest, reason[:_MAX_REASON])
 
     def _parse(self, key: str, pattern: re.Pattern[str], value: bytes) -> re.Match[str] | None:
         """Match a value of the store; warn and return None if another program has written it."""

@@ -206,6 +206,7 @@ class WorkerGroup:
             self.rank_names,
             self.timeout_s,
             monitor=self.job is not None,
+            replica_size=self.replica_size,
         )
         self.watchdog.start()
 

@@ -191,13 +191,9 @@ class Engine:
         ]
         if self._sync_every is None and worker.group.inner is not None:
             # Clocks and arrivals differ between the ranks of a worker: the first one decides.
-            own = [value for due in dues for value in due]
-            *first, stops = worker.group.agree([*own, worker.stop.is_seen])[0]
+            first = worker.group.agree([value for due in dues for value in due])[0]
             numbers = iter(map(bool, first))
             dues = [(next(numbers), next(numbers)) for _ in dues]
-            if stops:
-                rounds, steps = worker.round_index, worker.steps_since_round
-                worker.stop.check(rounds, steps, None, is_seen_by_place_0=True)
         return dues
 
     # --------------------------------------------------------------------- rounds

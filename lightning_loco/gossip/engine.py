@@ -343,8 +343,7 @@ class PairwiseEngine:
             return
         self._agreed_after = worker.steps
         last_loss = worker.last_loss if self._agrees_on_loss else math.nan
-        stops = worker.stop.is_seen
-        own = RankReport.of(last_loss, self._clock, self._peer, worker.was_finite, stops)
+        own = RankReport.of(last_loss, self._clock, self._peer, worker.was_finite)
         first, loss = own.gather(worker.group, f"local step {worker.steps}")
         self._clock, self._peer = first.clock, first.peer
         worker.was_finite = bool(first.finite)
@@ -352,9 +351,6 @@ class PairwiseEngine:
             self._mean_loss = loss
             if self._exchange is not None:
                 self._exchange.publisher.record_loss(loss)
-        if first.stops:
-            counts = worker.round_index, worker.steps_since_round
-            worker.stop.check(*counts, None, is_seen_by_place_0=True)
 
     def step(self) -> bool:
         """Count one local step, and blend in the result of a fetch that has ended.

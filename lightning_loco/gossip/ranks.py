@@ -23,7 +23,6 @@ class RankReport(NamedTuple):
         peer_clock: The peer's clock.
         peer_loss: The peer's loss.
         finite: 0 if the parameters held NaN or infinity when they were read last, else 1.
-        stops: 1 if it knows that some worker was asked to stop, else 0.
     """
 
     has_loss: float
@@ -33,16 +32,13 @@ class RankReport(NamedTuple):
     peer_clock: float
     peer_loss: float
     finite: float
-    stops: float
 
     @classmethod
-    def of(
-        cls, loss: float | Tensor, clock: float, peer: Tag | None, finite: bool, stops: bool
-    ) -> Self:
+    def of(cls, loss: float | Tensor, clock: float, peer: Tag | None, finite: bool) -> Self:
         """Describe a rank. A loss that is no tensor is NaN if it is not known."""
         has_loss = isinstance(loss, Tensor) or not math.isnan(loss)
         tag = Tag(math.nan, math.nan) if peer is None else peer
-        return cls(has_loss, float(loss), clock, peer is not None, *tag, finite, stops)
+        return cls(has_loss, float(loss), clock, peer is not None, *tag, finite)
 
     @property
     def peer(self) -> Tag | None:

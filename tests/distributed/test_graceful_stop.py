@@ -30,11 +30,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def after_step(
-    stop: StopAgreement, group: WorkerGroup, rounds: int, steps: int, sync_every: int | None
+    stop: StopAgreement, group: WorkerGroup, rounds: int, steps: int, sync_every: int
 ) -> None:
     """Do what an engine does after each local step."""
     if group.watchdog is not None:
-        group.watchdog.position = (rounds, steps, sync_every or 1)
+        group.watchdog.position = (rounds, steps, sync_every)
     stop.check(rounds, steps, sync_every)
 
 
@@ -110,26 +110,19 @@ def test_a_single_worker_stops_after_the_current_step() -> None:
     assert stop.agreed == "SIGTERM"
 
 
-def test_workers_that_may_stop_anywhere_stop_once_all_know_of_the_request() -> None:
-    with make_watchdogs(2) as watchdogs:
+@pytest.mark.parametrize(("step_s", "slower_stop"), [(0.01, 501), (0.1, 12)])
+def test_workers_that_do_not_wait_stop_at_one_step_unless_one_is_far_behind(
+    step_s: float, slower_stop: int
+) -> None:
+    """The first two ranks are a worker that needs 4.9 or 49 seconds to the step of the other."""
+    with make_watchdogs(4, replica_size=2) as watchdogs:
+        for one, steps in zip(watchdogs, (10, 11, 500, 499), strict=True):
+            one.position, one.step_s = (0, steps, 1), step_s
         start(*watchdogs)
-        groups = [group_of(watchdog, worker, 2) for worker, watchdog in enumerate(watchdogs)]
-        stops = [StopAgreement(group) for group in groups]
-        after_step(stops[0], groups[0], 0, 1, None)
-        assert stops[0].agreed is None
-        stops[1].request("SIGUSR1")
-        wait_until(lambda: all(watchdog.stop_seen for watchdog in watchdogs))
-        for stop, group in zip(stops, groups, strict=True):
-            after_step(stop, group, 0, 2, None)
-            assert stop.agreed == "SIGUSR1"
-
-
-def test_a_single_worker_that_may_stop_anywhere() -> None:
-    group = WorkerGroup(0, 1)
-    stop = StopAgreement(group)
-    stop.request("SIGUSR1")
-    after_step(stop, group, 0, 1, None)
-    assert stop.agreed == "SIGUSR1"
+        StopAgreement(group_of(watchdogs[0], 0, 4)).request("SIGTERM")
+        wait_until(lambda: all(one.stop_at for one in watchdogs))
+        stops = [slower_stop, slower_stop, 501, 501]
+        assert [one.stop_at for one in watchdogs] == [(step, "SIGTERM") for step in stops]
 
 
 def test_a_worker_without_more_data_stops_where_it_is() -> None:

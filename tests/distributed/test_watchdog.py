@@ -393,8 +393,9 @@ def test_garbage_in_the_store_is_ignored(
         ("heartbeat/1", "many|2|round 3"),
         ("heartbeat/1", ""),
         ("stop/1", "1e400000000"),
-        ("stop/1", "1/0"),
-        ("stop/1", "9" * 5000 + "/1"),
+        ("stop/1", "1/0|0"),
+        ("stop/1", "1/1"),
+        ("stop/1", "9" * 5000 + "/1|0"),
     ]
     for key, value in rows:
         with subtests.test(key, value=value[:20]):

@@ -49,12 +49,21 @@ def make_watchdogs(
     clock: Clock = REAL_CLOCK,
     *,
     monitor: bool = False,
+    replica_size: int = 1,
 ) -> Iterator[list[Watchdog]]:
     """Yield watchdogs that are not started yet, on one store that answers at once, and end them."""
     store = dist.HashStore()
     stores = [TimeoutStore(store) for _ in range(num_workers)]
     watchdogs = [
-        Watchdog(own, worker, num_workers, names, monitor=monitor, clock=clock)
+        Watchdog(
+            own,
+            worker,
+            num_workers,
+            names,
+            monitor=monitor,
+            replica_size=replica_size,
+            clock=clock,
+        )
         for worker, own in enumerate(stores)
     ]
     try:

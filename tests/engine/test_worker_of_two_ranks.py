@@ -465,6 +465,7 @@ def stop_by_time(rank: int, world: int) -> int:
             engine.worker.stop.request("a test")
         approach(model, group.worker, SHARDS[group.place], engine.worker.steps)
         engine.step()
+    engine.sync_point("the checkpoint after the stop")
     engine.close()
     return engine.worker.steps
 

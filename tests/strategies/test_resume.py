@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_loco import AsyncModelAverageStrategy, PairwiseGossipStrategy
 from lightning_loco.fault_points import on_reach
 from tests.cases import CASES
-from tests.pool import Pool, PoolError
+from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies.save_and_resume import (
     BATCHES,
     STEPS,
+    DrawingModule,
     Outcome,
     Run,
     SaveAt,
@@ -29,6 +34,7 @@ from tests.strategies.save_and_resume import (
     check_resumed,
     first_steps,
     fit,
+    loader,
     train_save_resume,
 )
 
@@ -265,3 +271,53 @@ def test_pending_fragments_are_resumed_at_each_step_of_a_phase(
     ]
     assert any(pending is not None for pending in pending_rounds)
     check_resumes(pool, run, file, f"{kind} at {step}")
+
+
+class StopApart(pl.Callback):
+    """Asks for a stop when worker 1 is five steps ahead of worker 0."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == (3, 8)[dist.get_rank()]:
+            dist.barrier()
+            trainer.strategy.request_stop("SIGTERM")  # type: ignore[attr-defined]
+
+
+FREE: dict[str, Callable[[], Any]] = {
+    "async_model_average": lambda: AsyncModelAverageStrategy(interval_s=0.01),
+    "pairwise_gossip": PairwiseGossipStrategy,
+}
+"""Methods whose workers do not wait for each other."""
+
+
+def stop_apart_and_resume(rank: int, world: int, method: str, folder: str) -> tuple[int, int, int]:
+    os.chdir(folder)
+    stopped = make_trainer(FREE[method](), max_epochs=-1, callbacks=[StopApart()])
+    with suppress(SIGTERMException):
+        stopped.fit(DrawingModule(), loader(world))
+    step, watch = stopped.global_step, FirstStep()
+    resumed = make_trainer(
+        FREE[method](),
+        max_steps=step + 10,
+        callbacks=[SaveEvery(3), watch],
+        check_val_every_n_epoch=None,
+        val_check_interval=4,
+    )
+    resumed.fit(DrawingModule(), loader(world), loader(1, 2), ckpt_path="interrupted.ckpt")
+    return step, watch.step, resumed.global_step - step
+
+
+class FirstStep(pl.Callback):
+    """Keeps the step at which training starts."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+
+@pytest.mark.parametrize("method", FREE)
+def test_workers_that_do_not_wait_stop_at_one_step(pool: Pool, tmp_path: Path, method: str) -> None:
+    """Otherwise they would meet again at different saves and validations."""
+    first, second = pool.run(stop_apart_and_resume, method, str(tmp_path), world=WORLD)
+    step, *rest = first
+    assert step >= 8
+    assert rest == [step, 10]
+    assert first == second
