@@ -115,10 +115,10 @@ def _acceleration(topology: Topology, num_workers: int) -> list[tuple[str, str]]
         why = "not defined: the graph changes from round to round, or is directed"
         return [("chi", why)]
     best = optimal_gossip(topology, num_workers)
-    fastest = f"gossip_step={best.gossip_step:.4g} momentum={best.momentum:.4g} momentum_on=local would leave "
+    pair = f"gossip_step={best.gossip_step:.4g} momentum={best.momentum:.4g} momentum_on=local"
     return [
         ("chi", f"{condition:.4g}; its square root, with momentum: {math.sqrt(condition):.4g}"),
-        ("without local steps", f"{fastest}{_share(best.rate)} per round"),
+        ("without local steps", f"{pair} would leave {_share(best.rate)} per round"),
     ]
 
 

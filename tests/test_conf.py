@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import networkx as nx
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 import lightning_loco as loco
 import train
-from lightning_loco import Elastic
+from lightning_loco import Elastic, Simulation
 from lightning_loco.algorithms import Cosine, DiLoCo
 from lightning_loco.checked_settings import SettingsError, early_settings
 from lightning_loco.compression import (
@@ -36,7 +38,8 @@ from lightning_loco.plan.planner import make_plan
 from lightning_loco.plan.report import commands
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
-from lightning_loco.topology import TOPOLOGIES, Topology
+from lightning_loco.topology import TOPOLOGIES, FromGraph, Topology
+from tests.algorithms.toys import Point, assert_close, randn
 from tests.plan.test_planner import job
 
 CONF = Path(train.conf_dir())
@@ -260,6 +263,52 @@ def test_sparseloco_has_its_authors_settings() -> None:
     assert settings.algorithm == DiLoCo(outer_lr=1.0, outer_momentum=0.0)
     assert settings.schedule == EverySteps(30)
     assert settings.compression == ErrorFeedback(Sparse(k=128, mean_over="senders"), 0.95)
+
+
+def printed_gasloc(starts: Tensor, targets: Tensor, rate: float, steps: int) -> Iterator[Tensor]:
+    """The update of the paper on a ring with lambda = 1: the stacked parameters after each round.
+
+    The sum of the Laplacian has each edge in both directions.
+    """
+    eta, alpha, gamma, num_workers = 1.0, 1 / 3, 0.5, len(starts)
+    laplacian = torch.zeros(num_workers, num_workers, dtype=torch.float64)
+    for i, step in itertools.product(range(num_workers), (-1, 1)):
+        apart = torch.zeros(num_workers, dtype=torch.float64)
+        apart[i], apart[(i + step) % num_workers] = 1, -1
+        laplacian += 0.5 * torch.outer(apart, apart)
+    theta, previous = starts, starts
+    while True:
+        local = theta
+        for _ in range(steps):
+            local = local - rate * (local - targets)
+        moved = theta + eta * (local - theta)
+        theta = moved - alpha * laplacian @ moved + gamma * (moved - previous)
+        previous = moved
+        yield theta
+
+
+def test_paper_gasloc_is_the_printed_update(subtests: pytest.Subtests) -> None:
+    named = build_strategy(config("experiment=paper_gasloc")).settings
+    of_lambda = dataclasses.replace(
+        named,
+        algorithm=dataclasses.replace(named.algorithm, gossip_step=1 / 3),
+        topology=FromGraph(nx.cycle_graph(5), "laplacian"),
+    )
+    targets, start = randn(5, 3), randn(3, seed=1)
+    for settings in (named, of_lambda):
+        with subtests.test(topology=settings.topology):
+            assert settings.schedule == EverySteps(10)
+            models = [Point(start) for _ in range(5)]
+            simulation = Simulation.from_settings(models, settings)
+
+            def local_step(worker: int, models: list[Point] = models) -> None:
+                value = models[worker].value.data
+                value.sub_(value - targets[worker], alpha=0.02)
+
+            expected = printed_gasloc(start.expand(5, 3), targets, 0.02, 10)
+            for _ in range(6):
+                simulation.run(local_step, 1)
+                assert_close(torch.stack(simulation.params()), next(expected))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])

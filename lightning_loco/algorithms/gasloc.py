@@ -53,7 +53,8 @@ class GASLoC(Algorithm):
         outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are. Or a schedule,
             from the index of a round to its rate. With momentum and a schedule it is not DiLoCo on
             a complete graph, because :math:`u_{t-1}` contains the previous rate.
-        gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
+        gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings; what
+            makes one step of the mixing matrix.
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
         momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.7, or less if gossip would leave more than
@@ -121,7 +122,7 @@ class GASLoC(Algorithm):
         topology.check(num_workers)
         gossip_step = self.gossip_step
         if gossip_step == "auto":
-            gossip_step = 0.5 if topology.is_matching else 1.0
+            gossip_step = 1 / topology.laplacian_scale
         momentum = self.momentum
         if momentum == "auto":
             momentum = self._auto_momentum(num_workers, topology, gossip_step)

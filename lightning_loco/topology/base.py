@@ -17,6 +17,7 @@ everything else  Metropolis ...  1.0                  1.0
 ===============  ==============  ===================  ================================
 
 So a pair has the Laplacian [[1, -1], [-1, 1]] with the eigenvalues 0 and 2, and averages at 0.5.
+Graphs of your own may have the Laplacian of given edge weights: ``weighting="laplacian"``.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ class Topology(ABC):
     name: ClassVar[str] = "custom"
     is_matching: ClassVar[bool] = False
     """Whether each round is a set of disjoint pairs that average with weights 1/2."""
-    laplacian_scale: ClassVar[float] = 1.0
-    """``Lambda = laplacian_scale * (I - W)``: 2.0 for pairs, 1.0 otherwise."""
+
+    @property
+    def laplacian_scale(self) -> float:
+        """``Lambda = laplacian_scale * (I - W)``: 2.0 for pairs; 1.0 otherwise, unless given."""
+        return 2.0 if self.is_matching else 1.0
 
     @abstractmethod
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:

@@ -25,7 +25,7 @@ from lightning_loco.topology.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-EdgeWeighting = Literal["metropolis", "uniform", "edges"]
+EdgeWeighting = Literal["metropolis", "uniform", "edges", "laplacian"]
 Row = dict[int, float]
 
 
@@ -35,8 +35,10 @@ class CustomTopology(Topology):
 
     num_workers: int = field(init=False)
     entries: tuple[tuple[tuple[int, float], ...], ...] = field(init=False, repr=False)
+    laplacian_scale: float = field(init=False, repr=False, default=1.0)
 
-    def _set_rows(self, rows: Sequence[Row]) -> None:
+    def _set_rows(self, rows: Sequence[Row], laplacian_scale: float = 1.0) -> None:
+        object.__setattr__(self, "laplacian_scale", laplacian_scale)
         object.__setattr__(self, "num_workers", len(rows))
         object.__setattr__(self, "entries", tuple(tuple(sorted(row.items())) for row in rows))
 
@@ -116,7 +118,7 @@ class FromMatrix(CustomTopology):
 
 @dataclass(frozen=True)
 class FromGraph(CustomTopology):
-    """A user's networkx graph, whose nodes are the workers 0..N-1.
+    r"""A user's networkx graph, whose nodes are the workers 0..N-1.
 
     In a directed graph an edge (i, j) means that i sends to j, and degrees count incoming edges.
     The outgoing weights of every worker must sum to its incoming ones: ``uniform`` needs as many
@@ -127,6 +129,9 @@ class FromGraph(CustomTopology):
         weighting: The weight ``W[i, j]`` of an edge. ``"metropolis"``:
             ``1 / (1 + max(degree_i, degree_j))``; ``"uniform"``: ``1 / (1 + max_degree)``;
             ``"edges"``: the edge attribute ``weight``. The worker's own weight is 1 minus the sum.
+            ``"laplacian"``: the attribute ``weight``, or 1 without it, is the weight
+            :math:`\lambda_{ij}` in the Laplacian, whose diagonal is their sum; GASLoC's
+            ``gossip_step`` is then that of the Laplacian, and ``W`` is scaled to be stable.
 
     Raises:
         TypeError: If it is not a networkx graph.
@@ -147,10 +152,11 @@ class FromGraph(CustomTopology):
     def __post_init__(self, graph: nx.Graph) -> None:
         if self.weighting not in get_args(EdgeWeighting):
             raise ValueError(
-                f"weighting must be 'metropolis', 'uniform' or 'edges', got {self.weighting!r}."
+                "weighting must be 'metropolis', 'uniform', 'edges' or 'laplacian', got "
+                f"{self.weighting!r}."
             )
         _check_graph(graph)
-        self._set_rows(_graph_rows(graph, self.weighting))
+        self._set_rows(*_graph_rows(graph, self.weighting))
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,8 @@ class FromFile(CustomTopology):
 
     Args:
         path: The file; it is read at construction.
+        weighting: None as above, or one of `FromGraph`; ``"laplacian"`` takes the weights of the
+            file, or 1, as those of the Laplacian.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -181,15 +189,17 @@ class FromFile(CustomTopology):
     name: ClassVar[str] = "file"
 
     path: str | os.PathLike[str]
+    weighting: EdgeWeighting | None = None
 
     def __post_init__(self) -> None:
         path = os.fspath(self.path)
         object.__setattr__(self, "path", path)
         try:
             graph = _read_edges(path)
-            _check_graph(graph)
             is_weighted = bool(nx.get_edge_attributes(graph, "weight"))
-            self._set_rows(_graph_rows(graph, "edges" if is_weighted else "metropolis"))
+            weighting = self.weighting or ("edges" if is_weighted else "metropolis")
+            found = FromGraph(graph, weighting)
+            self._set_rows([dict(row) for row in found.entries], found.laplacian_scale)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -261,15 +271,28 @@ def _check_graph(graph: nx.Graph) -> None:
     check_connected("The graph", num_workers, graph.edges)
 
 
-def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
-    """Return sparse rows of the mixing matrix; a directed edge (j, i) gives ``W[i, j]``."""
+def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> tuple[list[Row], float]:
+    """Return sparse rows of the mixing matrix, and the scale of the Laplacian.
+
+    A directed edge (j, i) gives ``W[i, j]``.
+    """
     senders = graph.pred if graph.is_directed() else graph.adj
     degrees = [len(senders[worker]) for worker in range(len(graph))]
-    largest = max(degrees)
+    largest, scale = max(degrees), 1.0
     rows: list[Row] = []
+    edges: list[Row] = []
+    if weighting in ("edges", "laplacian"):
+        unit = {"weight": 1.0} if weighting == "laplacian" else {}
+        edges = [
+            {j: _edge_weight(i, j, {**unit, **senders[i][j]}, weighting) for j in senders[i]}
+            for i in range(len(graph))
+        ]
+    if weighting == "laplacian":  # W is that of "uniform" if all weights are 1
+        totals = [math.fsum(row.values()) for row in edges]
+        scale = max(totals) + max((w for row in edges for w in row.values()), default=1.0)
     for worker in range(len(graph)):
-        if weighting == "edges":
-            row = {j: _edge_weight(worker, j, senders[worker][j]) for j in senders[worker]}
+        if edges:
+            row = {j: weight / scale for j, weight in edges[worker].items()}
         elif weighting == "uniform":
             row = dict.fromkeys(senders[worker], 1 / (1 + largest))
         else:
@@ -287,18 +310,22 @@ def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
                 list(row.values()), dtype=torch.float64, device="cpu"
             )
         _check_converges("these edge weights", dense)
-    return rows
+    return rows, scale
 
 
-def _edge_weight(worker: int, peer: int, attributes: dict[str, Any]) -> float:
+def _edge_weight(
+    worker: int, peer: int, attributes: dict[str, Any], weighting: EdgeWeighting
+) -> float:
     try:
         weight = float(attributes["weight"])
     except (KeyError, TypeError, ValueError):
         weight = math.nan
-    if not math.isfinite(weight) or weight == 0:
+    is_laplacian = weighting == "laplacian"
+    if not math.isfinite(weight) or weight == 0 or (weight < 0 and is_laplacian):
+        rule = "finite and positive" if is_laplacian else "a finite number other than 0"
         raise ValueError(
-            f"Edge {peer} - {worker} has the weight {attributes.get('weight')!r}; it must be a "
-            "finite number other than 0. Set the edge attribute 'weight', or use "
+            f"Edge {peer} - {worker} has the weight {attributes.get('weight')!r}; it must be "
+            f"{rule}. Set the edge attribute 'weight', or use "
             "weighting='metropolis'."
         )
     return weight

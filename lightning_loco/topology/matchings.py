@@ -19,7 +19,6 @@ class Matching(Topology):
     """
 
     is_matching: ClassVar[bool] = True
-    laplacian_scale: ClassVar[float] = 2.0
 
     @abstractmethod
     def partner(self, worker: int, num_workers: int, round_index: int = 0) -> int:

@@ -7,12 +7,19 @@ import math
 import warnings
 from typing import Any, Literal
 
+import networkx as nx
 import pytest
 import torch
 
 from lightning_loco import DelayedNesterov, DiLoCo, GASLoC, Simulation
 from lightning_loco.algorithms import Algorithm, largest_stable_contraction
-from lightning_loco.topology import RandomMatching, RandomTwoPeer, Topology, get_topology
+from lightning_loco.topology import (
+    FromGraph,
+    RandomMatching,
+    RandomTwoPeer,
+    Topology,
+    get_topology,
+)
 from tests.algorithms.toys import Point, distances, flat_rounds, no_progress, randn
 from tests.conftest import cover
 
@@ -236,6 +243,16 @@ def test_momentum_for_hundreds_of_steps_is_warned_about_on_random_matchings(
         text = r"gossip_step=0.5 with momentum=0.9 .*not mean-square st"
         with subtests.test(num_workers=num_workers), pytest.warns(UserWarning, match=text):
             GASLoC(0.7, 0.5, 0.9, "local").prepare(num_workers, RandomMatching())
+
+
+def test_the_step_of_a_laplacian_is_checked() -> None:
+    """On a ring of 8 with lambda = 1 the largest eigenvalue is 4."""
+    ring = FromGraph(nx.cycle_graph(8), "laplacian")
+    message = r"gossip_step \* lambda_max must be below 2.8, and lambda_max is 4"
+    with pytest.raises(ValueError, match=message):
+        GASLoC(1.0, 0.71, 0.4, "local").prepare(8, ring)
+    GASLoC(1.0, 0.69, 0.4, "local").prepare(8, ring)
+    assert GASLoC().prepare(8, ring).gossip_step == pytest.approx(1 / 3)  # as with Metropolis
 
 
 def test_limits_on_random_matchings_of_8_workers(subtests: pytest.Subtests) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import networkx as nx
 import numpy as np
 import pytest
 import torch
 
-from lightning_loco.topology import FromGraph, FromMatrix, Ring, Torus
+from lightning_loco.topology import FromFile, FromGraph, FromMatrix, Ring, Torus
 
 PATH = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
 
@@ -120,6 +122,26 @@ def test_graph_with_edge_weights() -> None:
     assert FromGraph(graph, weighting="edges").mixing_matrix(3).tolist() == PATH
 
 
+def test_laplacian_weights(tmp_path: Path) -> None:
+    """The degrees minus the adjacency; without a weight an edge has 1."""
+    ring, lopsided = nx.cycle_graph(6), weighted((0, 1, 2.0), (1, 2, 0.5), (1, 3, 1.0))
+    path = tmp_path / "ring.edges"
+    nx.write_edgelist(ring, path, data=False)
+    for graph, topology in (
+        (ring, FromGraph(ring, "laplacian")),
+        (ring, FromFile(path, "laplacian")),
+        (lopsided, FromGraph(lopsided, "laplacian")),
+        (nx.path_graph(2), FromGraph(nx.path_graph(2), "laplacian")),
+    ):
+        mixing = topology.mixing_matrix(len(graph))
+        laplacian = topology.laplacian_scale * (torch.eye(len(graph)).double() - mixing)
+        adjacency = torch.tensor(nx.to_numpy_array(graph, sorted(graph))).double()
+        expected = adjacency.sum(0).diag() - adjacency
+        torch.testing.assert_close(laplacian, expected, rtol=0, atol=1e-14)
+        assert mixing.diagonal().min() > 0
+    assert FromGraph(nx.empty_graph(1), "laplacian").weights(0, 1) == {0: 1.0}
+
+
 def test_graph_is_copied() -> None:
     graph = nx.cycle_graph(5)
     topology = FromGraph(graph)
@@ -168,8 +190,9 @@ def test_graph_refused(subtests: pytest.Subtests) -> None:
         (
             nx.path_graph(3),
             "equal",
-            "weighting must be 'metropolis', 'uniform' or 'edges', got 'equal'",
+            "weighting must be 'metropolis', 'uniform', 'edges' or 'laplacian', got 'equal'",
         ),
+        (weighted((0, 1, -1.0)), "laplacian", r"weight -1\.0; it must be finite and positive"),
     ):
         with subtests.test(message), pytest.raises(ValueError, match=message):
             FromGraph(graph, weighting)

@@ -22,7 +22,7 @@ def test_xor_is_exact_after_log2_rounds(subtests: pytest.Subtests) -> None:
             identity = torch.eye(num_workers)
             values = start = torch.randn(num_workers, dtype=torch.float64)
             for t in range(num_workers.bit_length() - 1):
-                laplacian = Xor.laplacian_scale * (identity - Xor().mixing_matrix(num_workers, t))
+                laplacian = Xor().laplacian_scale * (identity - Xor().mixing_matrix(num_workers, t))
                 values = values - 0.5 * laplacian @ values
             torch.testing.assert_close(values, start.mean().expand(num_workers), rtol=0, atol=1e-14)
 
