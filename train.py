@@ -164,7 +164,7 @@ def known_keys() -> tuple[set[str], set[str]]:
 
 
 def suggestion(name: str, known: Collection[str], form: str = "{}=...") -> str:
-    """Suggest the known name that is most similar to ``name``; empty if none is.
+    """Suggest the known name that is most similar to ``name``, or else those that contain it.
 
     Args:
         name: What the user has written.
@@ -172,7 +172,8 @@ def suggestion(name: str, known: Collection[str], form: str = "{}=...") -> str:
         form: Format of a suggestion.
     """
     close = get_close_matches(name, sorted(known), 1)
-    return f" Did you mean {form.format(close[0])}?" if close else ""
+    close = close or [one for one in sorted(known) if f"_{name}_" in f"_{one}_"]
+    return f" Did you mean {' or '.join(map(form.format, close))}?" if close else ""
 
 
 def unknown_key(cfg: DictConfig) -> str | None:

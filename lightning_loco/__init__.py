@@ -22,6 +22,7 @@ from lightning_loco.algorithms import (
 from lightning_loco.callbacks import (
     CommunicationMonitor,
     ConsensusMonitor,
+    PauseAveraging,
     PeerMonitor,
     ReportCallback,
     StragglerSimulator,
@@ -74,6 +75,7 @@ __all__ = [
     "PairwiseAverage",
     "PairwiseEngine",
     "PairwiseGossipStrategy",
+    "PauseAveraging",
     "PeerMonitor",
     "RemoteOptimizer",
     "RemoteOptimizerStrategy",

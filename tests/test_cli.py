@@ -229,6 +229,16 @@ class TestChoices:
                 "algorithm=gaslc",
                 "algorithm=gaslc: no such algorithm. Did you mean algorithm=gasloc?",
             ),
+            (
+                "algorithm=async",
+                "algorithm=async: no such algorithm. Did you mean algorithm=async_diloco or "
+                "algorithm=async_model_average?",
+            ),
+            (
+                "algorithm=model_average",
+                "algorithm=model_average: no such algorithm. Did you mean "
+                "algorithm=async_model_average?",
+            ),
             ("topology=rng", "topology=rng: no such topology. Did you mean topology=ring?"),
             (
                 "+compression=in8",

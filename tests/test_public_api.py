@@ -137,6 +137,14 @@ def test_a_trainer_takes_the_registry_string(subtests: pytest.Subtests) -> None:
             assert trainer.strategy.launcher.is_interactive_compatible is False
 
 
+def test_names_of_other_libraries_suggest_ours(subtests: pytest.Subtests) -> None:
+    for name in ("async", "model_average"):
+        with subtests.test(name):
+            pattern = f"There is no strategy={name!r}. Did you mean 'async_model_average'"
+            with pytest.raises(ValueError, match=pattern):
+                Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+
+
 def test_twins_choose_how_processes_start(subtests: pytest.Subtests) -> None:
     for cls, (name, _) in STRATEGIES.items():
         for start_method in ("spawn", "fork"):

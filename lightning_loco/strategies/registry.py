@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import Any, ClassVar, get_type_hints
+from functools import partial
+from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -134,13 +135,27 @@ ALGORITHM_STRATEGIES = {
     if issubclass(strategy, AlgorithmStrategy)
 }
 
+NAMES_ELSEWHERE = {
+    "async": "'async_model_average', the algorithm of Bagua, or 'async_diloco', that of PCCL",
+    "model_average": "'async_model_average', the algorithm of Bagua",
+}
+"""Names of methods in other libraries, and what to write instead."""
+
+
+def _refuse(name: str, instead: str) -> NoReturn:
+    raise ValueError(f"There is no strategy={name!r}. Did you mean {instead}?")
+
 
 def register_strategies() -> None:
     """Register every strategy with Lightning once.
 
     Methods are also registered as ``<name>_spawn`` and ``<name>_fork``. ``loco_model_parallel`` is
-    DiLoCo of workers that shard the model.
+    DiLoCo of workers that shard the model. Names of other libraries raise a ValueError that
+    suggests ours.
     """
+    for name, instead in NAMES_ELSEWHERE.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, partial(_refuse, name, instead))
     if MODEL_PARALLEL not in StrategyRegistry:
         StrategyRegistry.register(
             MODEL_PARALLEL,

@@ -20,6 +20,8 @@ from lightning_loco import (
     AsyncModelAverageStrategy,
     CommunicationMonitor,
     ConsensusMonitor,
+    DiLoCoStrategy,
+    PauseAveraging,
     StragglerSimulator,
 )
 from tests.pool import Pool, PoolError, make_trainer
@@ -144,6 +146,87 @@ def fit_stopping(rank: int, world: int) -> tuple[int, int]:
 def test_abort_and_resume_from_user_code(pool: Pool) -> None:
     for aborted, finally_ in pool.run(fit_stopping, world=2):
         assert 0 < aborted < finally_
+
+
+class RecordsRounds(ValidatedModule):
+    """Records whether the averaging is stopped, and the rounds so far, in steps and validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[tuple[bool, int]]] = {"training": [], "validation": []}
+
+    def _record(self, part: str) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, AsyncModelAverageStrategy)
+        assert strategy.engine is not None
+        self.seen[part].append((strategy.engine.paused, strategy.statistics.rounds))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._record("training")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._record("validation")
+        super().validation_step(batch, batch_idx)
+
+
+PAUSES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "by step": ({"steps": (5, 25)}, [*range(5, 25)]),
+    "by epoch": ({"epochs": (1, 2)}, [*range(10, 20)]),
+    "to the end": ({"steps": (12, None)}, [*range(12, 30)]),
+    "in validations": ({"validation": True}, []),
+}
+
+
+def fit_with_pause(rank: int, world: int, name: str) -> tuple[dict[str, Any], int]:
+    module, strategy = RecordsRounds(), AsyncModelAverageStrategy(interval_s=0, timeout_s=20)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=3,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        callbacks=[PauseAveraging(**PAUSES[name][0])],
+    )
+    trainer.fit(module, make_loader(rank, 10), make_loader(rank, 1))
+    return module.seen, strategy.statistics.rounds
+
+
+def test_a_callback_pauses_the_averaging(pool: Pool, subtests: pytest.Subtests) -> None:
+    for name, (_, paused) in PAUSES.items():
+        with subtests.test(name):
+            for seen, rounds in pool.run(fit_with_pause, name, world=2):
+                in_training = seen["training"]
+                assert [
+                    step for step, (is_paused, _) in enumerate(in_training) if is_paused
+                ] == paused
+                assert len({in_training[step][1] for step in paused}) <= 1
+                assert rounds > 0
+                if name == "in validations":
+                    assert all(is_paused for is_paused, _ in seen["validation"])
+
+
+def fit_diloco_with_pause(rank: int, world: int) -> None:
+    callbacks = [PauseAveraging(epochs=(1, None))]
+    make_trainer(DiLoCoStrategy(2), max_epochs=1, callbacks=callbacks).fit(
+        TinyModule(), make_loader(rank, 4)
+    )
+
+
+def test_bad_pauses(pool: Pool, subtests: pytest.Subtests) -> None:
+    with pytest.raises(PoolError, match="needs AsyncModelAverageStrategy, but .* DiLoCoStrategy"):
+        pool.run(fit_diloco_with_pause, world=2)
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, ValueError, "needs steps=.* or validation=True"),
+        ({"steps": 5}, TypeError, r"steps must be a pair of integers .* got 5"),
+        ({"steps": (None, 5)}, TypeError, "steps must be a pair"),
+        ({"epochs": (1, 2, 3)}, TypeError, "epochs must be a pair"),
+        ({"epochs": (1.5, 2)}, TypeError, "epochs must be a pair"),
+        ({"steps": (5, 5)}, ValueError, "0 <= FIRST < END, got"),
+        ({"steps": (-1, None)}, ValueError, "0 <= FIRST < END, got"),
+    ]
+    for settings, error, text in rows:
+        with subtests.test(**settings), pytest.raises(error, match=text):
+            PauseAveraging(**settings)
 
 
 def fit_in_precision(rank: int, world: int, precision: str) -> tuple[Tensor, torch.dtype]:
