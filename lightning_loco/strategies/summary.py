@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
 
+from lightning_loco.algorithms import Restart
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
@@ -31,7 +32,8 @@ NO_METRICS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that are not metrics."""
 
 SHORT_ROUND = 20
-"""Local steps; in rounds of as many or fewer, outer momentum of 0.9 and more overshoots."""
+"""Local steps; in rounds of as many or fewer, outer momentum of 0.9 and more overshoots, and with
+results that are a round late the loss ends above that of workers alone."""
 
 
 @contextmanager
@@ -110,6 +112,13 @@ def advice(
         yield (
             f"outer_momentum={momentum:g} suits hundreds of local steps between rounds, and "
             f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
+        )
+    is_round_late = settings.is_overlapped and schedule.staleness_of(worker) >= 1
+    if is_round_late and isinstance(settings.merge_policy, Restart) and every <= SHORT_ROUND:
+        yield (
+            f"Results are applied a whole round late, which costs more than averaging gains with "
+            f"sync_every={every}. Use a sync_every of some hundreds, or AsyncDiLoCoStrategy with "
+            "fragments, whose results are late by a part of a round."
         )
     between = _steps_between_validations(trainer)
     monitors = _monitors(trainer) if shown == "outer" else []

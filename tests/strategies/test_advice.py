@@ -9,7 +9,13 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, LocoStrategy
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    LocalSGDStrategy,
+    LocoStrategy,
+)
 from tests.pool import Pool, make_trainer
 from tests.small_model import ValidatedModule, make_loader
 from tests.strategies.messages import RANK_ZERO, messages_of
@@ -29,6 +35,14 @@ def much_momentum() -> LocoStrategy:
 
 def little_momentum() -> LocoStrategy:
     return DiLoCoStrategy(sync_every=2, outer_momentum=0.5)
+
+
+def a_round_late() -> LocoStrategy:
+    return EagerDiLoCoStrategy(sync_every=2)
+
+
+def a_part_of_a_round_late() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(sync_every=2)
 
 
 def compressed() -> LocoStrategy:
@@ -74,6 +88,8 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         ["sync_every=4 is longer than an epoch of 2 local steps"],
     ),
     "momentum": (much_momentum, {"max_epochs": 6}, ["outer_momentum=0.9 suits hundreds.*is 2"]),
+    "late": (a_round_late, {"max_epochs": 6}, ["a whole round late.* with sync_every=2.* Use a"]),
+    "less late": (a_part_of_a_round_late, {"max_epochs": 6}, []),
     "averages": (
         compressed,
         {"max_epochs": 12},
