@@ -141,6 +141,14 @@ def fsdp_inside(output: str) -> None:
     assert loss < 3.5  # 5.5 before training
 
 
+def late_joiner(output: str) -> None:
+    ends = re.findall(r"(w\d): (\d+) local steps of its own, weights (\[.*\])", output)
+    steps = {name: int(steps) for name, steps, _ in ends}
+    assert set(steps) == {"w1", "w2", "w3"}
+    assert 60 <= steps["w3"] < steps["w1"]
+    assert len({weights for _, _, weights in ends}) == 1
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
@@ -151,6 +159,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "07_separate_peers.py": separate_peers,
     "08_replica_groups.py": replica_groups,
     "09_fsdp_inside_diloco.py": fsdp_inside,
+    "10_late_joiner.py": late_joiner,
 }
 
 

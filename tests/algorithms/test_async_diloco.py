@@ -35,9 +35,9 @@ COLD = {"overlap": True, "warm_start": False}
 class Workers:
     """The local models and the outer model of the reference loops."""
 
-    def __init__(self, world: int, steps: int, inner: Any) -> None:
+    def __init__(self, world: int, steps: int, inner: Any, outer: Any = TORCH_SGD) -> None:
         self.outer = make_model()
-        self.outer_optimizer = TORCH_SGD(self.outer.parameters())
+        self.outer_optimizer = outer(self.outer.parameters())
         self.models = [copy.deepcopy(self.outer) for _ in range(world)]
         self.optimizers = [inner(model.parameters()) for model in self.models]
         self.steps = steps
@@ -67,13 +67,15 @@ class Workers:
             model.load_state_dict(self.outer.state_dict())
 
 
-def file_order(world: int, phases: int, steps: int, inner: Any, warm: bool = False) -> Tensor:
+def file_order(
+    world: int, phases: int, steps: int, inner: Any, warm: bool = False, outer: Any = TORCH_SGD
+) -> Tensor:
     """Local steps, pseudo-gradient, outer step with the previous mean, reset, launch.
 
     Returns:
         ``(phases + 1, P)``: outer parameters after each phase, and after the last mean is applied.
     """
-    workers = Workers(world, steps, inner)
+    workers = Workers(world, steps, inner, outer)
     pending = None
     history = []
     for phase in range(phases):

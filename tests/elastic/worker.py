@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -138,7 +139,9 @@ def group_of(args: argparse.Namespace) -> WorkerGroup | None:
     return WorkerGroup.create(timeout_s=args.timeout_s, replica_size=args.ranks)
 
 
-def main(arguments: list[str]) -> None:
+def main(
+    arguments: list[str], make_engine: Callable[[argparse.Namespace], Engine] = make_engine
+) -> None:
     """Train for a number of rounds or steps."""
     parser = make_parser()
     parser.add_argument("--rounds", type=int, default=10)
