@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_loco.parameters.replica import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.base import WorkerStrategy, job_name
+from lightning_loco.strategies.checkpoint.reader import resumed_by_all
 from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
 from lightning_loco.strategies.lightning_compat import add_hooks
 from lightning_loco.strategies.local_training import LocalModel
@@ -145,6 +147,8 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
         super().setup_environment()
         if self.service is not None:
             self.service.connect()
+            resume = partial(resumed_by_all, self.service)
+            lightning_compat.choose_checkpoint(self._trainer, resume)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up training; service ranks make the model and its optimizer, and only in ``fit``."""

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy, RemoteOptimizerStrategy
-from lightning_loco.strategies.checkpoint.atomic_io import damage_of
-from lightning_loco.strategies.checkpoint.side_files import KEY
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO, damage_of
+from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles
 from tests.pool import Pool, PoolError
 from tests.small_model import TinyModule, make_loader
 from tests.strategies.remote_runs import fit_with
@@ -42,7 +42,10 @@ def save(module: TinyModule, path: str, *_: Any) -> None:
         module.trainer.save_checkpoint(path.format(module.global_step))
 
 
-def fit(rank: int, world: int, kind: str, path: str, resume: bool = False) -> int:
+def fit(rank: int, world: int, kind: str, path: str | dict[int, str], resume: bool = False) -> int:
+    """Train, and save to ``path`` or ``resume`` from it; it may be given for some ranks."""
+    if isinstance(path, dict):
+        path = path.get(rank, "")
     module = TinyModule(optimizer="Adam")
     if not resume:
         module.on_train_batch_end = partial(save, module, path)  # type: ignore[method-assign]
@@ -50,7 +53,7 @@ def fit(rank: int, world: int, kind: str, path: str, resume: bool = False) -> in
         strategy_of(kind),
         module,
         make_loader(rank, 20),
-        ckpt_path=path if resume else None,
+        ckpt_path=(path or None) if resume else None,
         max_steps=6 if resume else 4,
         default_root_dir=os.path.dirname(path),
     )
@@ -70,10 +73,10 @@ def saved(
     return request.param, folder
 
 
-def refusal(pool: Pool, kind: str, path: Path | str) -> str:
+def refusal(pool: Pool, kind: str, path: Path | dict[int, str]) -> str:
     """Return the error of all ranks, which refuse to resume."""
     with pytest.raises(PoolError) as error:
-        pool.run(fit, kind, str(path), True, world=WORLD)
+        pool.run(fit, kind, path if isinstance(path, dict) else str(path), True, world=WORLD)
     assert sorted(error.value.failures) == [*range(WORLD)], error.value
     assert {failure.type_name for failure in error.value.failures.values()} == {"ValueError"}
     # An error of another worker starts with its name.
@@ -139,6 +142,51 @@ def test_truncated_side_file_is_named(pool: Pool, saved: tuple[str, Path], tmp_p
         assert f"{newest} is damaged and cannot be read: it was cut short" in message
         is_whole = f"Go on from {tmp_path}/2.ckpt" in message
         assert is_whole == (file == newest)
+
+
+def test_all_ranks_must_resume_from_one_save(pool: Pool, saved: tuple[str, Path]) -> None:
+    kind, folder = saved
+    path, other = str(folder / "4.ckpt"), str(folder / "2.ckpt")
+    for rank in (0, WORLD - 1):
+        message = refusal(pool, kind, {rank: path})
+        assert f"Some ranks resume from {path}, and " in message
+        other_rank = WORLD - 1 - rank
+        assert any(f"{name} {other_rank}" in message for name in ("worker", "rank"))
+        assert "Pass the same ckpt_path on all ranks" in message
+    message = refusal(pool, kind, {rank: path if rank else other for rank in range(WORLD)})
+    assert "The ranks resume from different saves" in message
+    assert path in message
+    assert other in message
+
+
+@pytest.mark.parametrize("saved", ["diloco"], indirect=True)
+def test_pipe_instead_of_a_file_is_refused(
+    pool: Pool, saved: tuple[str, Path], tmp_path: Path
+) -> None:
+    kind, folder = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (side_file,) = Path(f"{tmp_path}/4.ckpt.loco").glob("*/worker_00001.pt")
+    for file in (side_file, tmp_path / "4.ckpt"):
+        file.unlink()
+        os.mkfifo(file)
+        message = refusal(pool, kind, tmp_path / "4.ckpt")
+        assert f"{file} is not a file" in message
+        assert f"Go on from {tmp_path}/2.ckpt" in message
+    assert SideFiles(WholeFileIO(), tmp_path / "4.ckpt").saves() == set()
+
+
+def test_folder_of_shards_is_refused(pool: Pool, saved: tuple[str, Path], tmp_path: Path) -> None:
+    kind, _ = saved
+    path = tmp_path / "shards.ckpt"
+    path.mkdir()
+    for content, writer in (
+        ({SHARDS: {}}, "LocoModelParallelStrategy"),
+        ({}, "ModelParallelStrategy of Lightning"),
+    ):
+        torch.save(content, path / "meta.pt")
+        message = refusal(pool, kind, path)
+        assert f"The checkpoint {path} is a folder" in message
+        assert f"the ranks of {writer} have written shards" in message
 
 
 @pytest.mark.parametrize("saved", ["diloco"], indirect=True)

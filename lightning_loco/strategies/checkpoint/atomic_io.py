@@ -57,6 +57,12 @@ def local_path(path: str | Path) -> Path | None:
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
+def check_kind(path: Path) -> None:
+    """Raise ValueError if a path is neither a file nor a folder: a pipe would be read for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is not a file. Put a copy of the checkpoint's own file there.")
+
+
 def move_file(source: Path, target: Path) -> None:
     """Replace a file by another one; FileNotFoundError if ``source`` does not exist."""
     _move(source, target)

@@ -20,7 +20,13 @@ from lightning_loco.earlier_run import (
     with_present_names,
 )
 from lightning_loco.schedules.base import reduce_ratio
-from lightning_loco.strategies.checkpoint.atomic_io import META, damage_of, is_archive, local_path
+from lightning_loco.strategies.checkpoint.atomic_io import (
+    META,
+    check_kind,
+    damage_of,
+    is_archive,
+    local_path,
+)
 from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
 from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
 from lightning_loco.strategies.checkpoint.shards import OWN_SHARDS, SHARED_SHARDS, damage_in
@@ -32,6 +38,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
     Manifest,
     SideFiles,
     errors_naming,
+    plain_parts,
     steps_of,
 )
 
@@ -40,6 +47,9 @@ if TYPE_CHECKING:
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 _LABEL = "the choice of a checkpoint"
+READING = "reading the checkpoint"
+"""What all ranks wait for while each reads, in words."""
+
 _REQUIRED = (("engine", ()), ("lightning", ("loops",)), ("position", POSITION_KEYS))
 _NO_STAMP = ""
 """Instead of a stamp: a main file without side files."""
@@ -64,14 +74,43 @@ def newest_requeued(path: str | Path) -> str | Path:
     return last
 
 
+def resumed_by_all(group: WorkerGroup, path: str | Path | None) -> str | Path | None:
+    """Return the path, or None; ValueError on all ranks if only some of them have a path."""
+    given = group.gather_from_ranks(None if path is None else str(path), READING)
+    without = [name for name, one in zip(group.rank_names, given, strict=True) if one is None]
+    if 0 < len(without) < len(given):
+        raise ValueError(
+            f"Some ranks resume from {next(filter(None, given))}, and {', '.join(without)} from no "
+            "checkpoint. Pass the same ckpt_path on all ranks; with 'last' or 'hpc' all machines "
+            "must see the same files."
+        )
+    return path
+
+
+def check_same_save(group: WorkerGroup, loaded: dict[str, Any], path: str | Path) -> None:
+    """Raise ValueError on all ranks if they have read different checkpoints."""
+    stamp = loaded[KEY]["stamp"] if KEY in loaded else f"step {loaded.get('global_step')}"
+    first, *others = group.gather_from_ranks([stamp, str(path)], READING)
+    for name, other in zip(group.rank_names[1:], others, strict=True):
+        if other[0] != first[0]:
+            raise ValueError(
+                f"The ranks resume from different saves: {group.rank_names[0]} from {first[0]} in "
+                f"{first[1]}, and {name} from {other[0]} in {other[1]}. Pass the same ckpt_path on "
+                "all ranks."
+            )
+
+
 def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
     """Read a main file by ``read``; ValueError, which says what is wrong, if it is damaged."""
+    if (local := local_path(path)) is not None:
+        check_kind(local)
     try:
         loaded = read()
     except Exception as error:  # damaged files raise errors of many types
+        if isinstance(error, IsADirectoryError) and (Path(path) / META).exists():
+            raise ValueError(_written_in_parts(Path(path))) from error
         if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
             raise
-        local = local_path(path)
         is_local = local is not None and local.is_file()
         if (found := damage_of(path)) is None and (is_archive(path) or not is_local):
             raise
@@ -79,6 +118,16 @@ def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str,
     if (found := damage_of(path)) is not None:
         raise ValueError(f"The checkpoint {path} is damaged: {found}.")
     return loaded
+
+
+def _written_in_parts(folder: Path) -> str:
+    """Say which strategy has written a checkpoint that is a folder."""
+    is_own = SHARDS.encode() in b"".join(plain_parts(str(folder / META)))
+    writer = "LocoModelParallelStrategy" if is_own else "ModelParallelStrategy of Lightning"
+    return (
+        f"The checkpoint {folder} is a folder, to which the ranks of {writer} have written shards. "
+        "Use it with that strategy."
+    )
 
 
 @contextmanager

@@ -12,7 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
-from lightning_loco.strategies.checkpoint.reader import other_one_named, read_main
+from lightning_loco.strategies.checkpoint.reader import (
+    check_same_save,
+    other_one_named,
+    read_main,
+)
 from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_naming, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 
@@ -160,6 +164,8 @@ class RemoteCheckpoints:
             loaded = read_main(read, path)
             if not strategy.serves:
                 self._resumed = self._enter_position(loaded, path) if _KEY in loaded else None
+        if strategy.service is not None:
+            check_same_save(strategy.service, loaded, path)
         return loaded
 
     def _enter_position(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.devices import CPU
-from lightning_loco.strategies.checkpoint.atomic_io import META
+from lightning_loco.strategies.checkpoint.atomic_io import META, local_path
 from lightning_loco.strategies.checkpoint.position import DataShares
-from lightning_loco.strategies.checkpoint.reader import read_main
+from lightning_loco.strategies.checkpoint.reader import READING, read_main
 from lightning_loco.strategies.checkpoint.shards import (
     SHARED_SHARDS,
     ShardFolder,
@@ -24,10 +24,20 @@ from lightning_loco.strategies.checkpoint.shards import (
     write_folder,
 )
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SHARDS, SideFiles, stamps_in
-from lightning_loco.strategies.checkpoint.workers import READING, WorkerCheckpoints
+from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine, EngineStrategy
+
+
+def path_on_file_system(path: str | Path) -> str:
+    """Return the path of a file or folder without ``file://``; ValueError for other addresses."""
+    if (local := local_path(path)) is None:
+        raise ValueError(
+            f"Workers that shard the model save folders, each rank a part of them, and {path} is "
+            "not on a file system. Save to a path that all machines share, and copy it from there."
+        )
+    return str(local)
 
 
 class ShardedCheckpoints(WorkerCheckpoints):
@@ -52,6 +62,19 @@ class ShardedCheckpoints(WorkerCheckpoints):
                 name: value.detach().to(CPU, copy=True) if isinstance(value, Tensor) else value
                 for name, value in read().items()
             }
+
+    def start_fit(self) -> None:
+        """Prepare a fit; ValueError for folders of callbacks that are not on a file system."""
+        super().start_fit()
+        module = self._strategy.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        for callback in trainer.checkpoint_callbacks:
+            path_on_file_system(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Write the checkpoint, see :meth:`WorkerCheckpoints.save`."""
+        super().save(checkpoint, path_on_file_system(path), storage_options)
 
     def load(
         self,

@@ -35,6 +35,7 @@ from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
     WholeFileIO,
+    check_kind,
     damage_of,
     local_path,
     move_file,
@@ -98,13 +99,22 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     file of another kind.
     """
     file_of_all = f"{path}/{META}" if os.path.isdir(path) else path
-    with suppress(OSError, zipfile.BadZipFile), fsspec.open(file_of_all, "rb") as file:
-        archive = zipfile.ZipFile(file)
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        return {found.decode() for name in names for found in _STAMP.findall(archive.read(name))}
+    if os.path.exists(file_of_all) and not os.path.isfile(file_of_all):
+        return set()
+    with suppress(OSError, zipfile.BadZipFile):
+        parts = plain_parts(file_of_all)
+        return {found.decode() for part in parts for found in _STAMP.findall(part)}
     with suppress(Exception):  # a user's CheckpointIO may raise anything
         return {io.load_checkpoint(path)[KEY]["stamp"]}
     return set()
+
+
+def plain_parts(path: str) -> list[bytes]:
+    """Return what ``torch.save`` has written to a file, without tensors."""
+    with fsspec.open(path, "rb") as file:
+        archive = zipfile.ZipFile(file)
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return [archive.read(name) for name in names]
 
 
 class Manifest(NamedTuple):
@@ -247,6 +257,8 @@ class SideFiles:
                 f"Keep the folder {Path(path).parents[1].name} beside the checkpoint, on a file "
                 f"system that all machines share. {NEW_RUN}"
             )
+        if (local := local_path(path)) is not None:
+            check_kind(local)
         return path
 
     def path_of(self, stamp: str, worker: int | None) -> str:

@@ -22,11 +22,14 @@ from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
 from lightning_loco.strategies.checkpoint.rank_states import OTHER_RANKS, READERS, RankState
 from lightning_loco.strategies.checkpoint.reader import (
+    READING,
     SavedRun,
+    check_same_save,
     choose_save,
     other_one_named,
     path_on_own_disk,
     read_main,
+    resumed_by_all,
 )
 from lightning_loco.strategies.checkpoint.side_files import (
     AFTER_ERROR,
@@ -49,9 +52,6 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _SAVING = "a checkpoint"
-READING = "reading the checkpoint"
-"""What all workers wait for while each reads, in words."""
-
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 
 
@@ -102,9 +102,9 @@ class WorkerCheckpoints:
                     f"it returns, as TorchCheckpointIO does, got {self._strategy.checkpoint_io}. "
                     "Use checkpoint_folder='shared', or leave checkpoint_io out."
                 )
-            module = self._strategy.lightning_module
-            assert module is not None
-            lightning_compat.choose_checkpoint(module.trainer, self._choose)
+        module = self._strategy.lightning_module
+        assert module is not None
+        lightning_compat.choose_checkpoint(module.trainer, self._choose)
 
     # ------------------------------------------------------------------------- save
 
@@ -293,9 +293,15 @@ class WorkerCheckpoints:
     # ----------------------------------------------------------------------- resume
 
     def _choose(self, path: str | Path | None) -> str | Path | None:
-        """Return the checkpoint on this worker's disk to resume from; None if there is none."""
+        """Return the checkpoint to resume from; None if there is none.
+
+        ValueError on all ranks if only some of them have one, or with private folders if the
+        workers have none in common.
+        """
         group = self._strategy.group
         assert group is not None
+        if not self._is_private:
+            return resumed_by_all(group, path)
         chosen = choose_save(group, self._strategy.checkpoint_io, path)
         if chosen is None:
             return None
@@ -324,6 +330,7 @@ class WorkerCheckpoints:
                 loaded = read_main(read, path)
                 if KEY in loaded:
                     self._load_own_state(loaded, SideFiles(io, path), path, weights_only, shares)
+        check_same_save(group, loaded, path)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} has no state of the workers, as if it was written without lightning_loco "
