@@ -23,7 +23,7 @@ from lightning_loco.engine import Engine
 from lightning_loco.parameters.gradients import GradientClipping
 from lightning_loco.parameters.replica import reshard
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints
+from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints, path_on_file_system
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 from lightning_loco.values import (
@@ -146,7 +146,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint into the model and, to resume training, this worker's own state."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(path_on_file_system(checkpoint_path), weights_only)
         if self.checkpoints.is_resuming:
             self._external_updates.start_fit()
         return loaded

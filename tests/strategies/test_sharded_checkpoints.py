@@ -13,8 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -98,6 +101,9 @@ def fit(
         "start": start.params,
         "saved": save.params,
         "steps": trainer.global_step,
+        "without_state": sum(
+            not trainer.optimizers[0].state.get(parameter) for parameter in module.parameters()
+        ),
     }
 
 
@@ -131,6 +137,66 @@ def test_a_resumed_run_equals_an_unbroken_one(
     for before, after in zip(unbroken, resumed, strict=True):
         assert torch.equal(before["params"], after["params"])
         assert before["steps"] == after["steps"] == STEPS
+
+
+class PartlyUsed(nn.Sequential):
+    """Leaves the layer ``unused`` out."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for name, layer in self.named_children():
+            inputs = inputs if name == "unused" else layer(inputs)
+        return inputs
+
+
+class WithUnused(ShardedModule):
+    """Has a layer that never gets gradients, so that Adam has no state of it."""
+
+    def build(self) -> nn.Module:
+        model = PartlyUsed(*super().build())
+        model.register_module("unused", nn.Linear(4, 4))
+        return model
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        fully_shard(self.model[0], mesh=mesh)
+        fully_shard(self.model.unused, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["folder.ckpt", "file.ckpt"])
+def test_a_parameter_without_a_gradient_does_not_prevent_a_resume(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    path = str(tmp_path / name)
+    unbroken = pool.run(fit, "diloco", (2, 1), path, 7, {}, WithUnused, world=4)
+    resumed = pool.run(fit, "diloco", (2, 1), path, None, {}, WithUnused, world=4)
+    for before, after in zip(unbroken, resumed, strict=True):
+        assert torch.equal(before["params"], after["params"])
+        assert before["without_state"] == after["without_state"] == 2
+
+
+def fit_twice(rank: int, world: int, path: str, new_module: bool) -> Tensor:
+    """Train, and then resume with the same module, which still has gradients."""
+    module = ShardedModule(optimizer="Adam")
+    for ckpt_path in (None, path):
+        callback = SaveAfter(path, -1 if ckpt_path else 7)
+        trainer = make_trainer(
+            LocoModelParallelStrategy(DiLoCoStrategy(sync_every=3, timeout_s=30), 2, 1),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[callback],
+        )
+        loader = StatefulDataLoader(Batches(rank // 2, [rank % 2], STEPS), batch_size=None)
+        if ckpt_path:
+            assert any(parameter.grad is not None for parameter in module.parameters())
+            module = ShardedModule(optimizer="Adam") if new_module else module
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return whole(module)
+
+
+def test_a_module_with_gradients_resumes_as_a_new_one_does(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "folder.ckpt")
+    new, same = (pool.run(fit_twice, path, one, world=4) for one in (True, False))
+    assert all(map(torch.equal, new, same))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +440,37 @@ def test_a_folder_of_something_else_is_not_replaced(pool: Pool, tmp_path: Path) 
     with pytest.raises(PoolError, match="Is a directory"):
         pool.run(fit, "diloco", (2, 1), str(path), 5, {}, world=4)
     assert [file.name for file in path.iterdir()] == ["notes.txt"]
+
+
+def fit_with_addresses(rank: int, world: int, kept: str, refused: str) -> None:
+    """Save to and resume from an address of a file system; other addresses are refused."""
+    for ckpt_path in (None, kept):
+        trainer = make_trainer(
+            LocoModelParallelStrategy(DiLoCoStrategy(sync_every=3, timeout_s=30), 2, 1),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[SaveAfter(kept, -1 if ckpt_path else 5)],
+        )
+        loader = StatefulDataLoader(Batches(rank // 2, [rank % 2], STEPS), batch_size=None)
+        trainer.fit(ShardedModule(optimizer="Adam"), loader, ckpt_path=ckpt_path)
+    with pytest.raises(ValueError, match=f"{refused}.* is not on a file system"):
+        trainer.save_checkpoint(refused)
+    callback = ModelCheckpoint(dirpath=os.path.dirname(refused))
+    trainer = make_trainer(
+        LocoModelParallelStrategy(DiLoCoStrategy(sync_every=3, timeout_s=30), 2, 1),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        enable_checkpointing=True,
+        callbacks=[callback],
+    )
+    with pytest.raises(ValueError, match="is not on a file system"):
+        trainer.fit(ShardedModule(optimizer="Adam"), loader)
+
+
+def test_addresses_that_are_not_on_a_file_system_are_refused(pool: Pool, tmp_path: Path) -> None:
+    kept = f"file://{tmp_path}/folder.ckpt"
+    pool.run(fit_with_addresses, kept, "memory://folder/one.ckpt", world=4)
+    assert (tmp_path / "folder.ckpt" / "meta.pt").is_file()
 
 
 def fit_whole(rank: int, world: int, path: str, save_after: int | None) -> int:

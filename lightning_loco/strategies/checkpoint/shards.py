@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -153,15 +152,16 @@ class ShardFolder:
         """Load the states of the optimizers; a parameter without a saved state gets none."""
         saved = FileSystemReader(self._folders[0]).read_metadata().state_dict_metadata
         for number, optimizer in enumerate(optimizers):
-            key = f"optimizer_{number}"
+            key, without = f"optimizer_{number}", list[str]()
             content = get_optimizer_state_dict(model, optimizer)
-            states = content["state"]
+            states: Any = content["state"]
             for name in [*states]:
                 if not any(found.startswith(f"{key}.state.{name}.") for found in saved):
                     del states[name]
+                    without.append(name)
             read_folder({key: content}, self._folders[0], self._group.inner)
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(model, optimizer, optim_state_dict=content, options=options)
+            states.update((name, {}) for name in without)
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=content)
 
     def _named(self, held: Tensor) -> dict[str, Tensor]:
         """Views of a vector by the names of the parameters; those of a shard are a ``DTensor``."""
