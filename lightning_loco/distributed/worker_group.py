@@ -27,7 +27,11 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
-from lightning_loco.distributed.rendezvous import Rendezvous
+from lightning_loco.distributed.rendezvous import (
+    POLL_INTERVAL_S,
+    Rendezvous,
+    wait_until_others_know,
+)
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized, worker_names
@@ -37,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _SETUP_LABEL = "the set-up of the groups"
 _ABORT_TIMEOUT_S = 2.0
+_LONGEST_PAUSE_S = 0.2
 _BACKEND_TIMEOUT_MARGIN_S = 60.0
 """Added to the timeout of a backend whose own timeout would end the process, in seconds."""
 
@@ -526,6 +531,35 @@ class WorkerGroup:
         assert self.job is not None
         self._all_gather(b"", label, waits_indefinitely=True)
 
+    def end_together(self, label: str) -> None:
+        """Wait for all ranks before this one ends, as long as all others give signs of life.
+
+        A rank that ends alone would leave the loss of another one unseen.
+
+        Args:
+            label: Of what this is the end, in words, for errors; used once.
+
+        Raises:
+            RuntimeError: If a rank has failed or gives no sign of life; the message names it.
+        """
+        watchdog, store, clock = self.watchdog, self.store, self.clock
+        if watchdog is None or store is None:
+            return
+        self.announce_wait(label)
+        started, pause_s = clock.now(), POLL_INTERVAL_S
+        keys, num_ranks = store.with_prefix(f"end/{label}"), self.num_workers * self.replica_size
+        try:
+            keys.set(str(self._rank), "", self.timeout_s)
+            while not keys.check(list(map(str, range(num_ranks))), self.timeout_s):
+                watchdog.raise_if_failed()
+                if watchdog.lost(self.timeout_s):
+                    raise watchdog.blame(label, clock.now() - started)
+                clock.sleep(pause_s)
+                pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+            wait_until_others_know(keys, self._rank, num_ranks)  # the store may end with rank 0
+        except RuntimeError as error:
+            raise self.explain_error(error, label, started) from error
+
     def _all_gather(
         self, message: bytes, label: str, *, waits_indefinitely: bool = False
     ) -> list[bytes]:
@@ -584,8 +618,8 @@ class WorkerGroup:
     def report_error(self, error: BaseException, hint: str = "") -> None:
         """Report to the other workers the error with which this worker ends.
 
-        With a job, a RuntimeError that names no rank is reported with the names of those that give
-        no sign of life, which takes up to 2.5 s: it may be of a collective inside a worker.
+        An error of a collective names no rank. It is logged and reported with the names of those
+        that give no sign of life, which takes up to 2.5 s.
 
         Args:
             error: The error.
@@ -595,8 +629,9 @@ class WorkerGroup:
         if self.watchdog is None:
             return
         text = "".join(traceback.format_exception(error)) + hint
-        is_explained = isinstance(error, WorkerFailure) or not isinstance(error, RuntimeError)
-        silent = [] if self.job is None or is_explained else self.watchdog.silent()
+        silent = self.watchdog.silent() if is_of_collective(error) else []
+        if self.watchdog.failure is not None and is_of_collective(error):
+            log.error(self.watchdog.failure)
         if silent:
             text = f"No sign of life from {', '.join(silent)}.\n{text}"
             log.error(text.split("\n")[0])
@@ -641,6 +676,13 @@ def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """
     margin_s = _BACKEND_TIMEOUT_MARGIN_S if _is_nccl(group) else 0.0
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s + margin_s), group)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a backend has raised it, as far as its type and text say."""
+    texts = ("gloo/", "caused pair closure")
+    is_gloos = type(error) is RuntimeError and any(text in str(error) for text in texts)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 def is_of_a_signal(error: RuntimeError) -> bool:

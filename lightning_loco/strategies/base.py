@@ -124,6 +124,8 @@ class WorkerStrategy(LightningStrategy):
     timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
+    _num_ends = 0
+    _has_ended = False
 
     def _init_worker(
         self,
@@ -319,6 +321,28 @@ class WorkerStrategy(LightningStrategy):
         with self.waiting_in("all_gather"):
             return super().all_gather(tensor, group, sync_grads)
 
+    # ------------------------------------------------------------------------ end
+
+    def _end_together(self, group: WorkerGroup | None, what: str) -> None:
+        """Wait for all ranks after the last hooks, so that one that was lost there is named."""
+        if group is not None:
+            self._num_ends += 1  # a learning rate finder ends as well
+            group.end_together(f"the end of {what} ({self._num_ends})")
+        self._has_ended = True
+
+    def on_validation_end(self) -> None:
+        """Wait for all ranks after ``trainer.validate``."""
+        if not self.is_fitting:
+            self._end_together(self.group, "validation")
+
+    def on_test_end(self) -> None:
+        """Wait for all ranks after ``trainer.test``."""
+        self._end_together(self.group, "test")
+
+    def on_predict_end(self) -> None:
+        """Wait for all ranks after ``trainer.predict``."""
+        self._end_together(self.group, "prediction")
+
     # --------------------------------------------------------- data, checkpoints
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -506,13 +530,14 @@ class EngineStrategy(WorkerStrategy):
             self.model = LocalModel(self.lightning_module)
 
     def setup_environment(self) -> None:
-        """Connect the ranks, and start the watchdog of a ``fit``."""
+        """Connect the ranks, and start the watchdog."""
         self.check_ranks()
         super().setup_environment()
+        self._finished = self._has_ended = False
+        size = self.replica_size
+        self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
         if self.is_fitting:
-            self._finished, self._failed_engine = False, None
-            size = self.replica_size
-            self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
+            self._failed_engine = None
             if size > 1:
                 warn_of_straddling(size, self.num_processes, self.replica_arguments)
                 self._replica_group = ReplicaGroup(self.group)
@@ -605,7 +630,7 @@ class EngineStrategy(WorkerStrategy):
         return advice(self._trainer, settings, self.worker, layout, shown)
 
     def _resume(self) -> None:
-        self._finished = False  # a learning rate finder may have trained before
+        self._finished = self._has_ended = False  # a learning rate finder may have trained before
         self._external_updates.resume_from(self.checkpoints)
 
     # ---------------------------------------------------------------- training
@@ -777,12 +802,17 @@ class EngineStrategy(WorkerStrategy):
                 rank_zero_info(summarize(means, steps, of_ddp, whose))
         yield
 
+    def on_train_end(self) -> None:
+        """Wait for all ranks; this is the last hook of the end of training."""
+        self._end_together(self.group, "fit")
+
     def on_exception(self, exception: BaseException) -> None:
         """Save a checkpoint after an agreed stop; report a failure to the other workers."""
         engine = self.engine
-        if self.group is None or self._finished:
+        if self.group is None or self._has_ended:
             return
-        if engine is not None and engine.stop_agreed and isinstance(exception, SIGTERMException):
+        is_stop = isinstance(exception, SIGTERMException) and not self._finished
+        if is_stop and engine is not None and engine.stop_agreed:
             engine.worker.show_local()
             self.checkpoints.save_interrupted(self._trainer, engine.stop_agreed)
         else:
@@ -792,7 +822,7 @@ class EngineStrategy(WorkerStrategy):
         """Close the engine and the groups."""
         self._added.close()
         watchdog = self.group.watchdog if self.group is not None else None
-        if watchdog is not None and not (self._finished or self._is_alone):
+        if watchdog is not None and self.is_training:
             watchdog.leave(_NO_TRAINING)
         self._failed_engine = self.failed_engine
         group, self.group = self.group, None

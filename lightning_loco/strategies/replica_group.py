@@ -13,7 +13,7 @@ from torch import nn
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
 from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups, is_of_collective
 from lightning_loco.strategies import lightning_compat
 
 _SAME = (
@@ -88,21 +88,28 @@ class ReplicaGroup:
     def errors_named(self, label: str) -> Iterator[None]:
         """A context in which an error of a collective of these ranks names who caused it.
 
-        ``label`` says what is waited for. Other errors are not changed.
+        ``label`` says what is waited for. Errors of the user's code are not changed.
         """
         started = self._group.clock.now()
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_collective(error):
+            if not (type(error) is RuntimeError or isinstance(error, dist.DistError)):
                 raise
-            raise self._explain(label, self._group.clock.now() - started) from error
+            found = self._explain(error, label, self._group.clock.now() - started)
+            if found is None:
+                raise
+            self._group.failed = True
+            raise found from error
 
-    def _explain(self, label: str, waited_s: float) -> WorkerFailure:
-        """Say who has failed: a connection may be closed by a rank that blames another one."""
+    def _explain(self, error: RuntimeError, label: str, waited_s: float) -> WorkerFailure | None:
+        """Say who has failed: a connection may be closed by a rank that blames another one.
+
+        The watchdog is asked first, since some errors of gloo do not say that they are. None for an
+        error of the user's code while all ranks are well.
+        """
         watchdog = self._group.watchdog
         assert watchdog is not None
-        self._group.failed = True
         silent = watchdog.silent()
         if watchdog.failure is not None:
             return WorkerFailure(watchdog.failure)
@@ -111,6 +118,8 @@ class ReplicaGroup:
                 f"No message in {label} after {waited_s:.0f} s from {', '.join(silent)} (no sign "
                 "of life). Check that every rank runs, or raise timeout_s."
             )
+        if not is_of_collective(error):
+            return None
         own, last = self._ranks[self._group.place], watchdog.labels()
         others = ", ".join(
             f"{self._names[rank]} (alive, last exchange: {last.get(rank, 'none')})"
@@ -132,9 +141,3 @@ class ReplicaGroup:
             abort_groups(groups)
         else:
             list(map(dist.destroy_process_group, groups))
-
-
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether a backend has raised an error; gloo's are plain RuntimeErrors."""
-    is_gloos = "gloo/" in str(error)
-    return not isinstance(error, WorkerFailure) and (is_gloos or isinstance(error, dist.DistError))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,15 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
 
     def setup_environment(self) -> None:
         """Connect the ranks; in ``fit``, also those that train with those that serve."""
-        self._finished = False
+        self._finished = self._has_ended = False
         super().setup_environment()
         if self.service is not None:
             self.service.connect()
             resume = partial(resumed_by_all, self.service)
             lightning_compat.choose_checkpoint(self._trainer, resume)
+        elif not self.serves and self.world_size == self.tiers.num_training:
+            size = self.tiers.replica_size
+            self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up training; service ranks make the model and its optimizer, and only in ``fit``."""
@@ -329,7 +332,7 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     def waiting_in(self, label: str) -> AbstractContextManager[object]:
         """Make errors inside name the rank that is missing."""
         if self.service is None:
-            return nullcontext()
+            return super().waiting_in(label)
         return ExplainErrors(self.service, label, involves_all=False)
 
     # --------------------------------------------------------- checkpoints and end
@@ -365,8 +368,8 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
                 "in setup() for instance, only on ranks with `not trainer.strategy.serves`."
             )
             log.error(hint)
-        if self.service is not None:
-            self.service.report_error(error, hint)
+        for group in filter(None, (self.service, self.group)):
+            group.report_error(error, hint)
 
     def teardown(self) -> None:
         """Close the connections."""
@@ -393,6 +396,6 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
         if self._job is not None:
             self._job.close()  # first, so that nothing waits for a store that does not answer
             self._job = None
-        if self.service is not None:
-            self.service.close()
-            self.service = None
+        for group in filter(None, (self.service, self.group)):
+            group.close()
+        self.service = self.group = None

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,8 @@ from lightning_loco import (
     PairwiseGossipStrategy,
 )
 from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
-from lightning_loco.strategies.replica_group import warn_of_straddling
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
 from tests.faults.failing import KINDS
 from tests.faults.worker import FailIn
 from tests.limits import HARNESS_S
@@ -562,6 +564,37 @@ def test_the_others_name_the_rank_that_fails(
     failed_at = float((tmp_path / "failed_at").read_text())
     for outcome in outcomes:
         assert outcome.ended_at - failed_at < longest_s, outcome.error
+
+
+def hear_an_error(rank: int, world: int) -> list[str]:
+    group = WorkerGroup.create(timeout_s=20, replica_size=SIZE)
+    replica = ReplicaGroup(group)
+    assert group.watchdog is not None
+    found = []
+    try:
+        with pytest.raises(RuntimeError) as caught, replica.errors_named("local step 6"):
+            raise RuntimeError("shapes cannot be multiplied")
+        found.append(str(caught.value))
+        dist.barrier()
+        if rank == 1:
+            group.watchdog.end()  # gives no sign of life, as a frozen process
+        else:
+            with pytest.raises(RuntimeError) as caught, replica.errors_named("local step 6"):
+                raise RuntimeError("Application timeout caused pair closure")
+            found.append(str(caught.value))
+        dist.barrier()
+    finally:
+        replica.close(DDPStrategy(), has_failed=False)
+        group.failed = False
+        group.close()
+    return found
+
+
+def test_an_error_is_that_of_a_frozen_sibling_whatever_its_text(pool: Pool) -> None:
+    """Some of gloo's texts do not say that they are its own."""
+    own, of_sibling = pool.run(hear_an_error, world=SIZE)[0]
+    assert own == "shapes cannot be multiplied"
+    assert "from worker 0, place 1 (rank 1) (no sign of life)" in of_sibling
 
 
 class WaitsElsewhere(TinyModule):
