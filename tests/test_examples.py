@@ -312,7 +312,10 @@ def test_the_remote_batch_script_goes_on_after_its_time_is_up(
     assert 10 <= step < 100000
 
     output = run(batch, tmp_path, **job, CHANGES=f"{changes} trainer.max_steps={step + 8}")
-    assert "3 tiers, num_workers=2: ranks below 2 train, the aggregator (rank 2)" in output
+    assert (
+        "2 training ranks, 1 aggregator rank, 1 optimizer rank (3 tiers): ranks below 2 train"
+        in output
+    )
     assert f"Restored all states from the checkpoint at {saved}" in output
     figures = json.loads((saved.parent / "report.json").read_text())
     assert (figures["algorithm"], figures["num_workers"]) == ("RemoteOptimizer", 2)

@@ -357,11 +357,19 @@ class Tiers(NamedTuple):
         return f"the {self.role(rank).value.replace('_', '-')} (rank {rank})"
 
     def describe(self) -> str:
-        """Return a short description of all roles."""
+        """Return a short description of all roles.
+
+        Example:
+            >>> Tiers(num_workers=1, num_tiers=2).describe().partition(":")[0]
+            '1 training rank, 1 optimizer rank (2 tiers)'
+        """
         servers = ", ".join(self.name(rank) for rank in range(self.num_training, self.world_size))
+        kinds = ["aggregator rank", "optimizer rank"][3 - self.num_tiers :]
+        counts = [_count(self.num_training, "training rank")]
+        counts += [_count(self.num_servers, kind) for kind in kinds]
         return (
-            f"{self.num_tiers} tiers, num_workers={self.num_workers}: ranks below "
-            f"{self.num_training} train, {servers}"
+            f"{', '.join(counts)} ({self.num_tiers} tiers): ranks below {self.num_training} train, "
+            f"{servers}"
         )
 
     def new_replica_group(self, rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
