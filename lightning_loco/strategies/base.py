@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -233,6 +237,14 @@ class WorkerStrategy(LightningStrategy):
         return interrupted and (synchronizer is None or synchronizer.stop_agreed is None)
 
     # ------------------------------------------------------------- process group
+
+    def set_world_ranks(self) -> None:
+        """Set the ranks. Lightning calls it first when the Trainer is made.
+
+        ValueError if mpirun has started several processes that Lightning does not know of.
+        """
+        check_mpi(self.cluster_environment)
+        super().set_world_ranks()
 
     def setup_distributed(self) -> None:
         """Make the default process group; errors name ranks that are missing or do not fit."""
@@ -836,6 +848,22 @@ class EngineStrategy(WorkerStrategy):
         if self._replica_group is not None and group is not None:
             self._replica_group.close(self, has_failed=group.failed)
             self._replica_group = None
+
+
+def check_mpi(environment: ClusterEnvironment | None) -> None:
+    """Raise ValueError if mpirun has started several processes, and each would start all ranks."""
+    if not isinstance(environment, LightningEnvironment):
+        return
+    if environment.creates_processes_externally:
+        return
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if (size := os.environ.get(name, "1")) != "1":
+            raise ValueError(
+                f"MPI has started {size} processes ({name}={size}), but Lightning recognizes them "
+                "only if mpi4py is installed: each of them would start all ranks. Run `pip install "
+                "mpi4py`, start the script with torchrun, or start it once without mpirun and let "
+                "Trainer(devices=...) start the ranks."
+            )
 
 
 def job_name(environment: ClusterEnvironment) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_loco import GASLoC
+from lightning_loco import DiLoCoStrategy, GASLoC, RemoteOptimizerStrategy
 from tests.algorithms.toys import simulate
 from tests.programs import Program, free_ports
+from tests.small_model import quiet_trainer
 from tests.strategies import launched
 
 pytestmark = pytest.mark.process
@@ -108,3 +110,14 @@ def test_a_mistake_ends_the_program(tmp_path: Path, start_method: str) -> None:
     assert "moebius" in output
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - started_s < launched.TIMEOUT_S  # no worker waits for it
+
+
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy, RemoteOptimizerStrategy])
+def test_mpirun_without_mpi4py_is_refused(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
+    with pytest.raises(ValueError, match="MPI has started 5 processes .OMPI_COMM_WORLD_SIZE=5."):
+        quiet_trainer(strategy=strategy(), devices=5)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the script says which rank this is, or Lightning does
+    assert quiet_trainer(strategy=strategy(), devices=5).world_size in (4, 5)
