@@ -60,18 +60,17 @@ def checksums(workers: Cluster, index: int) -> list[int]:
     return [line["checksum"] for line in workers.lines(index)]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("num_workers", "schedule", "compression"),
     [
         (2, (2, 2, 10), None),
-        (3, (2, 2, 10), None),
-        (2, (2, 0, 10), None),
-        (2, (3, 3, 10), None),
-        (2, (1, 3, 10), None),
-        (2, (1, 10, 10), None),
-        (3, (2, 2, 10), "e3m0"),
-        (2, (2, 2, 10), "int8"),
+        pytest.param(3, (2, 2, 10), None, marks=pytest.mark.soak),
+        pytest.param(2, (2, 0, 10), None, marks=pytest.mark.soak),
+        pytest.param(2, (3, 3, 10), None, marks=pytest.mark.soak),
+        pytest.param(2, (1, 3, 10), None, marks=pytest.mark.soak),
+        pytest.param(2, (1, 10, 10), None, marks=pytest.mark.soak),
+        pytest.param(3, (2, 2, 10), "e3m0", marks=pytest.mark.soak),
+        pytest.param(2, (2, 2, 10), "int8", marks=pytest.mark.soak),
     ],
 )
 def test_it_equals_a_run_of_ranks(

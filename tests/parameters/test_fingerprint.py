@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_tensor_that_was_read_can_still_be_resized() -> None:
     crc32(buffer)
     fingerprints([buffer])
     assert buffer.resize_(5).shape == (5,)
+
+
+def test_values_anywhere_in_memory(subtests: pytest.Subtests) -> None:
+    """Memory or the offset in it may not be that of a word of 8 bytes, in any combination."""
+    memory = bytearray(8 * 60)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.arange(101).to(dtype)
+        (expected,) = fingerprints([values])
+        for skipped, offset in itertools.product((0, 4), range(8)):
+            with subtests.test(dtype=dtype, skipped=skipped, offset=offset):
+                found = torch.frombuffer(memory, dtype=dtype, offset=skipped)[offset:][:101]
+                found.copy_(values)
+                assert fingerprints([found]) == [expected]
 
 
 def strided() -> Tensor:

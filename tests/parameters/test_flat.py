@@ -294,6 +294,19 @@ def test_a_packing_pairs_all_views() -> None:
         assert sorted(torch.cat([part for _, part in pairs]).tolist()) == numbers.tolist()
 
 
+def test_the_rounding_error_is_what_the_parameters_do_not_hold() -> None:
+    """Of a matrix and of vectors, in bfloat16 and in the dtype of the flat vector."""
+    views = [torch.zeros(2, 3).bfloat16(), torch.zeros(4), torch.zeros(5).bfloat16()]
+    chunk, flat = Chunk(0, views), torch.linspace(-3, 7, 15) / 3
+    chunk.unpack(flat)
+    held = torch.empty(15)
+    chunk.pack(held)
+    error = chunk.rounding_error(flat)
+    assert torch.equal(error, flat - held)
+    assert error[:6].any()
+    assert not error[6:10].any()
+
+
 def test_packing_across_devices_gives_the_same_values() -> None:
     torch.manual_seed(0)
     views = [torch.randn(2, 3), torch.randn(5).bfloat16(), torch.randn(4).double()]

@@ -68,6 +68,18 @@ def test_the_first_rank_gathers_what_all_have_cut(
         assert [len(found[0][0]) for found in results] == [NUMEL, 0, NUMEL, 0]
 
 
+def test_a_fragment_is_spread_into_a_vector_of_all_and_read_from_it() -> None:
+    group = WorkerGroup(0, 1)
+    ownership = find_ownership({"a": torch.zeros(NUMEL)}, FRAGMENTS, 1, group)
+    vectors, whole = WorkerVectors(ownership, group, holds_shards=True), torch.arange(float(NUMEL))
+    for fragment in range(len(FRAGMENTS)):
+        expected = whole[elements(fragment)]
+        assert torch.equal(vectors.part_of(whole, fragment), expected)
+        spread = vectors.spread(expected, fragment)
+        assert torch.equal(spread[elements(fragment)], expected)
+        assert spread.sum() == expected.sum()  # zero elsewhere
+
+
 def gather_shards(rank: int, world: int) -> str:
     group = WorkerGroup.create(timeout_s=30, replica_size=2)
     mesh = DeviceMesh.from_group(group.inner, "cpu")
