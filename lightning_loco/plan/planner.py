@@ -2,7 +2,8 @@
 
 For every method the smallest number of local steps per round is searched with which the workers
 compute for most of the time: more local steps than necessary cost quality. Among the methods whose
-loss can be predicted, the one with the lowest expected loss is chosen.
+loss can be predicted, the one with the lowest expected loss is chosen; of those with equal losses
+and bytes, the fastest.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def make_plan(job: Job) -> Plan:
         >>> from lightning_loco.links import as_links
         >>> job = Job(124_000_000, 2, as_links("lan"), 0.5, 16_384, 2_480_000_000)
         >>> make_plan(job).chosen.candidate.title
-        'DiLoCo, int8'
+        'Streaming DiLoCo, int8'
     """
     options = tuple(_best(candidate, job) for candidate in CANDIDATES)
     known = [(one, one.gap) for one in options if one.gap is not None]
@@ -273,8 +274,15 @@ def make_plan(job: Job) -> Plan:
     share = f"{100 * job.utilisation:g} %"
     if busy:
         lowest = min(gap.percent for _, gap in busy)
-        chosen = next(one for one, gap in busy if gap.percent <= lowest + EQUAL_PERCENT)
+        equal = [one for one, gap in busy if gap.percent <= lowest + EQUAL_PERCENT]
+        chosen = equal[0]
         reason = f"the lowest expected loss among those that compute {share} of the time or more"
+        sent = chosen.total_bytes
+        equal = [one for one in equal if math.isclose(one.total_bytes, sent, rel_tol=0.01)]
+        shortest_s = min(one.time_s for one in equal)
+        if shortest_s <= _MUCH_FASTER * chosen.time_s:
+            chosen = next(one for one in equal if one.time_s < 1.01 * shortest_s)
+            reason += ", and the fastest of those that send as much"
         if chosen.candidate.method == "ddp":
             reason = f"it computes {share} of the time or more, and nothing is lost"
         return Plan(job, options, chosen, reason)

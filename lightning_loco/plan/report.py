@@ -135,8 +135,12 @@ def _settings(option: Option) -> str:
     if option.fragments > 1:
         words.append(f"{option.fragments} fragments")
     if option.delay:
-        words.append(f"applied {option.delay} local steps later")
+        words.append(f"applied {_steps(option.delay)} later")
     return ", ".join(words)
+
+
+def _steps(count: int) -> str:
+    return f"{count} local step{'s' if count > 1 else ''}"
 
 
 # ------------------------------------------------------------------------ what to type
@@ -220,7 +224,7 @@ def _arithmetic(job: Job, option: Option) -> list[tuple[str, str]]:
         rows += [("a round", f"{option.sync_every} x {job.step_s:.4g} s = {computing:.4g} s")]
         if option.delay:
             hidden = option.delay * job.step_s
-            rows += [("hidden", f"behind {option.delay} local steps: up to {hidden:.3g} s")]
+            rows += [("hidden", f"behind {_steps(option.delay)}: up to {hidden:.3g} s")]
         rows += [
             ("with waiting", f"{waits} = {round_s:.4g} s"),
             ("computes", f"{computing:.4g} s / {round_s:.4g} s = {_percent(option)}"),

@@ -45,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 PLANS = {
     "DDP": make_plan(job("datacentre")),
-    "DiLoCo": make_plan(job("lan")),
+    "DiLoCo": make_plan(job(Link(1400))),
     "Streaming DiLoCo": make_plan(job(Link(50))),
     "few rounds": make_plan(job(Link(50), tokens=3_000_000)),
 }
@@ -107,7 +107,7 @@ def test_measured_links_and_the_plan_as_json(tmp_path: Path, run: Run) -> None:
     assert "2 workers" in printed
     assert "slowest link: 940 Mbit/s, 0.1 ms" in printed
     plan = json.loads(path.read_text())
-    assert plan["chosen"]["title"] == "DiLoCo, int8"
+    assert plan["chosen"]["title"] == "Streaming DiLoCo, int8"
     assert plan["num_workers"] == 2
     assert plan["chosen"]["gap"]["low"] < plan["chosen"]["gap"]["percent"]
     assert {one["title"] for one in plan["options"] if one["gap"] is None} >= {"Local SGD"}
