@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from lightning_loco import DiLoCo, LocalSGD, Simulation, StepEngine
+from lightning_loco.configured_strategy import build_strategy
+from lightning_loco.engine import RoundSettings
 from tests.algorithms.toys import (
     ADAMW,
     SGD,
@@ -23,6 +27,7 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
+from tests.conftest import ROOT
 from tests.engine.toys import run_each
 from tests.pool import Pool
 from tests.small_model import flat, make_model, worker_batch
@@ -129,6 +134,35 @@ def test_it_has_the_published_order(subtests: pytest.Subtests) -> None:
             assert_close(history, expected[:, None].expand(-1, 3, -1))
             synchronous = simulate(ALGORITHM, 3, 6, inner=inner, sync_every=2)
             assert (history - synchronous).abs().max() > 1e-2
+
+
+def experiment(*choice: str) -> RoundSettings:
+    """The settings of PCCL's example, with two local steps in each round."""
+    overrides = ["experiment=pccl_async_diloco", "algorithm.sync_every=2", "run_dir=/run", *choice]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        settings = build_strategy(compose("train", overrides)).settings
+    assert isinstance(settings, RoundSettings)
+    return settings
+
+
+def test_the_experiment_is_the_published_loop() -> None:
+    """Also of elastic members; a joining one is in tests/elastic/test_pipeline.py."""
+    settings = experiment()
+    assert settings.outer_device == "cpu"
+    assert dataclasses.replace(experiment("membership=elastic"), membership=None) == settings
+    models = [make_model() for _ in range(3)]
+    optimizers, steps = [ADAMW(model.parameters()) for model in models], [0, 0, 0]
+
+    def local_step(worker: int) -> None:
+        train_step(models[worker], optimizers[worker], worker_batch(worker, steps[worker]))
+        steps[worker] += 1
+
+    simulation, history = Simulation.from_settings(models, settings), []
+    for _ in range(6):
+        simulation.run(local_step, 1)
+        history.append(simulation.params()[0])
+    expected = file_order(3, 6, 2, ADAMW, outer=partial(torch.optim.SGD, lr=0.7))
+    assert_close(torch.stack(history), expected[:6])
 
 
 @pytest.mark.soak
