@@ -18,6 +18,7 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import META, WholeFileIO
+from lightning_loco.strategies.checkpoint.reader import choose_save
 from lightning_loco.strategies.checkpoint.shards import check_folder, read_folder, write_folder
 from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save
@@ -209,3 +210,23 @@ def test_the_side_folder_may_be_on_another_disk(tmp_path: Path, other_disk: Path
         assert saved_step(path) == step
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.loco"]
     assert len(os.listdir(other_disk)) == 1
+
+
+@dataclasses.dataclass
+class WithOneElsewhere(WorkerGroup):
+    """Worker 1; worker 0 has the same saves on its disk, and names another file."""
+
+    def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
+        return ["/elsewhere/other.ckpt" if isinstance(value, str) else value, value]
+
+
+def test_a_save_is_found_under_the_own_name_first(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.ckpt", tmp_path / "other.ckpt"
+    save(own, OLDER, way="private")
+    shutil.copy(own, other)
+    shutil.copytree(f"{own}.loco", f"{other}.loco")
+    group = WithOneElsewhere(1, 2)
+    assert choose_save(group, WholeFileIO(), own) == (str(own), [[0], [0]])
+    own.unlink()
+    shutil.rmtree(f"{own}.loco")
+    assert choose_save(group, WholeFileIO(), own) == (str(other), [[0], [0]])
