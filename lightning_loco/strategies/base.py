@@ -452,7 +452,7 @@ class EngineStrategy(WorkerStrategy):
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
         self.engine: AnyEngine | None = None
-        self._failed_engine: AnyEngine | None = None
+        self._failed_engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._external_updates = ExternalUpdates(self)
 
@@ -499,7 +499,10 @@ class EngineStrategy(WorkerStrategy):
 
     @property
     def failed_engine(self) -> AnyEngine | None:
-        """The engine of a fit that this worker has ended with an error, until the next fit."""
+        """The engine of a fit that this worker has ended with an error; None without.
+
+        An engine with rounds is kept until the next fit, for what a checkpoint needs of it.
+        """
         if self.engine is None:
             return self._failed_engine
         return self.engine if self._is_alone and not self._finished else None
@@ -836,7 +839,8 @@ class EngineStrategy(WorkerStrategy):
         watchdog = self.group.watchdog if self.group is not None else None
         if watchdog is not None and self.is_training:
             watchdog.leave(_NO_TRAINING)
-        self._failed_engine = self.failed_engine
+        failed = self.failed_engine
+        self._failed_engine = failed if isinstance(failed, Engine) else None
         group, self.group = self.group, None
         for part in (self.engine, group):
             if part is not None:

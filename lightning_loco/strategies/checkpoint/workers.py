@@ -124,11 +124,14 @@ class WorkerCheckpoints:
         """A context with the consensus in the module, also for hooks that collect a checkpoint.
 
         During ``fit`` all workers must enter it. A worker whose fit has failed is alone: the module
-        then holds its local parameters.
+        then holds its local parameters. RuntimeError if they are those of half a round, on rank 0,
+        which would save them.
         """
         engine = self._engine
         if engine is None or engine.worker.replica.shows_consensus:
             if (failed := self._strategy.failed_engine) is not None:
+                if self._strategy.is_global_zero:
+                    self._check_whole(failed)
                 failed.worker.show_local()  # the consensus may be written only in part
             yield
             return
@@ -145,14 +148,14 @@ class WorkerCheckpoints:
         The main file is that of rank 0. Without the optimizers' states (``weights_only``) or
         outside ``fit``, there are no side files. If ``fit`` has failed, rank 0 writes what it has
         alone. OSError on every rank if one cannot write its files; the checkpoint that existed
-        before is still complete. RuntimeError if a round has failed while it was being applied.
+        before is still complete.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = self._main_writer(checkpoint, storage_options)
         failed = self._strategy.failed_engine
         if failed is not None and self._strategy.is_global_zero:
-            self._check_whole(failed)
-            if "optimizer_states" in checkpoint and failed.worker.group.replica_size == 1:
+            is_whole = failed.worker.group.replica_size == 1 and failed.worker.steps > 0
+            if is_whole and "optimizer_states" in checkpoint:
                 self._save_alone(failed, checkpoint, path, write_main)
                 return
         if engine is None:
