@@ -17,7 +17,7 @@ POLL_INTERVAL_S = 0.02
 
 _STORE_TIMEOUT_S = 1.0
 _LEAVE_TIMEOUT_S = 2.0
-_SHORTEST_POLL_INTERVAL_S = 0.001
+SHORTEST_POLL_INTERVAL_S = 0.001
 
 
 class Rendezvous:
@@ -91,7 +91,7 @@ class Rendezvous:
                 if waited_s > self._timeout_s:
                     raise WorkerFailure(self.explain())
                 self._poll()
-                time.sleep(min(max(waited_s, _SHORTEST_POLL_INTERVAL_S), POLL_INTERVAL_S))
+                time.sleep(min(max(waited_s, SHORTEST_POLL_INTERVAL_S), POLL_INTERVAL_S))
             self._is_complete = True
             self._store.delete_key(f"waiting/{self._worker}", self._timeout_s)
             values = self._store.get_all(self._value_keys(), self._timeout_s)
@@ -176,7 +176,8 @@ def wait_until_others_know(store: TimeoutStore, worker: int, num_present: int) -
         num_present: How many workers are not missing, including this one.
     """
     num_informed = store.add("informed", 1, _STORE_TIMEOUT_S)
-    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
+    deadline, pause_s = time.monotonic() + _LEAVE_TIMEOUT_S, SHORTEST_POLL_INTERVAL_S
     while worker == 0 and num_informed < num_present and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_INTERVAL_S)
         num_informed = store.add("informed", 0, _STORE_TIMEOUT_S)

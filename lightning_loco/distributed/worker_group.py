@@ -28,7 +28,7 @@ from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.rendezvous import (
-    POLL_INTERVAL_S,
+    SHORTEST_POLL_INTERVAL_S,
     Rendezvous,
     wait_until_others_know,
 )
@@ -546,7 +546,7 @@ class WorkerGroup:
         if watchdog is None or store is None:
             return
         self.announce_wait(label)
-        started, pause_s = clock.now(), POLL_INTERVAL_S
+        started, pause_s = clock.now(), SHORTEST_POLL_INTERVAL_S
         keys, num_ranks = store.with_prefix(f"end/{label}"), self.num_workers * self.replica_size
         try:
             keys.set(str(self._rank), "", self.timeout_s)
@@ -555,7 +555,7 @@ class WorkerGroup:
                 if watchdog.lost(self.timeout_s):
                     raise watchdog.blame(label, clock.now() - started)
                 clock.sleep(pause_s)
-                pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             wait_until_others_know(keys, self._rank, num_ranks)  # the store may end with rank 0
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error

@@ -128,8 +128,6 @@ class WorkerStrategy(LightningStrategy):
     timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
-    _num_ends = 0
-    _has_ended = False
 
     def _init_worker(
         self,
@@ -230,6 +228,11 @@ class WorkerStrategy(LightningStrategy):
     @property
     def _is_alone(self) -> bool:
         """Whether no other rank joins this rank's collectives, because it alone has failed."""
+        return self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether an error has ended this run here, other than a stop that all have agreed on."""
         module = self.lightning_module
         trainer = None if module is None else lightning_compat.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
@@ -333,27 +336,11 @@ class WorkerStrategy(LightningStrategy):
         with self.waiting_in("all_gather"):
             return super().all_gather(tensor, group, sync_grads)
 
-    # ------------------------------------------------------------------------ end
-
-    def _end_together(self, group: WorkerGroup | None, what: str) -> None:
-        """Wait for all ranks after the last hooks, so that one that was lost there is named."""
-        if group is not None:
-            self._num_ends += 1  # a learning rate finder ends as well
-            group.end_together(f"the end of {what} ({self._num_ends})")
-        self._has_ended = True
-
-    def on_validation_end(self) -> None:
-        """Wait for all ranks after ``trainer.validate``."""
-        if not self.is_fitting:
-            self._end_together(self.group, "validation")
-
-    def on_test_end(self) -> None:
-        """Wait for all ranks after ``trainer.test``."""
-        self._end_together(self.group, "test")
-
-    def on_predict_end(self) -> None:
-        """Wait for all ranks after ``trainer.predict``."""
-        self._end_together(self.group, "prediction")
+    def _end_together(self, group: WorkerGroup | None) -> None:
+        """Wait for all ranks before the teardown, so that one that was lost is named by all."""
+        if group is not None and not self._has_failed:
+            fn = self._trainer.state.fn
+            group.end_together(f"the end of {fn.value if fn is not None else 'the run'}")
 
     # --------------------------------------------------------- data, checkpoints
 
@@ -548,7 +535,7 @@ class EngineStrategy(WorkerStrategy):
         """Connect the ranks, and start the watchdog."""
         self.check_ranks()
         super().setup_environment()
-        self._finished = self._has_ended = False
+        self._finished = False
         size = self.replica_size
         self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
         if self.is_fitting:
@@ -645,7 +632,7 @@ class EngineStrategy(WorkerStrategy):
         return advice(self._trainer, settings, self.worker, layout, shown)
 
     def _resume(self) -> None:
-        self._finished = self._has_ended = False  # a learning rate finder may have trained before
+        self._finished = False  # a learning rate finder may have trained before
         self._external_updates.resume_from(self.checkpoints)
 
     # ---------------------------------------------------------------- training
@@ -817,14 +804,10 @@ class EngineStrategy(WorkerStrategy):
                 rank_zero_info(summarize(means, steps, of_ddp, whose))
         yield
 
-    def on_train_end(self) -> None:
-        """Wait for all ranks; this is the last hook of the end of training."""
-        self._end_together(self.group, "fit")
-
     def on_exception(self, exception: BaseException) -> None:
         """Save a checkpoint after an agreed stop; report a failure to the other workers."""
         engine = self.engine
-        if self.group is None or self._has_ended:
+        if self.group is None:
             return
         is_stop = isinstance(exception, SIGTERMException) and not self._finished
         if is_stop and engine is not None and engine.stop_agreed:
@@ -835,10 +818,12 @@ class EngineStrategy(WorkerStrategy):
 
     def teardown(self) -> None:
         """Close the engine and the groups."""
-        self._added.close()
         watchdog = self.group.watchdog if self.group is not None else None
-        if watchdog is not None and self.is_training:
+        if not self.is_training:
+            self._end_together(self.group)
+        elif watchdog is not None:
             watchdog.leave(_NO_TRAINING)
+        self._added.close()
         failed = self.failed_engine
         self._failed_engine = failed if isinstance(failed, Engine) else None
         group, self.group = self.group, None

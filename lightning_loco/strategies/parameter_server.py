@@ -185,7 +185,6 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
     def _serve_fit(self) -> None:
         serving = Serving(min_workers=self.min_workers, stop_reason=lambda: self._stop_reason)
         self._serve_workers(self._transport(), serving)
-        self._end_of_fit()
 
     # ---------------------------------------------------------------- training
 
@@ -311,23 +310,17 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
                 rank_zero_info(summarize(self.statistics, steps, of_ddp))
         self._finished = True
         self._leave(self.remote)
-        self._end_of_fit()
-
-    def _end_of_fit(self) -> None:
-        """Wait for all ranks, unless the run may go on without some of them."""
-        self._end_together(self.service if self.min_workers is None else None, "fit")
 
     def _leave(self, remote: RemoteOptimizer) -> None:
         remote.leave(self._farewell() if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save a checkpoint after an agreed stop; report a failure to the other ranks."""
-        if self._has_ended:
-            return
-        remote, is_stop = self.remote, isinstance(exception, SIGTERMException)
+        remote = self.remote
+        is_stop = isinstance(exception, SIGTERMException) and not self._finished
         if is_stop and remote is not None and remote.stop_agreed is not None:
             self.checkpoints.save_interrupted(self._trainer, remote.stop_agreed)
-            self._finished = self._has_ended = True
+            self._finished = True
             self._leave(remote)
         elif self.min_workers is None or self.serves or remote is None:
             self.report_failure(exception)
@@ -335,11 +328,13 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
     def teardown(self) -> None:
         """Leave the servers."""
         remote = self.remote
+        if remote is not None and not self._is_alone:
+            if not self._finished:  # a fit without steps has no end of training
+                self.checkpoints.finish_fit(remote)
+            self._leave(remote)
+        if self.min_workers is None:  # otherwise the run may go on without some ranks
+            self._end_together(self.service or self.group)
         if remote is not None:
-            if not self._is_alone:
-                if not self._finished:  # a fit without steps has no end of training
-                    self.checkpoints.finish_fit(remote)
-                self._leave(remote)
             remote.remove_hooks()
             self.remote = None
         if self._precision is not None:

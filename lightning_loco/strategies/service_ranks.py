@@ -143,7 +143,7 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
 
     def setup_environment(self) -> None:
         """Connect the ranks; in ``fit``, also those that train with those that serve."""
-        self._finished = self._has_ended = False
+        self._finished = False
         super().setup_environment()
         if self.service is not None:
             self.service.connect()
