@@ -61,7 +61,7 @@ STRATEGIES = {
             "outer_lr": 0.7,
             "gossip_step": "auto",
             "momentum": "auto",
-            "momentum_on": "local",
+            "momentum_on": "gossiped",
         },
     ),
 }

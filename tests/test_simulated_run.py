@@ -40,7 +40,6 @@ from tests.strategies.remote_runs import all_ranks, remote_trainer
 STEPS = 12
 REMOTE, PAIRWISE = "algorithm=remote_optimizer", ["algorithm=pairwise_gossip"]
 WRONG_CLIPPING = "^trainer: gradient_clip_algorithm must be one of norm, value, got 'max'"
-OTHERS = {"gasloc": ["algorithm.momentum_on=local"]}
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
 DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
 
@@ -106,7 +105,6 @@ def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str, clip: str) -
     real = pool.run(train_really, algorithm, clip, world=4)
     choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
     choice += ["trainer.gradient_clip_val=0.01", f"+trainer.gradient_clip_algorithm={clip}"]
-    choice += OTHERS.get(algorithm, ())
     seed_everything(0, workers=True, verbose=False)
     run = SimulatedRun(config(*choice, "simulation.spread=0.5", "simulation.jitter=0.1"))
     progress = list(run.train())

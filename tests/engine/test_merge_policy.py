@@ -179,7 +179,7 @@ def test_overlapped_averaging_is_its_formula_one_round_late(pool: Pool, warm_sta
 
 @pytest.mark.parametrize("warm_start", [True, False])
 def test_overlapped_gossip_is_its_formula_one_round_late(pool: Pool, warm_start: bool) -> None:
-    algorithm = GASLoC(0.7, 0.8, 0.3)
+    algorithm = GASLoC(0.7, 0.8, 0.3, "local")
     schedule = EverySteps(SYNC_EVERY, True, warm_start)
     settings = RoundSettings(algorithm, schedule, "ring")
     expected = gossiped_late(algorithm, warm_start)
