@@ -247,6 +247,7 @@ class WorkerStrategy(LightningStrategy):
         ValueError if mpirun has started several processes that Lightning does not know of.
         """
         check_mpi(self.cluster_environment)
+        lightning_compat.check_start_method(self)
         super().set_world_ranks()
 
     def setup_distributed(self) -> None:

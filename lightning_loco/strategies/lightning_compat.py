@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
@@ -29,9 +30,17 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.utilities.data import _update_dataloader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import (
+    MisconfigurationException,
+    SIGTERMException,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -467,6 +476,37 @@ def ddp_arguments_of(strategy: DDPStrategy) -> list[str]:
     if strategy._start_method != "popen":
         given["start_method"] = strategy._start_method
     return [f"{name}={value!r}" for name, value in given.items()]
+
+
+def check_start_method(strategy: ParallelStrategy) -> None:
+    """Raise MisconfigurationException if this process cannot start those of the strategy.
+
+    Lightning's own error in notebooks, a moment later, names a strategy of DDP. Nothing is checked
+    in processes that have been started.
+    """
+    if strategy.launcher is not None:
+        return
+    start_method = getattr(strategy, "_start_method", None)
+    if start_method == "fork" and dist.is_initialized():
+        raise MisconfigurationException(
+            "start_method='fork' copies this process, whose process group from an earlier run the "
+            "copies cannot use. Restart the notebook's kernel, or run it in a new process."
+        )
+    if start_method == "fork" or not (hasattr(sys, "ps1") or sys.flags.interactive):
+        return
+    kind = type(strategy)
+    names = [
+        name
+        for name, entry in StrategyRegistry.items()
+        if entry["strategy"] is kind and entry["init_params"].get("start_method") == "fork"
+    ]
+    advice = f"Use {kind.__name__}(start_method='fork')"
+    advice += f", or Trainer(strategy={names[0]!r})." if names else "."
+    raise MisconfigurationException(
+        f"{kind.__name__} starts its workers by running the script again, and a notebook or an "
+        "interactive interpreter has none. "
+        + ("Run it as a script." if start_method is None else advice)
+    )
 
 
 class ModelParallelPart(ModelParallelStrategy):

@@ -244,3 +244,43 @@ def test_the_command_of_the_manifest_runs(tmp_path: Path) -> None:
     output, _ = (pod.succeed(120.0) for pod in pods)
     assert re.search(r"workers +2", output), output
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+
+# ------------------------------------------------------------------------- a real notebook
+
+
+@pytest.mark.process
+def test_the_cells_of_from_a_notebook_run_in_a_kernel(tmp_path: Path) -> None:
+    """After two tries that are refused, as a new user makes them."""
+    jupyter = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    (cell,) = doc("guides/from_a_notebook.md").blocks("python")
+    without = cell.replace(', start_method="fork"', "")
+    wrong = cell.replace("sync_every=10", "sync_every=0")
+    assert cell not in (without, wrong)
+    manager, client = jupyter.start_new_kernel(
+        kernel_name="python3",
+        cwd=str(tmp_path),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        popen, no_steps, fitted = (run_cell(client, code) for code in (without, wrong, cell))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert "Use DiLoCoStrategy(start_method='fork'), or Trainer(strategy='diloco_fork')" in popen
+    assert "sync_every counts optimizer steps" in no_steps
+    assert "max_steps=100` reached" in fitted
+    assert re.search(r"^tensor\([\d.]+\) b'def ", fitted, re.MULTILINE), fitted
+
+
+def run_cell(client: Any, code: str) -> str:
+    """What a cell shows: its output, and the error with which it ends, if there is one."""
+    texts: list[str] = []
+
+    def keep(message: dict[str, Any]) -> None:
+        content = message["content"]
+        texts.append(content.get("text") or content.get("evalue") or "")
+
+    client.execute_interactive(code, timeout=180, output_hook=keep)
+    return "".join(texts)

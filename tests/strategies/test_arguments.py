@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import get_type_hints
 
 from lightning_loco import (
@@ -29,7 +30,8 @@ from lightning_loco.links import LINKS, Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.base import EngineStrategy
-from tests.small_model import TinyModule
+from tests.pool import Pool
+from tests.small_model import TinyModule, quiet_trainer
 
 WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStrategy)]
 
@@ -209,3 +211,33 @@ def test_lightning_cli_builds_the_composed_strategy(command_line: CommandLine) -
     assert type(strategy) is LocoStrategy
     assert strategy.settings.algorithm == LocalSGD()
     assert strategy.settings.schedule.sync_every == [2, 3]
+
+
+def test_a_notebook_is_told_what_works_in_it(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    kinds = {kind.__name__: (kind, name) for name, kind in METHODS.items()}
+    for kind, name in kinds.values():
+        with subtests.test(name):
+            advice = (
+                rf"Use {kind.__name__}\(start_method='fork'\), or Trainer\(strategy='{name}_fork'"
+            )
+            for strategy in (kind(), name):
+                with pytest.raises(MisconfigurationException, match=advice):
+                    quiet_trainer(strategy=strategy, devices=2)
+            quiet_trainer(strategy=f"{name}_fork", devices=2)
+    with pytest.raises(MisconfigurationException, match=r"start_method='fork'\)\.$"):
+        quiet_trainer(strategy=LocoStrategy(LocalSGD()), devices=2)
+    with pytest.raises(MisconfigurationException, match=r"has none\. Run it as a script\.$"):
+        quiet_trainer(strategy="loco_model_parallel", devices=2)
+
+
+def make_forked(rank: int, world: int) -> str:
+    with pytest.raises(MisconfigurationException) as caught:
+        quiet_trainer(strategy="diloco_fork", devices=2)
+    return str(caught.value)
+
+
+def test_a_process_with_a_group_is_not_forked(pool: Pool) -> None:
+    assert all("from an earlier run" in text for text in pool.run(make_forked, world=2))
