@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_loco.demo.optimizers import check_optimizer, make_optimizer
 
@@ -133,6 +134,7 @@ class ByteGPT(LightningModule):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self.head.weight = self.embedding.weight
+        self.accuracy = MulticlassAccuracy(NUM_BYTES, average="micro", validate_args=False)
         self._initialise(num_layers)
 
     def _initialise(self, num_layers: int) -> None:
@@ -167,9 +169,12 @@ class ByteGPT(LightningModule):
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte of windows (B, context + 1), uint8 or int64."""
+        return F.cross_entropy(*self._predict(windows))
+
+    def _predict(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of all bytes but the first of each window, and these bytes."""
         windows = windows.long()
-        logits = self(windows[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        return self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of one local step, logged for this worker only."""
@@ -178,23 +183,26 @@ class ByteGPT(LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the validation loss, reduced over all workers."""
-        self._log_evaluation("val/loss", batch)
+        """Log the loss and the accuracy of the next byte, reduced over all workers."""
+        self._log_evaluation("val", batch)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the loss on the validation text as ``test/loss``."""
-        self._log_evaluation("test/loss", batch)
+        """Log the same on the validation text as ``test/loss`` and ``test/accuracy``."""
+        self._log_evaluation("test", batch)
 
     def _log_evaluation(self, name: str, batch: Tensor) -> None:
+        logits, targets = self._predict(batch)
         self.log(
-            name,
-            self.loss(batch),
+            f"{name}/loss",
+            F.cross_entropy(logits, targets),
             on_step=False,
             on_epoch=True,
             sync_dist=True,
             prog_bar=True,
             batch_size=len(batch),
         )
+        self.accuracy.update(logits, targets)
+        self.log(f"{name}/accuracy", self.accuracy, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer with warm-up and cosine decay, without weight decay of vectors.

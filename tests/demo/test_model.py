@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from lightning_loco.demo.model import ByteGPT, learning_rate_factor
+from tests.small_model import quiet_trainer
 
 
 def small(**changes: object) -> ByteGPT:
@@ -146,3 +148,15 @@ def test_generate_refuses_invalid_arguments(subtests: pytest.Subtests) -> None:
 def test_hyper_parameters_are_plain() -> None:
     hparams = small().hparams.values()
     assert all(value is None or type(value) in (int, float, str) for value in hparams)
+
+
+def test_validation_logs_the_loss_and_the_accuracy_of_the_next_byte() -> None:
+    model = small()
+    windows = torch.randint(0, 256, (6, 13), dtype=torch.uint8)
+    trainer = quiet_trainer()
+    (metrics,) = trainer.validate(model, DataLoader(windows, batch_size=4), verbose=False)
+    with torch.no_grad():
+        hits = model(windows[:, :-1].long()).argmax(-1) == windows[:, 1:]
+        loss = model.loss(windows)
+    assert metrics["val/loss"] == pytest.approx(loss.item())
+    assert metrics["val/accuracy"] == pytest.approx(hits.float().mean().item())
