@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import LightningDataModule
 
-from lightning_loco import ConsensusMonitor, LocalSGDStrategy, ReportCallback
+from lightning_loco import (
+    ConsensusMonitor,
+    GASLoC,
+    LocalSGDStrategy,
+    ReportCallback,
+    StepEngine,
+)
 from lightning_loco.demo.report import measure
 from lightning_loco.report.page import tiles
 from lightning_loco.report.record import RunRecord
 from lightning_loco.strategies.registry import METHODS
+from lightning_loco.strategies.summary import describe
 from lightning_loco.values import format_bytes
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader
@@ -21,6 +28,15 @@ from tests.strategies.remote_runs import fit_with
 
 STEPS = 9
 OPTIONS = {"sync_every": 4, "fragments": 2, "num_workers": 2}
+
+
+def test_the_first_line_says_which_momentum_gasloc_has() -> None:
+    for momentum_on, momentum in (("gossiped", 0.7), ("local", 0.5)):
+        algorithm = GASLoC(momentum_on=momentum_on)  # type: ignore[arg-type]
+        engine = StepEngine(TinyModule(), algorithm, sync_every=5, topology="ring")
+        line = describe(engine, engine.settings.schedule)
+        engine.close()
+        assert f"momentum={momentum}, momentum_on='{momentum_on}'" in line
 
 
 def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
