@@ -30,11 +30,14 @@ class ModelAverager:
     """Averages a model with the parameters of a peer, chunk by chunk, in place.
 
     Call its methods under ``torch.no_grad()``. With ``keep_progress`` of the algorithm it holds a
-    second copy of the model.
+    second copy of the model. The first ``num_params`` elements of the layout are parameters; the
+    buffers behind them are averaged as they are, because statistics plus the change of others can
+    be impossible, such as a negative variance.
     """
 
-    def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage) -> None:
+    def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage, num_params: int) -> None:
         self.layout = layout
+        self._num_params = num_params
         self._algorithm = algorithm
         longest = max(map(len, layout.chunks()))
         self._scratch = torch.empty(longest, dtype=layout.dtype, device=layout.device)
@@ -84,6 +87,8 @@ class ModelAverager:
         """Blend the parameters from the start of the fetch, and add the progress made since."""
         params = self._scratch[: len(chunk)]
         chunk.pack(params)
+        buffers = slice(max(self._num_params - chunk.start, 0), None)
+        base[buffers].copy_(params[buffers])
         params.sub_(base)
         self._algorithm.blend(base, theirs, factor)
         params.add_(base)

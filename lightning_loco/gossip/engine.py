@@ -192,7 +192,7 @@ class PairwiseEngine:
             self._served = layout
             self._exchange: PeerExchange | None = None
             if group.place == 0:
-                averager = ModelAverager(layout, self.algorithm)
+                averager = ModelAverager(layout, self.algorithm, replica.layout.num_held)
                 node = open_node(self.settings, group, layout, own_seed)
                 publisher = make_publisher(node.snapshots, layout)
                 self._exchange = PeerExchange(node, publisher, averager)

@@ -119,7 +119,9 @@ class PairwiseSimulation:
         ]
         self._num_params = replicas[0].layout.numel
         self._layouts = [served_layout(r.layout, r.buffers, CHUNK_ELEMENTS) for r in replicas]
-        self._averagers = [ModelAverager(layout, self.algorithm) for layout in self._layouts]
+        self._averagers = [
+            ModelAverager(layout, self.algorithm, self._num_params) for layout in self._layouts
+        ]
         names = [worker_name(worker) for worker in range(n)]
         self._names = names
         self._selectors = [

@@ -26,7 +26,7 @@ def make(
     values = torch.arange(NUMEL, dtype=dtype).split([math.prod(shape) for shape in SHAPES])
     tensors = [part.clone().view(shape) for part, shape in zip(values, SHAPES, strict=True)]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(chunk_elements))
-    return ModelAverager(layout, algorithm or PairwiseAverage(keep_progress=False)), tensors
+    return ModelAverager(layout, algorithm or PairwiseAverage(keep_progress=False), NUMEL), tensors
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -88,6 +88,24 @@ def test_keep_progress_keeps_the_steps_made_during_the_fetch(dtype: torch.dtype)
             tensor.add_(8)
         averager.blend(torch.zeros(NUMEL, dtype=averager.layout.dtype), 0.5, was_finite=True)
         torch.testing.assert_close(flat(tensors), start / 2 + 8)
+
+
+@pytest.mark.parametrize("chunk_elements", [None, 7, 1])
+def test_buffers_are_averaged_as_they_are(chunk_elements: int | None) -> None:
+    """A variance that has fallen during the fetch stays positive: it has no progress to keep."""
+    model = nn.BatchNorm1d(5)
+    params = FlatLayout(model.named_parameters())
+    buffers = FlatLayout((n, b) for n, b in model.named_buffers() if b.is_floating_point())
+    layout = served_layout(params, buffers, chunk_elements or 100)
+    averager = ModelAverager(layout, PairwiseAverage(), params.numel)
+    theirs = torch.full((layout.numel,), 0.25)
+    with torch.no_grad():
+        averager.record_fetch_start()  # weights and variances are 1
+        model.weight -= 0.75
+        model.running_var.fill_(0.125)
+        averager.blend(theirs, 0.5, was_finite=True)
+    assert model.weight.tolist() == [0.5 * 1 + 0.5 * 0.25 - 0.75] * 5
+    assert model.running_var.tolist() == [0.5 * 0.125 + 0.5 * 0.25] * 5
 
 
 def test_present_model_is_blended_without_keep_progress() -> None:

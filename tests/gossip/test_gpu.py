@@ -30,7 +30,7 @@ NUMEL = 25
 def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[ModelAverager, list[Tensor]]:
     tensors = [torch.ones(shape, dtype=dtype, device=device) for shape in ((3, 4), (5,), (2, 4))]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(7))
-    return ModelAverager(layout, PairwiseAverage(**DPWA | settings)), tensors
+    return ModelAverager(layout, PairwiseAverage(**DPWA | settings), layout.numel), tensors
 
 
 # The device "meta" holds no values, so reading one raises an error.
