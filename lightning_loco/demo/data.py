@@ -50,17 +50,28 @@ def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def text_file(path: str | Path, max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the first bytes of a file, memory-mapped; ValueError if there are none to read."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(
+            f"data.path must name one file, got {path!r}. Write several texts into one file first."
+        )
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"data.path must name a file, and there is none at {file.absolute()}.")
     if file.stat().st_size == 0:
         raise ValueError(f"data.path names an empty file: {file.absolute()}.")
     try:
-        return np.memmap(file, dtype=np.uint8, mode="r")[:max_bytes]
+        text = np.memmap(file, dtype=np.uint8, mode="r")[:max_bytes]
     except PermissionError as error:
         raise ValueError(
             f"data.path names a file which this user may not read: {file.absolute()}."
         ) from error
+    start = text[:65_536].tobytes()
+    if b"\0" in start or start.startswith(b"\x1f\x8b"):
+        raise ValueError(
+            f"data.path names a file that is no text in UTF-8, but binary, compressed or UTF-16: "
+            f"{file.absolute()}. Unpack it (gzip -d), or convert it (iconv -f UTF-16 -t UTF-8)."
+        )
+    return text
 
 
 class Windows(Dataset[Tensor]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from lightning_loco.demo.data import ByteTextData, Windows, standard_library, te
 def text(tmp_path: Path) -> Path:
     """A text in which the bytes identify the position."""
     file = tmp_path / "text.bin"
-    file.write_bytes(b"".join(number.to_bytes(2, "big") for number in range(2000)))
+    numbers = (divmod(number, 255) for number in range(2000))
+    file.write_bytes(b"".join(bytes((high + 1, low + 1)) for high, low in numbers))
     return file
 
 
@@ -171,6 +173,24 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="empty file: .*empty.txt"):
         text_file(tmp_path / "empty.txt", 100)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    file = tmp_path / "text"
+    for name, content in {
+        "gzip": gzip.compress(b"To be, or not to be", mtime=1),
+        "zip": b"PK\x03\x04\x14\x00",
+        "numbers": bytes(20_000),
+        "UTF-16": "To be, or not to be".encode("utf-16"),
+    }.items():
+        file.write_bytes(content)
+        with subtests.test(name), pytest.raises(ValueError, match="no text in UTF-8.*gzip -d"):
+            text_file(file, 100)
+    for several in ([str(file)], 5):
+        with subtests.test(several), pytest.raises(ValueError, match="must name one file, got"):
+            ByteTextData(path=several).check(1)  # type: ignore[arg-type]
+    file.write_bytes("\ufeffé 数据\r\n\t\x1b[0m".encode())
+    assert text_file(file, 5).tobytes() == b"\xef\xbb\xbf\xc3\xa9"
 
 
 def test_a_text_too_small_for_the_ranks_is_refused(text: Path) -> None:
