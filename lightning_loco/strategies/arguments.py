@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -101,7 +102,10 @@ def with_signature(
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise TypeError(f"{init.__qualname__}() {error}") from None
+                name = str(error).rpartition("unexpected keyword argument ")[2].strip("'")
+                close = difflib.get_close_matches(name, list(signature.parameters), 1)
+                instead = f". Did you mean {close[0]}?" if close else ""
+                raise TypeError(f"{init.__qualname__}() {error}{instead}") from None
             init(**given)
 
         vars(checked)["__signature__"] = signature

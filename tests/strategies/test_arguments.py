@@ -88,11 +88,13 @@ def test_help_shows_every_argument() -> None:
 def test_other_arguments_are_refused(subtests: pytest.Subtests) -> None:
     unexpected = "got an unexpected keyword argument"
     rows: list[tuple[type[Any], dict[str, Any], str]] = [
-        (DiLoCoStrategy, {"timeout": 3}, f"{unexpected} 'timeout'"),
+        (DiLoCoStrategy, {"timeout": 3}, f"{unexpected} 'timeout'. Did you mean timeout_s?"),
+        (DiLoCoStrategy, {"sync_evry": 3}, f"{unexpected} 'sync_evry'. Did you mean sync_every?"),
         (DiLoCoStrategy, {"overlap": True}, f"{unexpected} 'overlap'"),
         (DiLoCoStrategy, {"settings": 1}, f"{unexpected} 'settings'"),
         (AsyncModelAverageStrategy, {"bucket_bytes": 1}, f"{unexpected} 'bucket_bytes'"),
         (PairwiseGossipStrategy, {"common": {}}, f"{unexpected} 'common'"),
+        (LocoStrategy, {"sync_evry": 3}, "missing a required argument: 'algorithm'"),
         (LocoStrategy, {}, "missing a required argument: 'algorithm'"),
     ]
     for kind, arguments, message in rows:
