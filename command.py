@@ -12,7 +12,9 @@ import math
 import os
 import socket
 import sys
+from difflib import get_close_matches
 from importlib.util import find_spec, module_from_spec
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -37,7 +39,8 @@ def import_submodule(name: str) -> ModuleType:
         spec = find_spec("lightning_loco")
         if spec is None:
             raise ModuleNotFoundError(
-                "lightning_loco is not installed. Run: pip install lightning-loco"
+                "lightning_loco is not installed. Run in a checkout: pip install -c "
+                "constraints.txt -e ."
             )
         sys.modules["lightning_loco"] = module_from_spec(spec)
     return importlib.import_module(f"lightning_loco.{name}")
@@ -117,7 +120,10 @@ def become_lighthouse(args: argparse.Namespace) -> NoReturn:
     """Replace this process by torchft's program, so that signals reach it."""
     program = Path(sys.executable).with_name("torchft_lighthouse")
     if not program.exists():
-        sys.exit("torchft is not installed. Run: pip install 'lightning-loco[elastic]'")
+        sys.exit(
+            "torchft is not installed. Run in a checkout of lightning_loco: "
+            "pip install -c constraints.txt -e '.[elastic]'"
+        )
     os.execv(
         program,
         [
@@ -150,6 +156,8 @@ def write_keys(path: str) -> int:
 
 def main() -> int:
     """Run a command. Returns the exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may be more than the terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
         prog="lightning-loco",
         description="Tools for distributed runs. Training "
@@ -217,6 +225,12 @@ def main() -> int:
         "key_file=FILE there. Workers that have it connect only to each other, over TLS.",
     )
     keys.add_argument("file", metavar="FILE", help="path of the new file; it must not exist")
+    name = next((one for one in sys.argv[1:] if not one.startswith("-")), "")
+    if name and name not in commands.choices:
+        close = get_close_matches(name, commands.choices, 1)
+        instead = f" Did you mean {close[0]}?" if close else ""
+        known = ", ".join(commands.choices)
+        parser.error(f"there is no command {name}.{instead} There are {known}.")
     args = parser.parse_args()
     if args.command == "keys":
         return write_keys(args.file)

@@ -9,23 +9,25 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 STARTED = datetime.now()
-
-SHORT_ERRORS = ("algorithm", "topology", "link", "network", "compression", "model", "data")
-"""Groups for whose settings :func:`unknown_setting` is shown instead of Hydra's error."""
 
 
 def conf_dir() -> str:
@@ -49,6 +51,11 @@ def conf_dir() -> str:
     )
 
 
+def is_checkout() -> bool:
+    """Return whether this is the script of a checkout, and not the installed program."""
+    return Path(__file__).name == "train.py"
+
+
 def module(name: str) -> ModuleType:
     """Import a module of ``lightning_loco`` without Lightning, which the package itself imports.
 
@@ -58,7 +65,10 @@ def module(name: str) -> ModuleType:
     if "lightning_loco" not in sys.modules:
         spec = find_spec("lightning_loco")
         if spec is None:
-            raise ModuleNotFoundError("There is no lightning_loco here: install lightning-loco.")
+            raise ModuleNotFoundError(
+                "lightning_loco is not installed. Run in a checkout: pip install -c "
+                "constraints.txt -e ."
+            )
         sys.modules["lightning_loco"] = module_from_spec(spec)
     return import_module(f"lightning_loco.{name}")
 
@@ -148,6 +158,17 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver(
     "loco_rank_zero", lambda value: None if rank() else value, replace=True
 )
+OmegaConf.register_new_resolver(
+    "loco_program",
+    lambda: "python train.py" if is_checkout() else "lightning-loco-train",
+    replace=True,
+)
+OmegaConf.register_new_resolver(
+    "loco_script",
+    lambda: "train.py" if is_checkout() else "--no-python lightning-loco-train",
+    replace=True,
+)
+OmegaConf.register_new_resolver("loco_conf_dir", lambda: os.path.relpath(conf_dir()), replace=True)
 
 
 def default_choices() -> dict[str, str]:
@@ -203,8 +224,9 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
     groups, known = known_keys()
     may_add = any(re.match(r"\+*experiment=", override) for override in overrides)
     folders = [Path(folder) for folder in (conf_dir(), options.config_dir) if folder]
+    nothing = {"null", "false", "None", ""}
     for override in overrides:
-        if not (found := re.fullmatch(r"(\+*)(\w+)=([\w,/-]*)", override)):
+        if not (found := re.fullmatch(r"(\+*)(\w+)=\[?([\w,/-]*)\]?", override)):
             continue
         added, key, values = found.groups()
         if not added and key not in known and not may_add:
@@ -216,15 +238,31 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
             for file in (folder / key).rglob("*.yaml")
         }
         for value in values.split(",") if key in groups else ():
-            if value not in {*choices, "null", ""}:
-                instead = suggestion(value, choices, f"{key}={{}}")
+            if value not in choices and not (value in nothing and "none" not in choices):
+                name = "none" if value in nothing else value
+                instead = suggestion(name, choices, f"{key}={{}}")
                 all_of_them = ", ".join(sorted(choices))
                 return f"{key}={value}: no such {key}.{instead}\nThere are {all_of_them}."
     return None
 
 
+def unreadable_value(arguments: Sequence[str]) -> str | None:
+    """Describe a value on the command line that Hydra cannot read; None if it can read all."""
+    parser = OverridesParser.create()
+    for override in _parse(arguments)[1]:
+        key, sign, value = override.partition("=")
+        if not sign or key.startswith("-"):
+            continue
+        try:
+            parser.parse_override(override)
+        except HydraException:
+            quoted = shlex.quote(f'{key}="{value}"')
+            return f"{override} cannot be read. If the value is text, quote it twice: {quoted}"
+    return None
+
+
 def unknown_setting(arguments: Sequence[str]) -> str | None:
-    """Describe a setting on the command line that its group's file does not name; None if all do.
+    """Describe a setting on the command line that no configuration names; None if there is none.
 
     Hydra refuses it too, with a page of text. Nothing is checked with the options of
     :func:`unknown_choice`, with an experiment, or for files of the user.
@@ -233,32 +271,52 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
     joined = "\n".join(overrides)
     if any(vars(options).values()) or "hydra.searchpath=" in joined or "experiment=" in joined:
         return None
-    groups = default_choices()
+    groups, (_, known) = default_choices(), known_keys()
     chosen = groups | dict(re.findall(r"^\+*(\w+)=(.*)$", joined, re.M))
-    for group, name, rest in re.findall(r"^(\w+)\.([a-z]\w*)([.\w]*=.*)$", joined, re.M):
-        for choice in chosen[group].split(",") if group in SHORT_ERRORS else ():
-            file = Path(conf_dir()) / group / f"{choice}.yaml"
-            if not file.is_file() or name in (settings := settings_of(file)):
-                continue
-            if group == "algorithm" and name in groups:
-                return f"{name} is a group of its own: write {name}{rest}."
-            if not settings:
-                return f"{group}.{name}: {group}={choice} has no settings. Add {group}=NAME."
-            return (
-                f"{group}.{name} is not in conf/{group}/{choice}.yaml."
-                f"{suggestion(name, settings, f'{group}.{{}}')} To pass it on, write"
-                f" +{group}.{name}=..."
-            )
+    added = "".join(f"{key}." for key in re.findall(r"^\+{1,2}([\w.]+)=", joined, re.M))
+    for group, names, value in re.findall(r"^(\w+)((?:\.\w+)+)(=.*)$", joined, re.M):
+        if group not in known and group != "hydra" and f"{group}." not in added:
+            return f"{group} is no setting.{suggestion(group, known, f'{{}}{names}{value}')}"
+        for choice in chosen.get(group, "").split(",") if group != "hydra" else ():
+            of_choice = f"{group}={choice}" if choice else group
+            settings = settings_of(group, choice)
+            path, own_group = group, names.split(".")[1]
+            if (
+                group == "algorithm"
+                and own_group in groups
+                and own_group not in (settings or groups)
+            ):
+                return f"{own_group} is a group of its own: write {names[1:]}{value}."
+            if choice and settings == {} and not own_group.startswith("_"):
+                return f"{group}{names}: {of_choice} has no settings. Add {group}=NAME."
+            for name in names.split(".")[1:]:
+                if not isinstance(settings, Mapping) or name.startswith("_"):
+                    break
+                if name not in settings and f"{path}.{name}." not in added:
+                    instead = suggestion(name, settings, f"{path}.{{}}")
+                    adding = f" To pass it on, write +{group}{names}=..." if choice else ""
+                    return f"{path}.{name} is no setting of {of_choice}.{instead}{adding}"
+                path, settings = f"{path}.{name}", settings.get(name)
     return None
 
 
-def settings_of(file: Path) -> set[str]:
-    """Return the settings that a configuration and those that it is based on name."""
-    content = OmegaConf.load(file)
-    assert isinstance(content, DictConfig)
-    bases = [base for base in content.get("defaults", []) if base != "_self_"]
-    own = {str(key) for key in content if key != "defaults" and not str(key).startswith("_")}
-    return own.union(*(settings_of(file.with_name(f"{base}.yaml")) for base in bases))
+def settings_of(group: str, choice: str) -> Any:
+    """Return the settings that a configuration and those that it is based on name, with values.
+
+    None if there is no such configuration.
+    """
+    if not choice:
+        return OmegaConf.select(OmegaConf.load(Path(conf_dir()) / "train.yaml"), group)
+    file = Path(conf_dir()) / group / f"{choice}.yaml"
+    if not file.is_file():
+        return None
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict)
+    bases = [base.split("@")[0] for base in content.pop("defaults", []) if base != "_self_"]
+    own = content.get(group, content)  # the first in a file of the package _global_
+    inherited = [settings_of(group, base) for base in bases]
+    merged = {key: value for part in (*inherited, own) for key, value in part.items()}
+    return {key: value for key, value in merged.items() if not str(key).startswith("_")}
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -305,11 +363,14 @@ def error_text(error: object) -> str:
 
 def main() -> None:
     """Check the names on the command line, then run it."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a sample may be more than the terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     if "--version" in sys.argv[1:]:
         print(module("doctor.facts").describe_versions())
         return
-    if mistake := unknown_choice(sys.argv[1:]) or unknown_setting(sys.argv[1:]):
-        raise SystemExit(error_text(mistake))
+    for check in (unreadable_value, unknown_choice, unknown_setting):
+        if mistake := check(sys.argv[1:]):
+            raise SystemExit(error_text(mistake))
     run_configured()
 
 

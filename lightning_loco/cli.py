@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ProgressBar, Timer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -54,9 +55,9 @@ def run(cfg: DictConfig) -> float | None:
     quieten_lightning()
     seed_everything(cfg.seed, workers=True, verbose=False)
     with errors_for("model"):
-        model: LightningModule = hydra.utils.instantiate(cfg.model)
+        model: LightningModule = build(cfg.model, "model", LightningModule)
     with errors_for("data"):
-        data: LightningDataModule = hydra.utils.instantiate(cfg.data)
+        data: LightningDataModule = build(cfg.data, "data", LightningDataModule)
     timer = Timer()
     trainer = build_trainer(cfg, timer)
     check_before_launch(cfg, trainer, model, data)
@@ -82,7 +83,7 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
     with errors_for("callbacks"):
         callbacks = [timer, *build_callbacks(cfg)]  # others write files when training ends
     with errors_for("logger"):
-        loggers = [hydra.utils.instantiate(node) for node in cfg.logger.values()]
+        loggers: list[Logger] = build_all(cfg.logger, "logger", Logger)
     with errors_for("trainer"):
         make: Callable[..., Trainer] = hydra.utils.instantiate(cfg.trainer, _partial_=True)
         return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
@@ -90,15 +91,35 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:
     """Build the callbacks of the configuration, and those of top-level keys."""
-    callbacks: list[Callback] = [hydra.utils.instantiate(node) for node in cfg.callbacks.values()]
+    callbacks: list[Callback] = build_all(cfg.callbacks, "callbacks", Callback)
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
+    if not cfg.logger:
+        callbacks = [one for one in callbacks if not isinstance(one, LearningRateMonitor)]
     if cfg.per_worker_logs:
         callbacks.append(WorkerLogs(dirpath=Path(cfg.run_dir) / "workers"))
     if cfg.report:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         callbacks.append(ReportCallback(cfg.run_dir, settings))
     return callbacks
+
+
+def build_all(nodes: DictConfig, group: str, kind: type[Any]) -> list[Any]:
+    """Build the objects of a group but those that are null."""
+    names = [name for name in map(str, nodes) if nodes[name] is not None]
+    return [build(nodes[name], f"{group}.{name}", kind) for name in names]
+
+
+def build(node: DictConfig, name: str, kind: type[Any]) -> Any:
+    """Build an object; ValueError if it is of another kind."""
+    built = hydra.utils.instantiate(node)
+    if not isinstance(built, kind):
+        raise ValueError(
+            f"{name}._target_ must make a {kind.__name__} of lightning.pytorch, got "
+            f"{type(built).__module__}.{type(built).__qualname__}. In your code import "
+            "lightning.pytorch, not pytorch_lightning."
+        )
+    return built
 
 
 def check_before_launch(

@@ -153,7 +153,10 @@ def draw(topology: Topology, num_workers: int, path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError("--png needs matplotlib: pip install 'lightning-loco[report]'.") from error
+        raise ValueError(
+            "--png needs matplotlib. Run in a checkout of lightning_loco: "
+            "pip install -c constraints.txt -e '.[report]'"
+        ) from error
     import networkx as nx  # type: ignore[import-untyped]
 
     rounds = 1 if isinstance(topology, RandomTopology) else topology.period(num_workers) or 1

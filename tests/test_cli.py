@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -123,7 +125,8 @@ class TestRun:
 
     def test_gossip_without_rounds_is_reported(self, tmp_path: Path) -> None:
         """A single worker has no peer to fetch from; DDP would count 20 steps."""
-        cli.run(config(tmp_path, "algorithm=pairwise_gossip"))
+        without = "callbacks.consensus=null", "logger=none"
+        cli.run(config(tmp_path, "algorithm=pairwise_gossip", *without))
         figures = json.loads((tmp_path / "report.json").read_text())
         found = [figures[key] for key in ("algorithm", "rounds", "bytes_sent", "tokens")]
         assert found == ["PairwiseGossip", 0, 0, 20 * 4 * 32]
@@ -141,6 +144,12 @@ class TestRun:
             ("data.batch_size=10000", "data: The text has 200000 bytes"),
             ("trainer.precision=13", "trainer: Precision 13 is invalid"),
             ("callbacks.consensus.every_n_rounds=0", "callbacks: .*at least 1"),
+            (
+                "+callbacks.mine._target_=builtins.list",
+                "callbacks: callbacks.mine._target_ must make a Callback of lightning.pytorch, got "
+                "builtins.list. In your code import lightning.pytorch, not pytorch_lightning.",
+            ),
+            ("model._target_=builtins.dict", "model: model._target_ must make a LightningModule"),
             ("num_threads=0", "num_threads: num_threads must be at least 1, got 0"),
             ("ckpt_path=nowhere.ckpt", "ckpt_path: there is no checkpoint at .*nowhere.ckpt"),
             ("trainer.max_steps=-1", "The cosine schedule needs to know when training ends"),
@@ -250,6 +259,10 @@ class TestChoices:
                 "algorithm=dilco: no such algorithm. Did you mean algorithm=dilo",
             ),
             ("algoritm=diloco", "algoritm is no setting. Did you mean algorithm=...?"),
+            ("callbacks=null", "callbacks=null: no such callbacks. Did you mean callbacks=none?"),
+            ("logger=false", "logger=false: no such logger. Did you mean logger=none?"),
+            ("topology=", "topology=: no such topology. Did you mean topology=none?"),
+            ("logger=[csv,wadb]", "logger=wadb: no such logger. Did you mean logger=wandb?"),
         ],
     )
     def test_unknown_ones_are_named_with_all_choices(self, argument: str, message: str) -> None:
@@ -264,7 +277,6 @@ class TestChoices:
             [
                 "experiment=null",
                 "seed=3",
-                "topology=",
                 "+data.more=1",
                 "algorithm.sync_every=[1,2]",
             ],
@@ -290,27 +302,27 @@ class TestChoices:
         [
             (
                 "algorithm=diloco algorithm.sync_evry=5",
-                "algorithm.sync_evry is not in conf/algorithm/diloco.yaml. Did you mean "
+                "algorithm.sync_evry is no setting of algorithm=diloco. Did you mean "
                 "algorithm.sync_every? To pass it on, write +algorithm.sync_evry=...",
             ),
             (
                 "algorithm.interval_s=1",
-                "algorithm.interval_s is not in conf/algorithm/gasloc.yaml. To pass it on, write",
+                "algorithm.interval_s is no setting of algorithm=gasloc. To pass it on, write",
             ),
             (
                 "--multirun algorithm=gasloc,diloco algorithm.momentum=0",
-                "algorithm.momentum is not in conf/algorithm/diloco.yaml. Did you mean algorithm.",
+                "algorithm.momentum is no setting of algorithm=diloco. Did you mean algorithm.",
             ),
             ("topology.rows=2", "topology.rows: topology=none has no settings. Add topology=NAME."),
             ("link.mbit_per_s=2", "link.mbit_per_s: link=none has no settings. Add link=NAME."),
             (
                 "model.widht=8",
-                "model.widht is not in conf/model/gpt.yaml. Did you mean model.width?",
+                "model.widht is no setting of model=gpt. Did you mean model.width?",
             ),
-            ("data.pth=a", "data.pth is not in conf/data/stdlib.yaml. Did you mean data.path?"),
+            ("data.pth=a", "data.pth is no setting of data=stdlib. Did you mean data.path?"),
             (
                 "algorithm.static_graph=true",
-                "algorithm.static_graph is not in conf/algorithm/gasloc.yaml. To pass it on, write "
+                "algorithm.static_graph is no setting of algorithm=gasloc. To pass it on, write "
                 "+algorithm.static_graph=...",
             ),
             ("algorithm.compression=int8", "compression is a group of its own: write compression="),
@@ -320,8 +332,26 @@ class TestChoices:
             ),
             (
                 "num_workers=4 algorithm.num_workers=4",
-                "algorithm.num_workers is not in conf/algorithm/gasloc.yaml.",
+                "algorithm.num_workers is no setting of algorithm=gasloc.",
             ),
+            (
+                "trainer.max_step=3",
+                "trainer.max_step is no setting of trainer=cpu. Did you mean trainer.max_steps? To "
+                "pass it on, write +trainer.max_step=...",
+            ),
+            ("trainer=fsdp trainer.max_step=3", "trainer.max_step is no setting of trainer=fsdp."),
+            (
+                "callbacks.checkpoint.monitr=x",
+                "callbacks.checkpoint.monitr is no setting of callbacks=default. Did you mean "
+                "callbacks.checkpoint.monitor?",
+            ),
+            (
+                "callbacks=none callbacks.checkpoint.monitor=x",
+                "callbacks.checkpoint.monitor: callbacks=none has no settings.",
+            ),
+            ("logger.csv.nam=x", "logger.csv.nam is no setting of logger=csv. Did you mean"),
+            ("simulation.max_step=3", "simulation.max_step is no setting of simulation. Did you"),
+            ("trainr.max_steps=3", "trainr is no setting. Did you mean trainer.max_steps=3?"),
             (
                 "algorithm.membership=elastic",
                 "membership is a group of its own: write membership=elastic.",
@@ -336,7 +366,9 @@ class TestChoices:
     @pytest.mark.parametrize(
         "arguments",
         [
-            "algorithm=diloco algorithm.sync_every=5 trainer.deterministic=true +algorithm.new=1",
+            "algorithm=diloco algorithm.sync_every=5 +trainer.deterministic=true +algorithm.new=1",
+            "callbacks.consensus=null logger=csv_tensorboard logger.tensorboard.name=a hydra.x.y=1",
+            "+callbacks.mine._target_=a.Mine callbacks.mine.a=3 trainer=fsdp trainer.devices=2",
             "algorithm=diloco algorithm.outer_lr.start=1 topology=torus topology.rows=2",
             "experiment=sparse compression.k=8",
             "--config-dir=mine algorithm=mine algorithm.own=1",
@@ -350,6 +382,60 @@ class TestChoices:
     )
     def test_settings_that_may_exist_are_checked_by_hydra(self, arguments: str) -> None:
         assert train.unknown_setting(arguments.split()) is None
+
+    def test_values_that_hydra_cannot_read_are_named(self) -> None:
+        for value in ("a=b.ckpt", "数据.ckpt", "it's.ckpt"):
+            said = train.unreadable_value(["--cfg", "job", "seed=1", f"ckpt_path={value}"])
+            assert said is not None
+            assert said.startswith(f"ckpt_path={value} cannot be read. If the value is text,")
+            quoted = shlex.split(said.partition("quote it twice: ")[2])
+            assert train.unreadable_value(quoted) is None
+        several = ["algorithm.sync_every=[1,2]", "~callbacks.consensus", "--config-dir=a=b"]
+        assert train.unreadable_value([*several, "seed=range(3)", "data.path=my text"]) is None
+
+    @pytest.mark.parametrize("program", ["train", "command"])
+    def test_text_that_the_terminal_cannot_show_is_no_error(
+        self, program: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+        monkeypatch.setattr(sys, "argv", [program, "--version"])
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(program).main()
+        print("\ufffd", flush=True)
+        assert shown.getvalue().endswith(b"\\ufffd\n")
+
+    @pytest.mark.parametrize(("name", "meant"), [("plann", "plan"), ("docter", "doctor")])
+    def test_a_misspelt_command_is_named(
+        self,
+        name: str,
+        meant: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["lightning-loco", name, "--workers", "3"])
+        with pytest.raises(SystemExit):
+            importlib.import_module("command").main()
+        said = capsys.readouterr().err
+        assert f"error: there is no command {name}. Did you mean {meant}? There are " in said
+
+    def test_help_names_the_program_that_is_installed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """In a wheel the module has another name, and conf/ is in the package."""
+        for file, expected, other in (
+            ("train.py", "python train.py ", "lightning-loco-train "),
+            ("lightning_loco_train.py", "lightning-loco-train ", "train.py "),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(train, "__file__", str(ROOT / file))
+                patch.setattr(sys, "argv", [file, "--help"])
+                with pytest.raises(SystemExit):
+                    train.main()
+            said = capsys.readouterr().out
+            assert f"  {expected}" in said
+            assert other not in said
+            assert f"GROUP/NAME.yaml of {os.path.relpath(ROOT / 'conf')}," in said
 
     @pytest.mark.parametrize("program", ["train", "command"])
     def test_the_version_needs_no_slow_imports(

@@ -115,7 +115,8 @@ class Elastic:
             )
         if importlib.util.find_spec("torchft") is None:
             raise ValueError(
-                "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
+                "membership=Elastic(...) needs torchft. Run in a checkout of lightning_loco: "
+                "pip install -c constraints.txt -e '.[elastic]'"
             )
         _set_torchft_log_levels()
         from lightning_loco.elastic.connection import ElasticConnection
