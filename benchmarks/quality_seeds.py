@@ -51,8 +51,17 @@ from equal_time import (
 )
 from torch import Tensor, nn
 
-from lightning_loco import AsyncDiLoCoStrategy, DiLoCo, GASLoC, LocalSGD, NoLoCo
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    DiLoCo,
+    EagerDiLoCoStrategy,
+    GASLoC,
+    LocalSGD,
+    NoLoCo,
+)
 from lightning_loco import StreamingDiLoCoStrategy as Streaming
+from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
+from lightning_loco.algorithms.sparta import SPARTA
 from lightning_loco.compression import Compensated, ErrorFeedback, Sparse
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
@@ -112,12 +121,15 @@ GROUPS: dict[str, dict[str, Row]] = {
         "diloco": Row(every(10, DILOCO)),
         "diloco_0.7_0.5": Row(every(10, DiLoCo(0.7, 0.5))),
         "diloco_1.0_0.3": Row(every(10, DiLoCo(1.0, 0.3))),
+        "delayed_nesterov": Row(every(10, DelayedNesterov(1.4, 0.5))),
         "async_diloco": Row(AsyncDiLoCoStrategy(10).settings),
+        "eager_diloco": Row(EagerDiLoCoStrategy(10).settings),
         "streaming_diloco": Row(STREAMING.settings),
         "gasloc_ring": Row(every(10, GOSSIP, "ring")),
         "gasloc_random_matching": Row(every(10, GOSSIP, "random_matching")),
         "noloco": Row(every(10, NoLoCo(), "random_matching")),
         "local_sgd": Row(every(10, LocalSGD())),
+        "sparta": Row(every(1, SPARTA())),
         "alone": Row(None, workers=1),
     },
     "compression": {

@@ -266,6 +266,18 @@ def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
+def test_defaults_are_compared_with_workers_alone() -> None:
+    output = run("defaults", "--quick", "--only", "diloco", "eager_diloco", "remote_optimizer")
+    row = cells(output, "diloco")
+    assert 1 < float(row[1]) < math.log(10)
+    assert row[3] == "ok"
+    assert row[-1] == "yes"
+    assert cells(output, "remote_optimizer")[-1] == "<= 1.02 ok"
+    assert "eager_diloco: ValueError: sync_every=100" in output
+
+
+@pytest.mark.soak
+@pytest.mark.process
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     file = tmp_path / "quality.json"
     arguments = ("--quick", "--only", "ddp", "diloco", "--out", str(file))
