@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
 
-from lightning_loco.algorithms import Restart
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
@@ -114,7 +113,9 @@ def advice(
             f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
         )
     is_round_late = settings.is_overlapped and schedule.staleness_of(worker) >= 1
-    if is_round_late and isinstance(settings.merge_policy, Restart) and every <= SHORT_ROUND:
+    merge_policy = settings.merge_policy
+    loses_progress = merge_policy is not None and not merge_policy.keeps_progress
+    if is_round_late and loses_progress and every <= SHORT_ROUND:
         yield (
             f"Results are applied a whole round late, which costs more than averaging gains with "
             f"sync_every={every}. Use a sync_every of some hundreds, or AsyncDiLoCoStrategy with "
