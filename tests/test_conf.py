@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,8 @@ from lightning_loco.plan.report import commands
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.topology import TOPOLOGIES, FromGraph, Topology
-from tests.algorithms.test_async_diloco import file_order
-from tests.algorithms.toys import ADAMW, Point, assert_close, randn, train_step
+from tests.algorithms.toys import Point, assert_close, randn
 from tests.plan.test_planner import job
-from tests.small_model import make_model, worker_batch
 
 CONF = Path(train.conf_dir())
 TARGETS = {"lightning_loco.", "lightning.pytorch."}
@@ -312,28 +309,6 @@ def test_paper_gasloc_is_the_printed_update(subtests: pytest.Subtests) -> None:
             for _ in range(6):
                 simulation.run(local_step, 1)
                 assert_close(torch.stack(simulation.params()), next(expected))
-
-
-def test_async_diloco_of_pccl_equals_its_loop() -> None:
-    """Also for elastic members; a joining one is in tests/elastic/test_pipeline.py."""
-    choice = ["experiment=pccl_async_diloco", "algorithm.sync_every=2"]
-    settings = build_strategy(config(*choice)).settings
-    assert settings.outer_device == "cpu"
-    elastic = build_strategy(config(*choice, "membership=elastic")).settings
-    assert dataclasses.replace(elastic, membership=None) == settings
-    models = [make_model() for _ in range(3)]
-    optimizers, steps = [ADAMW(model.parameters()) for model in models], [0, 0, 0]
-
-    def local_step(worker: int) -> None:
-        train_step(models[worker], optimizers[worker], worker_batch(worker, steps[worker]))
-        steps[worker] += 1
-
-    simulation, history = Simulation.from_settings(models, settings), []
-    for _ in range(6):
-        simulation.run(local_step, 1)
-        history.append(simulation.params()[0])
-    expected = file_order(3, 6, 2, ADAMW, outer=partial(torch.optim.SGD, lr=0.7))
-    assert_close(torch.stack(history), expected[:6])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
