@@ -131,7 +131,6 @@ FOR_SHORT_RUNS: dict[str, dict[str, Any]] = {
         "outer_lr": 0.6,
         "outer_momentum": 0.8,
     },
-    "pairwise_gossip": {"factor": 0.3, "keep_progress": True},
 }
 """What suits the demo, a run of 600 steps with a round every 10 of them. The defaults of the
 classes are for hundreds of steps per round."""
