@@ -147,7 +147,7 @@ class PairwiseSimulation:
         step_s = self._step_times.seconds(worker, self._made[worker])
         self._plan(now_s + step_s, worker, "step")
         probability = self.algorithm.fetch_probability
-        draw = float(torch.rand((), generator=self._draws, device="cpu"))
+        draw = float(torch.rand((), dtype=torch.float32, generator=self._draws, device="cpu"))
         if self._fetches[worker] is not None or not draw < probability:
             return
         name = self._selectors[worker].choose()

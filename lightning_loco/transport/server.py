@@ -173,8 +173,8 @@ class Server(BackgroundThread):
         try:
             thread.start()
         except RuntimeError:  # the system refuses another thread; the client will try again
-            connection.close()
             self._record_failure(thread.address)
+            connection.close()
             return
         self._threads.append(thread)
 

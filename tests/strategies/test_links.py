@@ -19,7 +19,7 @@ from tests.strategies.messages import RANK_ZERO, messages_of
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
 STEPS = 13
-OPTIONS = {"sync_every": 6, "fragments": 2}
+OPTIONS = {"sync_every": 6, "fragments": 2, "fetch_probability": 1.0}
 ROW = r"  on the link {9}([\d.]+ m?s): ([\d.]+ m?s) hidden, ([\d.]+ m?s) waited"
 
 

@@ -132,12 +132,13 @@ def test_its_values_are_in_the_settings(blend: type[AlgorithmStrategy]) -> None:
 def test_other_arguments_are_refused(
     blend: type[AlgorithmStrategy], subtests: pytest.Subtests
 ) -> None:
-    for name in ("prat", "num_neighbors", "overlap", "algorithm"):
+    hints = {"prat": ". Did you mean part?", "num_neighbors": "", "overlap": "", "algorithm": ""}
+    for name, hint in hints.items():
         with subtests.test(name):
             with pytest.raises(TypeError) as caught:
                 blend(**{name: 1})
             text = f"BlendStrategy.__init__() got an unexpected keyword argument '{name}'"
-            assert str(caught.value) == text
+            assert str(caught.value) == text + hint
 
 
 def test_values_are_checked_at_construction(blend: type[AlgorithmStrategy]) -> None:

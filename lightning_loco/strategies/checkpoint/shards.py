@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed import WorkerGroup, notes
 from lightning_loco.engine.whole_state import of_length, with_vectors
 from lightning_loco.parameters.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
@@ -216,7 +216,9 @@ def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup 
     except CheckpointException as error:
         raise OSError(f"{folder} cannot be written: {_reason(error)}.") from error
     return {
-        name: found for files in _gathered(system.files, group) for name, found in files.items()
+        name: (length, checksum)
+        for files in _gathered(system.files, group)
+        for name, (length, checksum) in files.items()
     }
 
 
@@ -258,12 +260,12 @@ def check_folder(
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks of a group; without one, that of this rank."""
+    """Return the values of all ranks, tuples as lists; without a group, that of this rank."""
     if group is None:
         return [value]
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
+    messages = notes.all_gather(notes.write(value), group, names)
+    return [notes.read(message, name) for message, name in zip(messages, names, strict=True)]
 
 
 def _checksum_of(file: Path) -> int:
