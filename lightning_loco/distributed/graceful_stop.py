@@ -50,9 +50,12 @@ class StopAgreement:
                 self.agreed = reason
 
     def catch_up(self) -> bool:
-        """Stop here, and return True, if all stop at a position that is never reached here."""
+        """Stop here, and return True, if all stop at a position that is never reached here.
+
+        Another worker may know that position, and have stopped, a moment before this one does.
+        """
         watchdog = self._group.watchdog
-        if watchdog is None or watchdog.stop_at is None:
+        if watchdog is None or not watchdog.stop_seen:
             return False
-        self.agreed = watchdog.stop_at[1]
+        _, self.agreed = watchdog.wait_for_stop_point(self._group.timeout_s)
         return True

@@ -140,6 +140,19 @@ def test_a_worker_without_more_data_stops_where_it_is() -> None:
         assert ended.agreed == "SIGTERM"
 
 
+def test_a_worker_that_waits_elsewhere_stops_although_not_all_have_answered_yet() -> None:
+    """Others may know the position, and stop, before the watchdog of this worker has read it."""
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
+        waiting = StopAgreement(group_of(watchdogs[0], 0, 2))
+        waiting.request("SIGTERM")
+        wait_until(lambda: watchdogs[0].stop_seen)
+        assert watchdogs[0].stop_at is None
+        watchdogs[1].start()
+        assert waiting.catch_up()
+        assert waiting.agreed == "SIGTERM"
+
+
 def test_a_worker_that_does_not_answer_is_reported_to_all() -> None:
     """Worker 0 hosts the store, so it reports the error before it ends."""
     clock = ManualClock()
