@@ -176,8 +176,7 @@ def wait_until_others_know(store: TimeoutStore, worker: int, num_present: int) -
         num_present: How many workers are not missing, including this one.
     """
     num_informed = store.add("informed", 1, _STORE_TIMEOUT_S)
-    deadline, pause_s = time.monotonic() + _LEAVE_TIMEOUT_S, SHORTEST_POLL_INTERVAL_S
+    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
     while worker == 0 and num_informed < num_present and time.monotonic() < deadline:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_INTERVAL_S)
+        time.sleep(POLL_INTERVAL_S)
         num_informed = store.add("informed", 0, _STORE_TIMEOUT_S)

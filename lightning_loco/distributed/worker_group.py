@@ -27,11 +27,7 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
-from lightning_loco.distributed.rendezvous import (
-    SHORTEST_POLL_INTERVAL_S,
-    Rendezvous,
-    wait_until_others_know,
-)
+from lightning_loco.distributed.rendezvous import SHORTEST_POLL_INTERVAL_S, Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized, worker_names
@@ -546,17 +542,22 @@ class WorkerGroup:
         if watchdog is None or store is None:
             return
         self.announce_wait(label)
-        started, pause_s = clock.now(), SHORTEST_POLL_INTERVAL_S
-        keys, num_ranks = store.with_prefix(f"end/{label}"), self.num_workers * self.replica_size
-        try:
+        started, num_ranks = clock.now(), self.num_workers * self.replica_size
+
+        def set_and_wait(keys: TimeoutStore, waits: bool) -> None:
             keys.set(str(self._rank), "", self.timeout_s)
-            while not keys.check(list(map(str, range(num_ranks))), self.timeout_s):
+            pause_s = SHORTEST_POLL_INTERVAL_S
+            while waits and not keys.check(list(map(str, range(num_ranks))), self.timeout_s):
                 watchdog.raise_if_failed()
                 if watchdog.lost(self.timeout_s):
                     raise watchdog.blame(label, clock.now() - started)
                 clock.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-            wait_until_others_know(keys, self._rank, num_ranks)  # the store may end with rank 0
+
+        try:
+            set_and_wait(store.with_prefix(f"end/{label}"), True)
+            # The store may end with rank 0, so that one waits until all others have seen all keys.
+            set_and_wait(store.with_prefix(f"end_seen/{label}"), self._rank == 0)
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
-from tests.distributed.workers import threads_named
+from tests.distributed.workers import hurry, make_watchdogs, start, threads_named, wait_until
 from tests.forked_jobs import Job
 from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.pool import Pool, PoolError
@@ -185,6 +186,24 @@ def create_without_worker_1(rank: int, world: int) -> None:
 
 
 @pytest.mark.process
+def test_worker_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may end with it, and another one may be slow to see that all are at the end."""
+    hurry(monkeypatch)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        first, second = (
+            WorkerGroup(worker, 2, watchdog=one, store=one._store, timeout_s=SOON_S)
+            for worker, one in enumerate(watchdogs)
+        )
+        second.store.with_prefix("end/the end of fit").set("1", "")
+        with ThreadPoolExecutor() as threads:
+            ending = threads.submit(first.end_together, "the end of fit")
+            wait_until(lambda: first.store.with_prefix("end_seen/the end of fit").check(["0"]))
+            second.watchdog.report("no space left")
+            with pytest.raises(RuntimeError, match="^Worker 1 failed:\nno space left"):
+                ending.result()
+
+
 def test_a_worker_missing_in_the_setup_is_named() -> None:
     with Job(create_without_worker_1, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
