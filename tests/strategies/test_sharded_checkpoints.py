@@ -333,6 +333,12 @@ def flip(file: Path) -> Path:
     return file
 
 
+def fit_where_one_has_no_folder(rank: int, world: int, path: str) -> None:
+    place = Path(path)
+    own = place.parent / "elsewhere" / place.name if rank == 3 else place
+    fit(rank, world, "diloco", (2, 1), str(own), None, {})
+
+
 def test_damaged_shards_are_refused_and_an_intact_checkpoint_is_named(
     pool: Pool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -385,6 +391,13 @@ def test_damaged_shards_are_refused_and_an_intact_checkpoint_is_named(
                 shutil.rmtree(place)
                 kept = str(place).replace("folder", "older_folder")
                 shutil.copytree(kept, place, symlinks=True)
+    with subtests.test("one rank does not see the folder"):
+        with pytest.raises(PoolError) as error:
+            pool.run(fit_where_one_has_no_folder, str(path), world=4)
+        messages = [failure.message for failure in error.value.failures.values()]
+        assert len(messages) == 4
+        for message in messages:
+            assert f"There is no checkpoint {tmp_path / 'elsewhere'}" in message
     with subtests.test("the other one is damaged, too"):
         (other / "meta.pt").resolve().write_bytes(b"")
         flip(path / "__1_0.distcp")

@@ -105,16 +105,17 @@ class ShardedCheckpoints(WorkerCheckpoints):
         return super().load(read_weights, path, weights_only)
 
     def _check_main(self, path: str, weights_only: bool | None) -> None:
-        """Check the main file if it is a folder; ValueError on all ranks if it is damaged."""
-        if not os.path.isdir(path):
-            return
+        """Check the main file if it is a folder; ValueError on all ranks if one cannot use it."""
         damage, files, rest = None, dict[str, Any](), f"{path}/{META}"
-        try:
-            content = read_main(partial(torch.load, rest, weights_only=weights_only), rest)
-            files = content.get(SHARDS, {})
-        except (OSError, ValueError) as error:
-            damage = f"The checkpoint {path} is incomplete or damaged: {error}".removesuffix(".")
-        check_folder(path, files, dist.group.WORLD, damage)
+        if os.path.isdir(path):
+            read = partial(torch.load, rest, map_location=CPU, weights_only=weights_only)
+            try:
+                files = read_main(read, rest).get(SHARDS, {})
+            except (OSError, ValueError) as error:
+                damage = f"The checkpoint {path} is incomplete or damaged: {error}"
+        elif not os.path.exists(path):
+            damage = f"There is no checkpoint {path}. All ranks must see the same files"
+        check_folder(path, files, dist.group.WORLD, damage and damage.removesuffix("."))
 
     def _main_writer(
         self, checkpoint: dict[str, Any], storage_options: Any
