@@ -150,7 +150,7 @@ class PairwiseEngine:
     ) -> PairwiseEngine:
         """Create an engine with the nodes and settings of a YAML file in the format of dpwa.
 
-        Other arguments and errors are those of the class, whose ``config_file`` this is.
+        The path is ``config_file`` of the class, which describes the other arguments and errors.
         FileNotFoundError if the file does not exist.
         """
         return cls(model, name=name, config_file=path, key_file=key_file, seed=seed)

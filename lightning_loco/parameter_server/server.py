@@ -115,7 +115,8 @@ class GradientServer:
             raise RuntimeError(
                 "Workers make different requests: "
                 + ", ".join(f"{c.name} {message.kind.name}" for c, message in messages.items())
-                + ". Call receive_weights on all of them before the first step."
+                + ". Call receive_weights on all of them before the first step, and make the same "
+                "backward passes on all before each step."
             )
         if not messages:
             self._finish_sync_point()

@@ -136,7 +136,7 @@ def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
 
 
 def close_failed_fit(trainer: pl.Trainer, error: BaseException) -> None:
-    """Report and close a failed fit, which Lightning leaves out if a callback raises meanwhile."""
+    """Report and close a failed fit, which Lightning does not do if a callback raises then."""
     trainer.strategy.on_exception(error)
     trainer._teardown()
 
@@ -479,7 +479,7 @@ def ddp_arguments_of(strategy: DDPStrategy) -> list[str]:
 
 
 def check_start_method(strategy: ParallelStrategy) -> None:
-    """Raise MisconfigurationException if this process cannot start those of the strategy.
+    """Raise MisconfigurationException if this process cannot start the workers of the strategy.
 
     Lightning's own error in notebooks, a moment later, names a strategy of DDP. Nothing is checked
     in processes that have been started.

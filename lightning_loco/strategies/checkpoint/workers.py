@@ -124,8 +124,8 @@ class WorkerCheckpoints:
         """A context with the consensus in the module, also for hooks that collect a checkpoint.
 
         During ``fit`` all workers must enter it. A worker whose fit has failed is alone: the module
-        then holds its local parameters. RuntimeError if they are those of half a round, on rank 0,
-        which would save them.
+        then holds its local parameters. RuntimeError on rank 0, which would save them, if a round
+        has failed while it was being applied.
         """
         engine = self._engine
         if engine is None or engine.worker.replica.shows_consensus:
