@@ -49,6 +49,10 @@ class StopAgreement:
             if rounds + Fraction(steps + 1, sync_every) > stop_at:
                 self.agreed = reason
 
+    def postpone(self) -> None:
+        """Go on to the next step or sync point, and stop there; others may have stopped already."""
+        self.agreed = None
+
     def catch_up(self) -> bool:
         """Stop here, and return True, if all stop at a position that is never reached here.
 

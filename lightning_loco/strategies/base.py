@@ -763,8 +763,9 @@ class EngineStrategy(WorkerStrategy):
             self._engine.count_step()
 
     def _stop_if_agreed(self) -> None:
-        if self._engine.worker.stop_agreed is not None:
-            lightning_compat.stop_after_batch(self._trainer, self._added)
+        stop = self._engine.worker.stop
+        if stop.agreed is not None:
+            lightning_compat.stop_after_batch(self._trainer, self._added, stop.postpone)
 
     # -------------------------------------------------------------- validation
 

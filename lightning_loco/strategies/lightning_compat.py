@@ -111,12 +111,15 @@ def raise_in_loop(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
+def stop_after_batch(
+    trainer: pl.Trainer, at_teardown: ExitStack, at_epoch_end: Callable[[], None] | None = None
+) -> None:
     """Make the training loop raise ``SIGTERMException`` right after the present batch.
 
     A validation that is due at this point is made when the run is resumed: here it would draw
     random numbers and be interrupted. Until then the counters of the batch are those of
     ``on_train_batch_end``. ``at_teardown`` cancels the stop, in case an error is raised before it.
+    After the last batch of an epoch nothing is raised, but ``at_epoch_end`` is called.
     """
     loop = trainer.fit_loop.epoch_loop
     if "on_advance_end" in vars(loop):
@@ -125,6 +128,8 @@ def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
     def on_advance_end(data_fetcher: Any) -> None:
         del loop.on_advance_end
         if loop._is_training_done:
+            if at_epoch_end is not None:
+                at_epoch_end()
             loop.on_advance_end(data_fetcher)
             return
         for counts in (loop.batch_progress.current, loop.batch_progress.total):

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_loco import AsyncModelAverageStrategy, PairwiseGossipStrategy
+from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, PairwiseGossipStrategy
 from lightning_loco.fault_points import on_reach
 from tests.cases import CASES
 from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import TinyModule, make_loader
 from tests.strategies.save_and_resume import (
     BATCHES,
     STEPS,
@@ -304,6 +305,38 @@ def stop_apart_and_resume(rank: int, world: int, method: str, folder: str) -> tu
     )
     resumed.fit(DrawingModule(), loader(world), loader(1, 2), ckpt_path="interrupted.ckpt")
     return step, watch.step, resumed.global_step - step
+
+
+class StopInLastBatch(pl.Callback):
+    """Asks for a stop after the last batch of worker 0's epoch; worker 1 is a batch behind."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == (2, 1)[trainer.global_rank]:
+            if trainer.global_rank == 0:
+                strategy.request_stop("SIGTERM")
+            while not strategy.engine.worker.stop.is_seen:
+                time.sleep(0.01)
+
+
+def stop_at_the_end_of_one_epoch(rank: int, world: int, folder: str) -> tuple[int, bool]:
+    os.chdir(folder)
+    trainer = make_trainer(
+        DiLoCoStrategy(sync_every=100),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[StopInLastBatch()],
+    )
+    with suppress(SIGTERMException):
+        trainer.fit(TinyModule(), make_loader(rank, (3, 8)[rank]))
+    return trainer.global_step, os.path.exists("interrupted.ckpt")
+
+
+def test_a_worker_whose_epoch_ends_with_the_last_step_stops_with_the_others(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """It waits at the end of the epoch, where the others never come."""
+    assert pool.run(stop_at_the_end_of_one_epoch, str(tmp_path), world=2) == [(3, True)] * 2
 
 
 class FirstStep(pl.Callback):
