@@ -633,7 +633,8 @@ class EngineStrategy(WorkerStrategy):
         return advice(self._trainer, settings, self.worker, layout, shown)
 
     def _resume(self) -> None:
-        self._finished = False  # a learning rate finder may have trained before
+        # A learning rate finder may have trained before, to the end.
+        self._finished, self.statistics.consensus_distance = False, None
         self._external_updates.resume_from(self.checkpoints)
 
     # ---------------------------------------------------------------- training

@@ -58,6 +58,7 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
         "validated": module.validated[-2:],
         "steps": trainer.global_step,
         "rounds": trainer.strategy.statistics.rounds,
+        "distance": trainer.strategy.statistics.consensus_distance,
     }
 
 
@@ -95,6 +96,7 @@ def test_a_search_and_then_a_fit(pool: Pool, tmp_path: Path, method: str) -> Non
         for result, without in zip(results, plain, strict=True):
             assert torch.equal(result["final"], without["final"])
             assert result["rounds"] == without["rounds"]
+            assert result["distance"] == without["distance"]
 
 
 class AtMilestones(LearningRateFinder):
