@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_loco import LocoStrategy
+from lightning_loco import GASLoC, LocoStrategy
 from lightning_loco.earlier_run import with_present_names
 from tests.cases import CASES
 from tests.pool import Pool
@@ -85,7 +85,10 @@ def test_a_run_of_an_earlier_version_is_resumed(pool: Pool, saved: Path, method:
     BatchNorm has a gradient that is rounding alone, and AdamW makes whole steps of it, so the bias
     and the running mean are not compared. With int8 they change how all other values are rounded.
     """
-    run = Run(CASES[method], str(saved / method), validates=True)
+    case = CASES[method]
+    if method == "gasloc_overlap":  # the default was another one
+        case = dataclasses.replace(case, algorithm=GASLoC(momentum_on="local"))
+    run = Run(case, str(saved / method), validates=True)
     whole = pool.run(fit, run, world=2)
     resumed = pool.run(resume, run, str(saved / method / "at_14.ckpt"), world=2)
     (folder,) = (saved / method / "at_14.ckpt.loco").iterdir()

@@ -478,7 +478,8 @@ def fit_until_stopped(rank: int, world: int, by_clock: bool) -> tuple[int, bool]
         if by_clock
         else LocalSGDStrategy(sync_every=5, **common)
     )
-    strategy.checkpoints.save_interrupted = lambda *_: None
+    # In place of a save, which waits for the others as well.
+    strategy.checkpoints.save_interrupted = lambda *_: strategy.sync_point("a stop")
     trainer = make_trainer(
         strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[StopLater()]
     )
@@ -493,9 +494,10 @@ def fit_until_stopped(rank: int, world: int, by_clock: bool) -> tuple[int, bool]
 @pytest.mark.parametrize("by_clock", [False, True], ids=["by steps", "by the clock"])
 def test_the_ranks_of_a_worker_stop_at_the_same_step(pool: Pool, by_clock: bool) -> None:
     results = pool.run(fit_until_stopped, by_clock, world=4)
-    assert all(is_stopped and step < 5000 for step, is_stopped in results)
-    assert results[0] == results[1]
-    assert results[2] == results[3]
+    (one,) = set(results)
+    step, is_stopped = one
+    assert is_stopped
+    assert step < 5000
 
 
 # ---------------------------------------------------------------------------- faults
