@@ -185,7 +185,6 @@ def create_without_worker_1(rank: int, world: int) -> None:
     WorkerGroup.create(timeout_s=5)
 
 
-@pytest.mark.process
 def test_worker_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store may end with it, and another one may be slow to see that all are at the end."""
     hurry(monkeypatch)
@@ -204,6 +203,7 @@ def test_worker_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
                 ending.result()
 
 
+@pytest.mark.process
 def test_a_worker_missing_in_the_setup_is_named() -> None:
     with Job(create_without_worker_1, world=3) as job:
         for outcome in job.outcomes([0, 2], HARNESS_S):
