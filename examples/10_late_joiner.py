@@ -81,16 +81,19 @@ def main() -> None:
     program = Path(sys.executable).with_name("lightning-loco")
     serve = [program, "lighthouse", "--bind", address]
     lighthouse = subprocess.Popen(serve, stderr=subprocess.DEVNULL)
-    with tempfile.TemporaryDirectory() as folder:
-        names, end = ("w1", "w2", "w3"), f"{folder}/end"
-        one, two, three = ([sys.executable, __file__, address, name, end] for name in names)
-        workers = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True), subprocess.Popen(two)]
-        while workers[0].stdout.readline() not in ("joined\n", ""):
-            pass
-        workers.append(subprocess.Popen(three))
-        print(workers[0].stdout.read(), flush=True)
-        failed = any([worker.wait() for worker in workers])
-    lighthouse.terminate()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            names, end = ("w1", "w2", "w3"), f"{folder}/end"
+            one, two, three = ([sys.executable, __file__, address, name, end] for name in names)
+            first = subprocess.Popen(one, stdout=subprocess.PIPE, text=True)
+            workers = [first, subprocess.Popen(two)]
+            while first.stdout.readline() not in ("joined\n", ""):
+                pass
+            workers.append(subprocess.Popen(three))
+            print(first.stdout.read(), flush=True)
+            failed = any([worker.wait() for worker in workers])
+    finally:
+        lighthouse.terminate()
     sys.exit(failed)
 
 

@@ -530,7 +530,8 @@ class WorkerGroup:
     def end_together(self, label: str) -> None:
         """Wait for all ranks before this one ends, as long as all others give signs of life.
 
-        A rank that ends alone would leave the loss of another one unseen.
+        A rank that ends alone would leave the loss of another one unseen. One that is asked to stop
+        while it waits, by a signal, ends at once.
 
         Args:
             label: Of what this is the end, in words, for errors; used once.
@@ -543,12 +544,15 @@ class WorkerGroup:
             return
         self.announce_wait(label)
         started, num_ranks = clock.now(), self.num_workers * self.replica_size
+        asked_before = watchdog.stop_reason
 
         def set_and_wait(keys: TimeoutStore, waits: bool) -> None:
             keys.set(str(self._rank), "", self.timeout_s)
             pause_s = SHORTEST_POLL_INTERVAL_S
             while waits and not keys.check(list(map(str, range(num_ranks))), self.timeout_s):
                 watchdog.raise_if_failed()
+                if watchdog.stop_reason != asked_before:
+                    return
                 if watchdog.lost(self.timeout_s):
                     raise watchdog.blame(label, clock.now() - started)
                 clock.sleep(pause_s)

@@ -203,6 +203,22 @@ def test_worker_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
                 ending.result()
 
 
+def test_a_signal_ends_the_wait_for_others_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        first = WorkerGroup(
+            0, 2, watchdog=watchdogs[0], store=watchdogs[0]._store, timeout_s=SOON_S
+        )
+        watchdogs[0].stop_reason = "SIGTERM of a run that was over before it could stop"
+        with ThreadPoolExecutor() as threads:
+            ending = threads.submit(first.end_together, "the end of fit")
+            wait_until(lambda: first.store.with_prefix("end/the end of fit").check(["0"]))
+            assert not ending.done()
+            watchdogs[0].stop_reason = "SIGTERM"
+            ending.result()
+
+
 @pytest.mark.process
 def test_a_worker_missing_in_the_setup_is_named() -> None:
     with Job(create_without_worker_1, world=3) as job:
