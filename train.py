@@ -222,14 +222,15 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
     if options.config_path or options.config_name or "hydra.searchpath=" in " ".join(overrides):
         return None
     groups, known = known_keys()
-    may_add = any(re.match(r"\+*experiment=", override) for override in overrides)
+    experiment = read_experiment(_experiment(overrides))
+    known |= set(experiment[1]) if experiment else set()
     folders = [Path(folder) for folder in (conf_dir(), options.config_dir) if folder]
     nothing = {"null", "false", "None", ""}
     for override in overrides:
         if not (found := re.fullmatch(r"(\+*)(\w+)=\[?([\w,/-]*)\]?", override)):
             continue
         added, key, values = found.groups()
-        if not added and key not in known and not may_add:
+        if not added and key not in known and experiment:
             instead = suggestion(key, known) or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting.{instead}"
         choices = {
@@ -265,14 +266,18 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
     """Describe a setting on the command line that no configuration names; None if there is none.
 
     Hydra refuses it too, with a page of text. Nothing is checked with the options of
-    :func:`unknown_choice`, with an experiment, or for files of the user.
+    :func:`unknown_choice`, with several experiments, or for files of the user.
     """
     options, overrides = _parse(arguments)
     joined = "\n".join(overrides)
-    if any(vars(options).values()) or "hydra.searchpath=" in joined or "experiment=" in joined:
+    if any(vars(options).values()) or "hydra.searchpath=" in joined:
         return None
     groups, (_, known) = default_choices(), known_keys()
-    chosen = groups | dict(re.findall(r"^\+*(\w+)=(.*)$", joined, re.M))
+    experiment = read_experiment(_experiment(overrides))
+    if experiment is None:
+        return None
+    chosen = groups | experiment[0] | dict(re.findall(r"^\+*(\w+)=(.*)$", joined, re.M))
+    known |= set(experiment[1])
     added = "".join(f"{key}." for key in re.findall(r"^\+{1,2}([\w.]+)=", joined, re.M))
     for group, names, value in re.findall(r"^(\w+)((?:\.\w+)+)(=.*)$", joined, re.M):
         if group not in known and group != "hydra" and f"{group}." not in added:
@@ -280,6 +285,8 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
         for choice in chosen.get(group, "").split(",") if group != "hydra" else ():
             of_choice = f"{group}={choice}" if choice else group
             settings = settings_of(group, choice)
+            if isinstance(settings, dict):
+                settings |= experiment[1].get(group) or {}
             path, own_group = group, names.split(".")[1]
             if (
                 group == "algorithm"
@@ -298,6 +305,33 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
                     return f"{path}.{name} is no setting of {of_choice}.{instead}{adding}"
                 path, settings = f"{path}.{name}", settings.get(name)
     return None
+
+
+def _experiment(overrides: Sequence[str]) -> str:
+    """Return what a command line has chosen as the experiment; "null" for none."""
+    chosen = [one.partition("=")[2] for one in overrides if re.match(r"\+*experiment=", one)]
+    return chosen[-1] if chosen else "null"
+
+
+def read_experiment(name: str) -> tuple[dict[str, str], dict[str, Any]] | None:
+    """Return the choice of each group that an experiment overrides, and its settings.
+
+    None if there is no such file, or if only Hydra can resolve its defaults.
+    """
+    if name == "null":
+        return {}, {}
+    file = Path(conf_dir()) / "experiment" / f"{name}.yaml"
+    if not file.is_file():
+        return None
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict)
+    choices: dict[str, str] = {}
+    for entry in content.pop("defaults", []):
+        for key, choice in entry.items() if isinstance(entry, dict) else ():
+            choices[key.removeprefix("override /")] = str(choice)
+        if entry != "_self_" and not isinstance(entry, dict):
+            return None
+    return choices, {str(key): value for key, value in content.items()}
 
 
 def settings_of(group: str, choice: str) -> Any:
