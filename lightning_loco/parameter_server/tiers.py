@@ -360,17 +360,19 @@ class Tiers(NamedTuple):
         """Return a short description of all roles.
 
         Example:
-            >>> Tiers(num_workers=1, num_tiers=2).describe().partition(":")[0]
-            '1 training rank, 1 optimizer rank (2 tiers)'
+            >>> Tiers(num_workers=1, num_tiers=2).describe().partition(": ")[2]
+            'rank 0 trains, rank 1 is the aggregator-optimizer'
         """
-        servers = ", ".join(self.name(rank) for rank in range(self.num_training, self.world_size))
+        servers = ", ".join(
+            f"rank {rank} is the {self.role(rank).value.replace('_', '-')}"
+            for rank in range(self.num_training, self.world_size)
+        )
         kinds = ["aggregator rank", "optimizer rank"][3 - self.num_tiers :]
         counts = [_count(self.num_training, "training rank")]
         counts += [_count(self.num_servers, kind) for kind in kinds]
-        return (
-            f"{', '.join(counts)} ({self.num_tiers} tiers): ranks below {self.num_training} train, "
-            f"{servers}"
-        )
+        last = self.num_training
+        train = f"ranks below {last} train" if last > 1 else "rank 0 trains"
+        return f"{', '.join(counts)} ({self.num_tiers} tiers): {train}, {servers}"
 
     def new_replica_group(self, rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group for each worker; call it on every rank of the default group.

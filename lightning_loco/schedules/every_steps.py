@@ -75,7 +75,9 @@ class EverySteps(Schedule):
         check_length(self.sync_every, num_workers)
 
     def __str__(self) -> str:
-        return f"a round every {self.sync_every} local steps"
+        steps = "local step" if self.sync_every == 1 else f"{self.sync_every} local steps"
+        late = ", applied one round later" if self.overlap else ""
+        return f"a round every {steps}{late}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,14 @@ def advice(
     if steps < MIN_ROUNDS * every:
         rounds, fitting = (int(steps) - 1) // every, int(steps) // MIN_ROUNDS  # none at the end
         setting = f"sync_every={fitting}" + (" or less" if fitting > 1 else "")
+        of_each, most = "", rounds
+        if isinstance(schedule, Staggered) and schedule.fragments > 1:
+            of_each = " of each fragment"
+            most = (int(steps) - 1 + every - every // schedule.fragments) // every  # of the first
+        counted = f"{rounds} or {most}" if most > rounds else f"{rounds}"
+        counted += f" round{'' if most == rounds == 1 else 's'}{of_each}"
         yield (
-            f"sync_every={every} leaves {rounds} round{'' if rounds == 1 else 's'} in this run of "
+            f"sync_every={every} leaves {counted} in this run of "
             f"{steps:.0f} local steps, and the workers train mostly alone. Use at least "
             f"{MIN_ROUNDS * every} local steps" + (f", or {setting}." if fitting else ".")
         )

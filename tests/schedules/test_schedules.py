@@ -112,6 +112,9 @@ def test_describe_and_str() -> None:
     }
     assert EveryInterval(0.5).describe() == {"interval_s": 0.5, "warmup_steps": 0}
     assert str(EverySteps(3)) == "a round every 3 local steps"
+    assert str(EverySteps(1)) == "a round every local step"
+    late = "a round every 3 local steps, applied one round later"
+    assert str(EverySteps(3, overlap=True)) == late
     assert str(Halves(3)) == "a round every 3 local steps"
     assert str(EveryInterval(0.5)) == "a round after every 0.5 s, 0 steps of warm-up"
     assert EverySteps().fragment_slices({"a": 3, "b": 4}) == [[range(7)]]

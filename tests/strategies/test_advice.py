@@ -29,6 +29,10 @@ def long_rounds() -> LocoStrategy:
     return LocalSGDStrategy(sync_every=6)
 
 
+def long_rounds_of_fragments() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(sync_every=6, fragments=2)
+
+
 def much_momentum() -> LocoStrategy:
     return DiLoCoStrategy(sync_every=2)
 
@@ -71,6 +75,16 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         long_rounds,
         {"max_steps": 9},
         ["sync_every=6 leaves 1 round in this .* Use at least 60 local steps.$"],
+    ),
+    "few rounds of some fragments": (
+        long_rounds_of_fragments,
+        {"max_steps": 10},
+        ["sync_every=6 leaves 1 or 2 rounds of each fragment in this .* Use at least 60"],
+    ),
+    "one round of all fragments": (
+        long_rounds_of_fragments,
+        {"max_steps": 9},
+        ["sync_every=6 leaves 1 round of each fragment in this .* Use at least 60"],
     ),
     "rounds that can be more": (
         long_rounds,
