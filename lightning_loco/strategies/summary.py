@@ -62,7 +62,11 @@ def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     """Return one line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)
-    workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
+    workers = f"{group.num_workers} worker{'' if group.num_workers == 1 else 's'}"
+    if membership is not None:
+        workers = "workers that come and go"
+    elif peers := getattr(settings, "peers", ()):
+        workers = f"node {settings.name} of {len(peers)}"
     if group.replica_size > 1:
         workers += f" of {group.replica_size} ranks each"
     topology = getattr(settings, "topology", None)

@@ -42,7 +42,8 @@ def exists(name: str) -> bool:
     found = getattr(loco, kind, None)
     if found is None or (attribute and not hasattr(found, attribute)):
         return False
-    known = inspect.signature(found).parameters if arguments else {}
+    called = getattr(found, attribute) if attribute else found
+    known = inspect.signature(called).parameters if arguments else {}
     return all(argument in known for argument in arguments.split(", ") if argument)
 
 

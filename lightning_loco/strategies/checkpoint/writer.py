@@ -128,7 +128,7 @@ def _is_first_of(workers: list[int], worker: int) -> bool:
 
 
 def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
-    """Save after all workers have stopped at a common step; every worker must call it.
+    """Save after all workers have agreed to stop; every worker must call it.
 
     A requeue of SLURM makes its own checkpoint, and what is ``saved`` already is not saved again.
     """
@@ -138,8 +138,8 @@ def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
         callback = trainer.checkpoint_callback
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, "interrupted.ckpt")
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)  # its default prints a line
         rank_zero_info(
-            f"Stopped at a common step and saved {path}. Go on with "
+            f"All workers have stopped, and {path} is saved. Go on with "
             f"trainer.fit(..., ckpt_path={path!r})."
         )
