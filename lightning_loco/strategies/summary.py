@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
+from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
 from lightning_loco.values import format_bytes, format_seconds
@@ -65,8 +66,8 @@ def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     workers = f"{group.num_workers} worker{'' if group.num_workers == 1 else 's'}"
     if membership is not None:
         workers = "workers that come and go"
-    elif peers := getattr(settings, "peers", ()):
-        workers = f"node {settings.name} of {len(peers)}"
+    elif isinstance(settings, PairwiseSettings) and settings.peers:
+        workers = f"node {settings.name} of {len(settings.peers)}"
     if group.replica_size > 1:
         workers += f" of {group.replica_size} ranks each"
     topology = getattr(settings, "topology", None)
