@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
@@ -177,11 +178,16 @@ def _steps_between_validations(trainer: pl.Trainer) -> float:
 def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[Statistics, int]:
     """Return statistics with the means over all workers, and that of their local steps.
 
-    Bytes are those of all ranks of a worker, seconds the mean over the ranks. All ranks must call
-    it.
+    Bytes are those of all ranks of a worker, seconds the mean over the ranks. Worker 0 warns of
+    workers without local steps. All ranks must call it.
     """
     mine = [steps, own.bytes_sent, own.wait_s, own.emulated_s or 0.0, own.emulated_wait_s]
     ranks = group.gather_from_ranks(mine, "the summary of training")
+    idle = [name for name, rank in zip(group.rank_names, ranks, strict=True) if rank[0] == 0]
+    if 0 < len(idle) < len(ranks):
+        rank_zero_warn(
+            f"Made no local step: {', '.join(idle)}. The training data had no batches there."
+        )
     mean_steps, sent, *seconds = (
         math.fsum(values) / len(ranks) for values in zip(*ranks, strict=True)
     )

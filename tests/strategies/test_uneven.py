@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_loco import LocalSGD, LocoStrategy
+from lightning_loco import LocalSGD, LocalSGDStrategy, LocoStrategy
 from tests.cases import KINDS, Case, rows
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
@@ -101,3 +105,29 @@ def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path
         assert re.search(where, failure.message)
         assert "limit_train_batches" in failure.message
     assert sorted(error.value.failures) == [0, 1]
+
+
+class WithoutLength(IterableDataset[Any]):
+    """The batches of worker 0; none on others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(() if self.rank else make_loader(0, 4))
+
+
+def fit_without_batches(rank: int, world: int) -> tuple[int, list[str]]:
+    trainer = make_trainer(LocalSGDStrategy(sync_every=2), max_epochs=1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", UserWarning)
+        trainer.fit(TinyModule(), DataLoader(WithoutLength(rank), batch_size=None))
+    texts = [str(warning.message) for warning in found]
+    return trainer.global_step, [text for text in texts if "no local step" in text]
+
+
+def test_a_worker_without_batches_is_named(pool: Pool) -> None:
+    (steps, texts), others = pool.run(fit_without_batches, world=2)
+    assert steps == 4
+    assert texts == ["Made no local step: worker 1. The training data had no batches there."]
+    assert others == (0, [])
