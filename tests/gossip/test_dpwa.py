@@ -21,6 +21,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.checked_settings import early_settings
 from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.gossip import Peer, read_nodes
+from lightning_loco.strategies.summary import describe
 from tests.conftest import ROOT
 from tests.gossip.helpers import peers
 from tests.gossip.test_engine import Numbers
@@ -63,6 +64,7 @@ def test_strategy_engine_and_command_line_take_nodes_and_settings_from_the_file(
     )
     cfg = config("algorithm=pairwise_gossip", f"algorithm.config_file={path}", "algorithm.name=w1")
     engine = PairwiseEngine.from_file(make_model(), path, "w1")
+    assert " on node w1 of 2, " in describe(engine, None)
     engine.close()
     for settings in (
         PairwiseGossipStrategy(config_file=path, name="w1").settings,
