@@ -140,6 +140,6 @@ def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
         path = os.path.join(folder, "interrupted.ckpt")
         trainer.save_checkpoint(path, weights_only=False)  # its default prints a line
         rank_zero_info(
-            f"All workers have stopped, and {path} is saved. Go on with "
+            f"All workers have stopped and saved {path}. Go on with "
             f"trainer.fit(..., ckpt_path={path!r})."
         )
