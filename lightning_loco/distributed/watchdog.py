@@ -209,6 +209,12 @@ class Watchdog(BackgroundThread):
             ways_ms = [(latest - p) * int(m[3]) for p, m in zip(positions, found, strict=True)]
             if max(ways_ms) > LONGEST_WAY_S * 1000:
                 latest = max(positions[self._together])
+                if self._worker == 0:
+                    log.warning(
+                        "Each worker stops at its own local step: the slowest is more than %g s "
+                        "behind. Resumed, save and validate at the ends of epochs only.",
+                        LONGEST_WAY_S,
+                    )
             reason = self._store.get("stop").decode(errors="replace")
             self.stop_at = (latest, reason[:_MAX_REASON])
 

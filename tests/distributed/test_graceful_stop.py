@@ -112,7 +112,7 @@ def test_a_single_worker_stops_after_the_current_step() -> None:
 
 @pytest.mark.parametrize(("step_s", "slower_stop"), [(0.01, 501), (0.1, 12)])
 def test_workers_that_do_not_wait_stop_at_one_step_unless_one_is_far_behind(
-    step_s: float, slower_stop: int
+    step_s: float, slower_stop: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first two ranks are a worker that needs 4.9 or 49 seconds to the step of the other."""
     with make_watchdogs(4, replica_size=2) as watchdogs:
@@ -123,6 +123,7 @@ def test_workers_that_do_not_wait_stop_at_one_step_unless_one_is_far_behind(
         wait_until(lambda: all(one.stop_at for one in watchdogs))
         stops = [slower_stop, slower_stop, 501, 501]
         assert [one.stop_at for one in watchdogs] == [(step, "SIGTERM") for step in stops]
+    assert ("Each worker stops at its own local step" in caplog.text) == (slower_stop != 501)
 
 
 def test_a_worker_without_more_data_stops_where_it_is() -> None:
