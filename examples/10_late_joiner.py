@@ -78,8 +78,7 @@ def train(lighthouse: str, name: str, end: str) -> None:
 def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    program = Path(sys.executable).with_name("lightning-loco")
-    serve = [program, "lighthouse", "--bind", address]
+    serve = [Path(sys.executable).with_name("lightning-loco"), "lighthouse", "--bind", address]
     lighthouse = subprocess.Popen(serve, stderr=subprocess.DEVNULL)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -87,8 +86,7 @@ def main() -> None:
             one, two, three = ([sys.executable, __file__, address, name, end] for name in names)
             first = subprocess.Popen(one, stdout=subprocess.PIPE, text=True)
             workers = [first, subprocess.Popen(two)]
-            while first.stdout.readline() not in ("joined\n", ""):
-                pass
+            next(line for line in first.stdout if line == "joined\n")
             workers.append(subprocess.Popen(three))
             print(first.stdout.read(), flush=True)
             failed = any([worker.wait() for worker in workers])

@@ -74,6 +74,8 @@ def agree_or_end(rank: int, world: int, port: int, ends: bool) -> str:
         group.connect()
         if ends and rank == 0:
             os._exit(1)
+        if not ends:
+            group.raise_together(None)  # gloo fails on ranks that still connect if one closes
         return "together"
 
 
