@@ -68,8 +68,9 @@ def train(lighthouse: str, name: str, end: str) -> None:
         membership=loco.Elastic(lighthouse, min_workers=2, name=name, host="127.0.0.1"),
     )
     module, callback = Regression(), EndTogether(Path(end))
-    settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    trainer = Trainer(strategy=strategy, callbacks=[callback], max_epochs=-1, **settings)
+    settings = {"accelerator": "cpu", "max_epochs": -1, "logger": False}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(strategy=strategy, callbacks=[callback], **settings, **quiet)
     trainer.fit(module)
     weights = module.net.weight.flatten().tolist()
     print(f"{name}: {callback.own_steps} local steps of its own, weights {weights}", flush=True)
@@ -86,13 +87,12 @@ def main() -> None:
             one, two, three = ([sys.executable, __file__, address, name, end] for name in names)
             first = subprocess.Popen(one, stdout=subprocess.PIPE, text=True)
             workers = [first, subprocess.Popen(two)]
-            next(line for line in first.stdout if line == "joined\n")
+            any(line == "joined\n" for line in first.stdout)  # reads on until then
             workers.append(subprocess.Popen(three))
             print(first.stdout.read(), flush=True)
-            failed = any([worker.wait() for worker in workers])
+            sys.exit(any([worker.wait() for worker in workers]))
     finally:
         lighthouse.terminate()
-    sys.exit(failed)
 
 
 if __name__ == "__main__":

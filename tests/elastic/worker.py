@@ -71,7 +71,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
         "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
         "diloco_schedule": DiLoCo(Linear(0.2, 0.9, rounds=30), 0.0 if overlap else 0.5),
         "local_sgd": LocalSGD(),
-        "gasloc": GASLoC(momentum=0.3),
+        "gasloc": GASLoC(momentum=0.3, momentum_on="local"),
         "noloco": NoLoCo(),
         "neighbor_average": NeighborAverage(),
     }[name]
