@@ -212,7 +212,7 @@ class Watchdog(BackgroundThread):
                 if self._worker == 0:
                     log.warning(
                         "Each worker stops at its own local step: the slowest is more than %g s "
-                        "behind. Resumed, save and validate at the ends of epochs only.",
+                        "behind. After a resume, save and validate only at the ends of epochs.",
                         LONGEST_WAY_S,
                     )
             reason = self._store.get("stop").decode(errors="replace")
