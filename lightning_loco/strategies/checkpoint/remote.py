@@ -120,10 +120,11 @@ class RemoteCheckpoints:
             stamp = new_stamp(checkpoint["global_step"])
             self._write_together(Save(SideFiles(io, path), stamp, None, None, write))
         elif strategy.is_global_zero and self._lost and "optimizer_states" in checkpoint:
+            last_line = self._lost.strip().rpartition("\n")[2]
             # An error here would replace that of the run, and keep Lightning from the teardown.
             rank_zero_warn(
                 f"{path} was not written: the optimizer's state is on another rank, which does not "
-                f"answer after a failure ({self._lost.strip().splitlines()[-1]}). Resume from an "
+                f"answer after a failure ({last_line}). Resume from an "
                 "earlier checkpoint."
             )
         elif strategy.is_global_zero:
