@@ -2,7 +2,6 @@
 
   plain        local steps of all workers, one after the other, and nothing else
   simulated    the same in Simulation: DiLoCo or GASLoC on two data centres, with jitter
-  remote_optimizer  8 workers in RemoteOptimizerSimulation, where one optimizer steps for all
   costs        lightning_loco.costs.estimate of random matchings of 100,000 workers with 100 billion
                parameters: seconds, and the most memory that this process took until then
 
@@ -27,7 +26,6 @@ from lightning_loco import DiLoCo, GASLoC, Simulation
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.costs import StepTimes, as_method, estimate
 from lightning_loco.links import LinkTimes, as_links
-from lightning_loco.simulation import RemoteOptimizerSimulation
 from lightning_loco.topology import RandomMatching
 
 WIDTH, BATCH = 224, 8
@@ -43,8 +41,6 @@ class Size:
     steps: int = 1000
     every: int = 50
     repeats: int = 3
-    remote_workers: int = 8
-    remote_steps: int = 200
     cost_workers: int = 100_000
 
 
@@ -60,40 +56,21 @@ class Workers:
         self._optimizers = [torch.optim.AdamW(model.parameters()) for model in self.models]
         self._inputs = torch.randn(num_workers, BATCH, WIDTH)
 
-    def backward(self, worker: int) -> None:
-        """Compute the gradients of a worker."""
+    def local_step(self, worker: int) -> None:
+        """Make one step of a worker."""
         loss = self.models[worker](self._inputs[worker]).square().mean()
         self.models[worker].zero_grad()
         loss.backward()
-
-    def local_step(self, worker: int) -> None:
-        """Make one step of a worker."""
-        self.backward(worker)
         self._optimizers[worker].step()
 
 
-def plain(num_workers: int, steps: int) -> float:
+def plain(size: Size) -> float:
     """Seconds of the local steps alone."""
-    workers = Workers(num_workers)
+    workers = Workers(size.workers)
     began = time.process_time()
-    for _ in range(steps):
-        for worker in range(num_workers):
+    for _ in range(size.steps):
+        for worker in range(size.workers):
             workers.local_step(worker)
-    return time.process_time() - began
-
-
-def remote(size: Size) -> float:
-    """Seconds of the simulation of a remote optimizer."""
-    workers = Workers(size.remote_workers)
-    began = time.process_time()
-    simulation = RemoteOptimizerSimulation(
-        workers.models,
-        lambda model: torch.optim.AdamW(model.parameters()),
-        speeds=[10.0] * size.remote_workers,
-        jitter=0.1,
-        links="two_datacentres",
-    )
-    simulation.run(workers.backward, size.remote_steps)
     return time.process_time() - began
 
 
@@ -127,25 +104,20 @@ def costs(size: Size) -> tuple[float, float]:
 
 def main() -> None:
     asked = make_parser(__doc__).parse_args()
-    size = Size(4, 20, 10, 1, 2, 20, 1000) if asked.quick else Size()
+    size = Size(4, 20, 10, 1, 1000) if asked.quick else Size()
     torch.set_num_threads(1)
     print_machine()
     took_s, peak_gb = costs(size)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", *METHODS)}
-    few = f"plain, {size.remote_workers} workers"
-    remotes: dict[str, list[float]] = {few: [], "remote_optimizer": []}
     for _ in range(size.repeats):
-        seconds["plain"].append(plain(size.workers, size.steps))
-        remotes[few].append(plain(size.remote_workers, size.remote_steps))
-        remotes["remote_optimizer"].append(remote(size))
+        seconds["plain"].append(plain(size))
         for method in METHODS:
             seconds[method].append(simulated(size, method))
+    base, *_ = medians = [statistics.median(measured) for measured in seconds.values()]
     rows = []
-    for group in (seconds, remotes):
-        base, *_ = medians = [statistics.median(measured) for measured in group.values()]
-        for name, found in zip(group, medians, strict=True):
-            bound = "" if name.startswith("plain") else against(found / base, BOUND)
-            rows.append((name, f"{found:.2f}", f"{found / base:.2f}", bound))
+    for name, found in zip(seconds, medians, strict=True):
+        bound = "" if name == "plain" else against(found / base, BOUND)
+        rows.append((name, f"{found:.2f}", f"{found / base:.2f}", bound))
     print_table(("", "processor s", "of plain", "bound"), rows)
     bounds = against(took_s, BOUND_COSTS_S), against(peak_gb, BOUND_COSTS_GB)
     print_table(

@@ -30,7 +30,7 @@ from lightning_loco.links import Link, Links, LinkTimes, as_links
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
 from lightning_loco.simulated_training import Workers, make_training, simulated_strategy
-from lightning_loco.simulation import PairwiseSimulation, RemoteOptimizerSimulation, Simulation
+from lightning_loco.simulation import PairwiseSimulation, Simulation
 from lightning_loco.topology import Topology
 from lightning_loco.values import format_bytes, format_seconds
 from lightning_loco.worker import exchanged_parameters
@@ -38,7 +38,7 @@ from lightning_loco.worker import exchanged_parameters
 MAX_EVENTS = 20_000
 """Spans of the timeline that the page has."""
 
-AnySimulation = Simulation | PairwiseSimulation | RemoteOptimizerSimulation
+AnySimulation = Simulation | PairwiseSimulation
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class Progress:
     Attributes:
         time_s: Virtual time of the worker that is furthest, in seconds.
         steps: Local steps of a worker, mean over the workers.
-        rounds: Rounds that all workers have begun; steps of a remote optimizer, or averages of a
-            worker with pairwise gossip, the mean over the workers.
+        rounds: Rounds that all workers have begun; with pairwise gossip averages of a worker, the
+            mean over the workers.
         bytes_sent: Bytes that a worker has sent, mean over the workers.
         utilisation: Share of its time that a worker has computed, mean over the workers.
         train_loss: Mean training loss of the local steps since the last report.

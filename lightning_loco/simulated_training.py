@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.checked_settings import SettingsError, errors_for, inner_sizes
@@ -19,22 +19,12 @@ from lightning_loco.costs import StepTimes
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.links import Links
-from lightning_loco.simulation import (
-    Failure,
-    PairwiseSimulation,
-    RemoteOptimizerSimulation,
-    Simulation,
-    random_failures,
-)
-from lightning_loco.strategies import (
-    LocoStrategy,
-    PairwiseGossipStrategy,
-    RemoteOptimizerStrategy,
-)
+from lightning_loco.simulation import Failure, PairwiseSimulation, Simulation, random_failures
+from lightning_loco.strategies import LocoStrategy, PairwiseGossipStrategy
 from lightning_loco.topology import Topology
 from lightning_loco.values import check_choice
 
-SimulatedStrategy = LocoStrategy | PairwiseGossipStrategy | RemoteOptimizerStrategy
+SimulatedStrategy = LocoStrategy | PairwiseGossipStrategy
 
 ROUNDING = 1e-9
 """Share by which a time is longer than its local steps, whose sum is rounded."""
@@ -55,8 +45,8 @@ def simulated_strategy(cfg: DictConfig) -> SimulatedStrategy:
     name = type(strategy).__name__.removesuffix("Strategy")
     if not isinstance(strategy, SimulatedStrategy):
         raise SettingsError(
-            f"{name} cannot be simulated. Choose another algorithm; the costs of DDP are in the "
-            "table beside its own."
+            f"{name} cannot be simulated. Choose another algorithm, or estimate costs without "
+            "training with lightning-loco plan."
         )
     if isinstance(strategy, LocoStrategy):
         return strategy
@@ -65,13 +55,8 @@ def simulated_strategy(cfg: DictConfig) -> SimulatedStrategy:
             f"{name} is simulated without failures. Drop simulation.mean_between_failures_s, or "
             "choose an algorithm with rounds."
         )
-    if isinstance(strategy, PairwiseGossipStrategy) and strategy.settings.nodes is not None:
+    if strategy.settings.nodes is not None:
         raise SettingsError("Simulated workers are those of one job. Drop algorithm.nodes.")
-    if (named := cfg.algorithm.get("num_workers")) not in (None, cfg.num_workers):
-        raise SettingsError(
-            f"A simulation has num_workers={cfg.num_workers}, and algorithm.num_workers is {named}."
-            " Drop algorithm.num_workers."
-        )
     return strategy
 
 
@@ -109,8 +94,6 @@ class Workers:
 
     Attributes:
         models: One model per worker.
-        clip: Up to what gradients are clipped; None if they are not.
-        clip_by: Whether their norm is clipped, or each value.
 
     Raises:
         SettingsError: If the Trainer could not clip gradients so.
@@ -119,31 +102,26 @@ class Workers:
     def __init__(self, model: ByteGPT, data: ByteTextData, cfg: DictConfig) -> None:
         n = cfg.num_workers
         self.models = [copy.deepcopy(model) for _ in range(n)]
-        self.clip, self.clip_by = _clipping_of(cfg)
+        self._clip, self._clip_by = _clipping_of(cfg)
         self._optimizers = [optimizer_and_schedule(model) for model in self.models]
         self._batches = [_batches(data, n, worker, cfg.seed) for worker in range(n)]
 
-    def backward(self, worker: int) -> Tensor:
-        """Compute the gradients of the next batch of a worker; return the loss."""
+    def step(self, worker: int) -> Tensor:
+        """Make a local step of a worker, as a Trainer does; return the loss."""
         model = self.models[worker]
         loss = model.loss(next(self._batches[worker]))
         model.zero_grad()
         loss.backward()
-        return loss.detach()
-
-    def step(self, worker: int) -> Tensor:
-        """Make a local step of a worker, as a Trainer does; return the loss."""
-        loss = self.backward(worker)
         optimizer, scheduler = self._optimizers[worker]
-        if self.clip:
+        if self._clip:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            if self.clip_by == "value":
-                torch.nn.utils.clip_grad_value_(params, self.clip)
+            if self._clip_by == "value":
+                torch.nn.utils.clip_grad_value_(params, self._clip)
             else:
-                torch.nn.utils.clip_grad_norm_(params, self.clip)
+                torch.nn.utils.clip_grad_norm_(params, self._clip)
         optimizer.step()
         scheduler.step()
-        return loss
+        return loss.detach()
 
     def renew_optimizer(self, worker: int, step: int) -> None:
         """Give a worker a new optimizer, at the learning rate of local step ``step``."""
@@ -274,63 +252,7 @@ class PairwiseTraining:
             yield
 
 
-class RemoteTraining:
-    """Trains the workers with a remote optimizer, in 2 tiers; otherwise as :class:`RoundTraining`.
-
-    The optimizers are those of the servers.
-    """
-
-    name, topology = "RemoteOptimizer", None
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        strategy: RemoteOptimizerStrategy,
-        workers: Workers,
-        links: Links | None,
-        steps: StepTimes,
-    ) -> None:
-        self._own, self._workers = cfg.simulation, workers
-        self._schedulers: list[Any] = []
-        self.simulation = RemoteOptimizerSimulation(
-            workers.models,
-            self._make_optimizer,
-            num_servers=strategy.counts[1],
-            min_workers=strategy.min_workers,
-            compression=strategy.compression,
-            bucket_bytes=strategy.bucket_bytes,
-            gradient_clip_val=workers.clip,
-            gradient_clip_algorithm=workers.clip_by,
-            speeds=[1 / step_s for step_s in steps.step_s],
-            jitter=steps.jitter,
-            links=links,
-            seed=steps.seed,
-        )
-
-    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        assert isinstance(model, ByteGPT)
-        optimizer, scheduler = optimizer_and_schedule(model)
-        self._schedulers.append(scheduler)
-        made: torch.optim.Optimizer = optimizer
-        return made
-
-    @property
-    def rounds(self) -> int:
-        """Steps of the servers."""
-        return self.simulation.round_index
-
-    def parts(self) -> Iterator[None]:
-        """Train, in about equal parts."""
-        for count in _divided(self._own.max_steps, self._own.reports):
-            self.simulation.run(self._workers.backward, count, after_step=self._after_step)
-            yield
-
-    def _after_step(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
-
-
-Training = RoundTraining | PairwiseTraining | RemoteTraining
+Training = RoundTraining | PairwiseTraining
 
 
 def make_training(
@@ -343,9 +265,7 @@ def make_training(
     """Create the training with a strategy; ValueError if it is invalid for these workers."""
     if isinstance(strategy, LocoStrategy):
         return RoundTraining(cfg, strategy, workers, links, steps)
-    if isinstance(strategy, PairwiseGossipStrategy):
-        return PairwiseTraining(cfg, strategy, workers, links, steps)
-    return RemoteTraining(cfg, strategy, workers, links, steps)
+    return PairwiseTraining(cfg, strategy, workers, links, steps)
 
 
 def optimizer_and_schedule(model: ByteGPT) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, seed_everything
 from omegaconf import DictConfig
-from torch import Tensor
 
 import train
 from lightning_loco import (
@@ -23,7 +22,6 @@ from lightning_loco import (
     LocalSGDStrategy,
     NoLoCoStrategy,
     PairwiseAverage,
-    RemoteOptimizerStrategy,
 )
 from lightning_loco.checked_settings import SettingsError, checked
 from lightning_loco.demo.data import ByteTextData
@@ -35,10 +33,9 @@ from lightning_loco.simulation import PairwiseSimulation
 from lightning_loco.topology.static import FixedGraph
 from tests.pool import Pool, make_trainer
 from tests.small_model import flat
-from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 12
-REMOTE, PAIRWISE = "algorithm=remote_optimizer", ["algorithm=pairwise_gossip"]
+PAIRWISE = ["algorithm=pairwise_gossip"]
 WRONG_CLIPPING = "^trainer: gradient_clip_algorithm must be one of norm, value, got 'max'"
 MODEL = {"num_layers": 1, "num_heads": 2, "width": 32, "context": 32, "warmup_steps": 5}
 DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32}
@@ -116,49 +113,6 @@ def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str, clip: str) -
         assert simulated == pytest.approx(real[worker], rel=1e-5)
 
 
-def train_remotely(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[float], Tensor]:
-    seed_everything(0, workers=True, verbose=False)
-    losses = Losses()
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(timeout_s=30, **settings),
-            max_steps=STEPS,
-            max_epochs=-1,
-            gradient_clip_val=1.0,
-            callbacks=[losses],
-        )
-        model, data = ByteGPT(lr=0.001, **MODEL), ByteTextData(**DATA)
-        trainer.fit(model, datamodule=data)
-        return losses.values, flat(model)
-
-
-@pytest.mark.parametrize(
-    ("workers", "settings", "choice"),
-    [
-        (3, {}, []),
-        (3, {"compression": "int8"}, ["compression=int8"]),
-        (2, {"num_servers": 2}, ["algorithm.num_servers=2"]),
-    ],
-)
-def test_losses_of_a_remote_optimizer_are_those_of_a_real_run(
-    pool: Pool, workers: int, settings: dict[str, Any], choice: list[str]
-) -> None:
-    """Bit for bit, and so are the parameters of the server in the end."""
-    real = pool.run(train_remotely, settings, world=4)
-    seed_everything(0, workers=True, verbose=False)
-    others = ["network=one_slow_link", "simulation.spread=0.5", "simulation.jitter=0.1"]
-    run = SimulatedRun(config(REMOTE, f"num_workers={workers}", *others, *choice))
-    progress = list(run.train())
-    assert progress[-1].rounds == progress[-1].steps == STEPS
-    for worker in range(workers):
-        simulated = [p.loss for p in run.simulation.losses if p.worker == worker]
-        assert simulated == real[worker][0]
-        assert len(simulated) == STEPS
-    if "num_servers" not in settings:  # otherwise each has a shard
-        assert torch.equal(run.simulation.consensus(), real[-1][1])
-
-
 def test_a_run_writes_a_table_files_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +150,7 @@ def test_a_run_writes_a_table_files_and_a_picture(
 def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     files = []
-    for algorithm in ("remote_optimizer", "pairwise_gossip", "local_sgd"):
+    for algorithm in ("pairwise_gossip", "local_sgd"):
         folder = tmp_path / algorithm
         folder.mkdir()
         choice = [f"algorithm={algorithm}", "network=lan", "num_workers=2", f"run_dir={folder}"]
@@ -205,16 +159,12 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
             composed.algorithm.sync_every = 4
         run_simulation(composed)
         files.append({file.name for file in folder.iterdir()})
-    assert files[0] == files[1] == files[2]
+    assert files[0] == files[1]
     assert "report.html" in files[0]
-    for algorithm, name, kinds in (
-        ("remote_optimizer", "RemoteOptimizer", {"compute", "wait", "send"}),
-        ("pairwise_gossip", "PairwiseAverage", {"compute", "send"}),
-    ):
-        report = (tmp_path / algorithm / "report.txt").read_text()
-        assert report.splitlines()[1].startswith(name)
-        record = RunRecord.load(tmp_path / algorithm)
-        assert {kind for _, kind, *_ in record.events} == kinds
+    report = (tmp_path / "pairwise_gossip" / "report.txt").read_text()
+    assert report.splitlines()[1].startswith("PairwiseAverage")
+    record = RunRecord.load(tmp_path / "pairwise_gossip")
+    assert {kind for _, kind, *_ in record.events} == {"compute", "send"}
 
 
 def test_pairwise_gossip_is_that_of_its_simulation() -> None:
@@ -297,17 +247,6 @@ def test_precision_32_makes_a_simulation_of_the_settings_for_gpus() -> None:
     SimulatedRun(config("trainer=slurm", "trainer.precision=32-true"))
 
 
-def test_settings_of_a_remote_optimizer_are_passed_on() -> None:
-    """A bucket of int8 ends with a block that is not full, so their number shows in the bytes."""
-    choice = [REMOTE, "compression=int8", "compression.block=100", "algorithm.min_workers=2"]
-    sent = []
-    for bucket_bytes in (8, 4_194_304):
-        run = SimulatedRun(config(*choice, f"algorithm.bucket_bytes={bucket_bytes}"))
-        next(run.train())
-        sent.append(run.simulation.costs[0].bytes_sent / run.simulation.round_index)
-    assert sent[0] != sent[1]
-
-
 def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests) -> None:
     links = tmp_path / "links.yaml"
     links.write_text("default: lan\npairs: {0-9: wan}\n")
@@ -317,6 +256,10 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
     )
     for overrides, message in (
         (["algorithm=ddp"], "DDP cannot be simulated. Choose another algorithm"),
+        (
+            ["algorithm=remote_optimizer"],
+            "RemoteOptimizer cannot be simulated.*lightning-loco plan",
+        ),
         (["+algorithm.outer_lrs=1"], "^algorithm: .*outer_lrs"),
         (["algorithm.replica_size=2"], "have one rank each. Drop algorithm.replica_size=2"),
         (["inner.data_parallel_size=2"], "have one rank each. Drop inner.data_parallel_size"),
@@ -328,6 +271,8 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         (["simulation.step_s=0"], "simulation.step_s are seconds, more than 0, got 0"),
         (["simulation.step_s=fast"], "simulation.step_s are seconds, more than 0, got fast"),
         (["membership=elastic", "membership.lighthouse=h:1"], "Use it instead of membership="),
+        (["algorithm=diloco", "compression=int8", "compression.block=0"], "^compression: "),
+        (["algorithm=diloco", "algorithm.timeout_s=0"], "^algorithm: timeout_s must be positive"),
         (["algorithm=diloco", "topology=ring"], "^algorithm: DiLoCo .* takes no topology"),
         ([*PAIRWISE, "topology=ring"], "PairwiseGossip has no neighbours in a graph and takes no"),
         ([*PAIRWISE, "algorithm.nodes=n.yaml", "algorithm.name=a"], "^algorithm: .*n.yaml"),
@@ -338,18 +283,6 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         ),
         ([*PAIRWISE, "num_workers=1"], "^algorithm: .*at least two"),
         ([*PAIRWISE, "compression=int4"], "^algorithm: .* too roughly for gossip"),
-        ([REMOTE, "algorithm.num_workers=3"], "num_workers=4, and algorithm.num_workers is 3"),
-        ([REMOTE, "algorithm.replica_size=2"], "Simulated workers have one rank each"),
-        ([REMOTE, "simulation.mean_between_failures_s=9"], "RemoteOptimizer is simulated without"),
-        ([REMOTE, "topology=ring"], "RemoteOptimizer .* takes no topology"),
-        ([REMOTE, "compression=int4"], "^algorithm: .* too roughly for a remote optimizer"),
-        ([REMOTE, "compression=int8", "compression.block=0"], "^compression: "),
-        ([REMOTE, "algorithm.num_servers=999"], "^algorithm: .* more than the model's"),
-        ([REMOTE, "algorithm.min_workers=5"], "^algorithm: min_workers must be 1 to num_workers=4"),
-        ([REMOTE, "+algorithm.num_tiers=3"], "^algorithm: .*unexpected .*'num_tiers'"),
-        ([REMOTE, "algorithm.bucket_bytes=0"], "^algorithm: bucket_bytes must be positive"),
-        ([REMOTE, "algorithm.timeout_s=0"], "^algorithm: timeout_s must be positive"),
-        ([REMOTE, "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
         (["algorithm=diloco", "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
         (["trainer.gradient_clip_val=-1"], "^trainer: gradient_clip_val must be at least 0"),
         (["trainer.gradient_clip_val=much"], "^trainer: gradient_clip_val must be .*got 'much'"),

@@ -20,7 +20,7 @@ from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine import StepEngine
 from lightning_loco.engine.membership import DataShard
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.simulation import PairwiseSimulation, RemoteOptimizerSimulation, Simulation
+from lightning_loco.simulation import PairwiseSimulation, Simulation
 from lightning_loco.topology import TOPOLOGIES, get_topology, optimal_gossip
 from tests.algorithms.toys import SGD
 from tests.cases import CASES, Case, rows
@@ -102,11 +102,7 @@ def train_simulated(make: Callable[[list[Any]], Any]) -> Tensor:
     steps, simulation = [0] * 3, make(models)
 
     def step(worker: int) -> None:
-        if isinstance(simulation, RemoteOptimizerSimulation):
-            optimizers[worker].zero_grad()
-            loss_of(models[worker], on_cpu(worker_batch, worker, steps[worker])).backward()
-        else:
-            local_step(models[worker], optimizers[worker], worker, steps[worker])
+        local_step(models[worker], optimizers[worker], worker, steps[worker])
         steps[worker] += 1
 
     if isinstance(simulation, PairwiseSimulation):
@@ -177,16 +173,9 @@ def test_the_remote_optimizer_has_the_same_numbers(pool: Pool) -> None:
     assert all(torch.equal(other, usual) for other in others)
 
 
-def test_simulated_methods_without_rounds_have_the_same_numbers() -> None:
+def test_simulated_gossip_without_rounds_has_the_same_numbers() -> None:
     usual, *others = result(
         train_simulated, lambda models: PairwiseSimulation(models, speeds=[1.0, 1.1, 1.2])
-    )
-    assert all(torch.equal(other, usual) for other in others)
-    usual, *others = result(
-        train_simulated,
-        lambda models: RemoteOptimizerSimulation(
-            models, lambda model: SGD(model.parameters()), compression="int8"
-        ),
     )
     assert all(torch.equal(other, usual) for other in others)
 

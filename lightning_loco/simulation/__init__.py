@@ -2,7 +2,6 @@
 
 from lightning_loco.simulation.failures import Failure, random_failures
 from lightning_loco.simulation.pairwise import PairwiseSimulation
-from lightning_loco.simulation.remote_optimizer import RemoteOptimizerSimulation
 from lightning_loco.simulation.simulation import Simulation
 from lightning_loco.simulation.timeline import LossPoint, TimelineEvent, WorkerCosts
 
@@ -10,7 +9,6 @@ __all__ = [
     "Failure",
     "LossPoint",
     "PairwiseSimulation",
-    "RemoteOptimizerSimulation",
     "Simulation",
     "TimelineEvent",
     "WorkerCosts",

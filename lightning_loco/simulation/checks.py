@@ -41,24 +41,18 @@ def _schema(model: nn.Module) -> list[tuple[object, ...]]:
     return [describe(*named) for named in (*model.named_parameters(), *model.named_buffers())]
 
 
-def check_length(
-    what: str, number: int | None, seconds: float | None, step_s: Sequence[float]
-) -> None:
-    """Raise TypeError or ValueError unless a run is for a number of steps or rounds, or for a time.
+def check_length(num_rounds: int | None, seconds: float | None, step_s: Sequence[float]) -> None:
+    """Raise TypeError or ValueError unless a run is for a number of rounds, or for a time.
 
-    Args:
-        what: ``"steps"`` or ``"rounds"``.
-        number: How many.
-        seconds: How much time passes instead.
-        step_s: Mean seconds of a local step, of each worker.
+    ``step_s`` are the mean seconds of a local step, of each worker.
     """
-    if (number is None) == (seconds is None):
-        raise ValueError(f"Give num_{what} or seconds, and not both.")
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-        raise TypeError(f"num_{what} must be an integer, got {number!r}.")
+    if (num_rounds is None) == (seconds is None):
+        raise ValueError("Give num_rounds or seconds, and not both.")
+    if num_rounds is not None and (isinstance(num_rounds, bool) or not isinstance(num_rounds, int)):
+        raise TypeError(f"num_rounds must be an integer, got {num_rounds!r}.")
     if seconds is None:
         return
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be at least 0 and finite, got {seconds!r}.")
     if min(step_s) == 0:
-        raise ValueError(f"Local steps take no time without speeds. Give num_{what} instead.")
+        raise ValueError("Local steps take no time without speeds. Give num_rounds instead.")

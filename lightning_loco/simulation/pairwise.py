@@ -189,7 +189,7 @@ class PairwiseSimulation:
         Raises:
             ValueError: If ``seconds`` is negative or not finite.
         """
-        check_length("steps", None, seconds, self._step_times.step_s)
+        check_length(None, seconds, self._step_times.step_s)
         self._ended_s += seconds
         while self._events and self._events[0].time_s <= self._ended_s:
             event = heapq.heappop(self._events)

@@ -293,7 +293,7 @@ class Simulation:
             ValueError: If both or neither are given, ``seconds`` without speeds, or not finite.
             RuntimeError: If all workers are dead.
         """
-        check_length("rounds", num_rounds, seconds, self._step_times.step_s)
+        check_length(num_rounds, seconds, self._step_times.step_s)
         rounds = math.inf if num_rounds is None else self.round_index + num_rounds
         end_s = math.inf if seconds is None else self._ended_s + seconds
 

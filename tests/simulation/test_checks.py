@@ -10,21 +10,14 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms import LocalSGD
-from lightning_loco.simulation import (
-    PairwiseSimulation,
-    RemoteOptimizerSimulation,
-    Simulation,
-)
+from lightning_loco.simulation import PairwiseSimulation, Simulation
 
-AnySimulation = Simulation | PairwiseSimulation | RemoteOptimizerSimulation
+AnySimulation = Simulation | PairwiseSimulation
 Make = Callable[[Sequence[nn.Module]], AnySimulation]
 
 MAKERS: dict[str, Make] = {
     "rounds": lambda models: Simulation(models, LocalSGD(), speeds=[1.0] * len(models)),
     "pairs": lambda models: PairwiseSimulation(models, speeds=[1.0] * len(models)),
-    "server": lambda models: RemoteOptimizerSimulation(
-        models, lambda model: torch.optim.SGD(model.parameters()), speeds=[1.0] * len(models)
-    ),
 }
 
 
@@ -79,12 +72,8 @@ def test_a_run_of_no_finite_time_is_refused(kind: str, seconds: float) -> None:
         simulation.run(lambda worker: None, seconds=seconds)
 
 
-def test_a_number_of_steps_or_rounds_is_an_integer() -> None:
-    models = [Model(0), Model(1)]
-    server, rounds = MAKERS["server"](models), MAKERS["rounds"](models)
-    assert isinstance(server, RemoteOptimizerSimulation)
-    assert isinstance(rounds, Simulation)
-    with pytest.raises(TypeError, match="num_steps must be an integer, got 1.5"):
-        server.run(lambda worker: None, 1.5)  # type: ignore[arg-type]
+def test_a_number_of_rounds_is_an_integer() -> None:
+    simulation = MAKERS["rounds"]([Model(0), Model(1)])
+    assert isinstance(simulation, Simulation)
     with pytest.raises(TypeError, match="num_rounds must be an integer, got 1.5"):
-        rounds.run(lambda worker: None, 1.5)  # type: ignore[arg-type]
+        simulation.run(lambda worker: None, 1.5)  # type: ignore[arg-type]
