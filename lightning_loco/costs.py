@@ -133,116 +133,82 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ServerTimes:
-    """When gradients are at servers, and parameters back at the workers, in seconds.
+    """When gradients are at a server, and parameters back at the workers, in seconds.
 
-    Each server has a link like that of worker 0, at the same site. The messages of all workers
+    The server has a link like that of worker 0, at the same site. The messages of all workers
     share it, the first one sent first, and so do all replies, which are sent side by side. Before
-    the last worker sends its gradient, a server receives of each other one as many buckets as
-    :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. What a worker exchanges with
-    several servers shares the worker's link. Messages of workers at other sites share the uplink of
-    the servers' site in the same way.
+    the last worker sends its gradient, the server receives of each other one as many buckets as
+    :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. Messages of workers at other sites
+    share the uplink of the server's site in the same way.
 
     Args:
         times: The links of the workers.
-        message_bytes: Bytes of the gradient that each worker sends to each server. The parameters
-            that come back are as long.
-        relayed_bytes: Bytes that each server still exchanges with an optimizer beside it when it
-            has all gradients. Default: there is none, with 2 tiers.
-        bucket_bytes: Bytes of a bucket as it is sent.
-        adds_to_first: Whether a server receives the gradient of worker 0 into the sum, and so all
+        num_bytes: Bytes of the gradient of a worker. The parameters that come back are as long.
+        adds_to_first: Whether the server receives the gradient of worker 0 into the sum, and so all
             of it ahead, as it does without compression.
 
     Example:
         >>> from lightning_loco.links import Link, Links
         >>> times = LinkTimes(Links(Link(mbit_per_s=80, latency_s=0.01)), num_workers=2)
-        >>> servers = ServerTimes(times, [1_000_000])
-        >>> servers.gradients(np.array([0.0, 0.05]), 0)
-        array([[0.11],
-               [0.21]])
+        >>> ServerTimes(times, 1_000_000).gradients(np.array([0.0, 0.05]), 0)
+        array([0.11, 0.21])
     """
 
     times: LinkTimes
-    message_bytes: Sequence[int]
-    relayed_bytes: Sequence[int] = ()
-    bucket_bytes: int = BUCKET_BYTES
+    num_bytes: int
     adds_to_first: bool = True
 
-    def gradients(self, sent_s: Array, index: int, workers: Sequence[int] | None = None) -> Array:
-        """Return when the gradient of each worker is at each server, ``(N, servers)``.
+    def gradients(self, sent_s: Array, index: int) -> Array:
+        """Return when the gradient of each worker is at the server, ``(N,)``.
 
         Args:
             sent_s: When each worker sends it, ``(N,)``.
             index: Index of the step, for the jitter.
-            workers: Those that take part. Default: all.
         """
-        route, latency_s, own_s = self._links(index, workers)
-        found = np.empty((len(sent_s), len(self.message_bytes)))
+        route, latency_s = self._links(index)
+        late = self._late_shares(sent_s)
+        alone_s = 8e-6 * self.num_bytes / route.mbit_per_s
+        done_s, late_s = sent_s + alone_s, alone_s * late
         through_uplink = route.uplink_mbit_per_s < math.inf
-        uplink_s = 8e-6 * sum(self.message_bytes) / self.times.links.uplink_mbit_per_s
-        for server, num_bytes in enumerate(self.message_bytes):
-            late = self._late_shares(sent_s, num_bytes, workers)
-            alone_s = np.maximum(8e-6 * num_bytes / route.mbit_per_s, own_s)
-            done_s, late_s = sent_s + alone_s, alone_s * late
-            queues = (route.is_shared, self._of_server(num_bytes)), (through_uplink, uplink_s)
-            for chosen, each_s in queues:
-                passed_s = _in_turn(sent_s[chosen], latency_s[chosen], each_s)
-                done_s[chosen] = np.maximum(done_s[chosen], passed_s)
-                late_s[chosen] = np.maximum(late_s[chosen], each_s * late[chosen].sum())
-            done_s = np.where(late > 0, np.maximum(done_s, sent_s.max() + late_s), done_s)
-            found[:, server] = done_s + latency_s
-        return found
-
-    def parameters(self, known_s: Array, index: int, workers: Sequence[int] | None = None) -> Array:
-        """Return when each worker has the parameters of all servers, ``(N,)``.
-
-        ``known_s`` is when each server has all gradients, ``(servers,)``; the rest as in
-        :meth:`gradients`.
-        """
-        route, latency_s, own_s = self._links(index, workers, to_servers=False)
-        if self.relayed_bytes:
-            between_s = [self._of_server(size) + 2 * self.between_s for size in self.relayed_bytes]
-            known_s = known_s + np.array(between_s)
-        uplink_s = 8e-6 * sum(self.message_bytes) / route.uplink_mbit_per_s
-        done_s: Array = known_s.min() + np.maximum(own_s, uplink_s)
-        num_shared = int(route.is_shared.sum())
-        for num_bytes, start_s in zip(self.message_bytes, known_s.tolist(), strict=True):
-            queued_s = np.where(route.is_shared, num_shared * self._of_server(num_bytes), 0.0)
-            done_s = np.maximum(done_s, start_s + np.maximum(route.seconds(num_bytes), queued_s))
+        uplink_s = 8e-6 * self.num_bytes / self.times.links.uplink_mbit_per_s
+        for chosen, each_s in ((route.is_shared, self._of_server), (through_uplink, uplink_s)):
+            passed_s = _in_turn(sent_s[chosen], latency_s[chosen], each_s)
+            done_s[chosen] = np.maximum(done_s[chosen], passed_s)
+            late_s[chosen] = np.maximum(late_s[chosen], each_s * late[chosen].sum())
+        done_s = np.where(late > 0, np.maximum(done_s, sent_s.max() + late_s), done_s)
         return done_s + latency_s
 
-    @property
-    def between_s(self) -> float:
-        """Latency of a message between two servers, which are at the same site, in seconds."""
-        return float(self.times.own[0, 1])
+    def parameters(self, known_s: float, index: int) -> Array:
+        """Return when each worker has the parameters, ``(N,)``.
 
-    def _late_shares(self, sent_s: Array, num_bytes: int, workers: Sequence[int] | None) -> Array:
-        """Return how much of each gradient a server receives once the last worker sends, ``(N,)``.
-
-        These are shares from 0 to 1.
+        ``known_s`` is when the server has all gradients, and ``index`` as in :meth:`gradients`.
         """
-        num_buckets = -(-num_bytes // self.bucket_bytes)
-        num_buffers = min(num_buckets, max(2, PREFETCH_BYTES // self.bucket_bytes))
-        ahead = max(1, num_buffers - 1) * self.bucket_bytes
-        late = np.full(len(sent_s), 1 - ahead / num_bytes if ahead < num_bytes else 0.0)
-        if self.adds_to_first and (workers is None or workers[0] == 0):
+        route, latency_s = self._links(index, to_server=False)
+        queued_s = np.where(route.is_shared, int(route.is_shared.sum()) * self._of_server, 0.0)
+        done_s: Array = known_s + np.maximum(route.seconds(self.num_bytes), queued_s)
+        return done_s + latency_s
+
+    def _late_shares(self, sent_s: Array) -> Array:
+        """Return how much of each gradient is received once the last worker sends, from 0 to 1."""
+        num_buckets = -(-self.num_bytes // BUCKET_BYTES)
+        ahead = max(1, min(num_buckets, PREFETCH_BYTES // BUCKET_BYTES) - 1) * BUCKET_BYTES
+        late = np.full(len(sent_s), max(0.0, 1 - ahead / self.num_bytes))
+        if self.adds_to_first:
             late[0] = 0
         late[sent_s.argmax()] = 1
         return late
 
-    def _of_server(self, num_bytes: float) -> float:
-        """Return how long so many bytes take on the link of a server."""
-        return self.times.links.of_worker(0).seconds(num_bytes)
+    @property
+    def _of_server(self) -> float:
+        """How long the message of one worker takes on the link of the server."""
+        return self.times.links.of_worker(0).seconds(self.num_bytes)
 
-    def _links(
-        self, index: int, workers: Sequence[int] | None, to_servers: bool = True
-    ) -> tuple[Route, Array, Array]:
-        """Return routes to servers or from them, latencies, and how long own links take for all."""
-        numbers = np.arange(self.times.num_workers) if workers is None else np.asarray(workers)
+    def _links(self, index: int, to_server: bool = True) -> tuple[Route, Array]:
+        """Return routes to the server or from it, and their latencies."""
+        numbers = np.arange(self.times.num_workers)
         ends = numbers, np.zeros_like(numbers)
-        route = self.times.route(*(ends if to_servers else ends[::-1]))
-        own_s = 8e-6 * sum(self.message_bytes) / self.times.own[numbers, 0]
-        latency_s = self.times.latency_s(numbers, route, index)
-        return route, latency_s, np.where(route.is_shared, own_s, 0.0)
+        route = self.times.route(*(ends if to_server else ends[::-1]))
+        return route, self.times.latency_s(numbers, route, index)
 
 
 def _in_turn(sent_s: Array, latency_s: Array, each_s: float) -> Array:
@@ -584,10 +550,10 @@ def _send(
     """Return when what all send at ``sent_s`` arrives."""
     if traffic.kind == "server":
         is_plain = method.encoding == ENCODINGS["none"]
-        servers = ServerTimes(times, [traffic.num_bytes], adds_to_first=is_plain)
-        known_s = servers.gradients(sent_s, index).max(0)
-        arrives_s = servers.parameters(known_s, index)
-        known = np.full_like(sent_s, known_s.max())
+        server = ServerTimes(times, traffic.num_bytes, adds_to_first=is_plain)
+        known_s = float(server.gradients(sent_s, index).max())
+        arrives_s = server.parameters(known_s, index)
+        known = np.full_like(sent_s, known_s)
         return _Sent(began_at, begun_s, known, arrives_s, arrives_s, arrives_s)
     if method.topology is None:
         last_s = np.full_like(sent_s, sent_s.max())

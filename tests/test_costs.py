@@ -108,30 +108,27 @@ def test_a_server_receives_a_part_of_large_gradients_ahead(subtests: pytest.Subt
     assert PREFETCH_BYTES == server.PREFETCH_BYTES
     assert BUCKET_BYTES == buckets.BUCKET_BYTES
     for num_buckets, ahead in ((20, 3), (4, 3), (2, 1), (1, 1)):
-        servers = ServerTimes(times_of(UNIT, 4), [num_buckets * BUCKET_BYTES], adds_to_first=False)
+        times = ServerTimes(times_of(UNIT, 4), num_buckets * BUCKET_BYTES, adds_to_first=False)
         for last_s, in_time in (
             (0.0, 4 * num_buckets),
             (1e4, num_buckets + 3 * (num_buckets - ahead)),
         ):
             with subtests.test(num_buckets=num_buckets, last_s=last_s):
-                known_s = servers.gradients(np.array([0.0, last_s, 0.0, 0.0]), 0).max()
+                known_s = times.gradients(np.array([0.0, last_s, 0.0, 0.0]), 0).max()
                 assert known_s == pytest.approx(last_s + in_time)
-    servers = ServerTimes(times_of(UNIT, 2), [20 * BUCKET_BYTES], (), 2 * BUCKET_BYTES, False)
-    assert servers.gradients(np.array([0.0, 100.0]), 0).max() == pytest.approx(100 + 20 + 20 - 2)
 
 
 def test_a_server_receives_all_of_the_first_gradient_ahead_without_compression() -> None:
-    for sent_s, workers, in_time in (
-        ([0.0, 100.0], None, 20),
-        ([100.0, 0.0], None, 20 + 17),
-        ([0.0, 0.0, 100.0], None, 20 + 17),
-        ([0.0, 100.0], [1, 2], 20 + 17),
+    for sent_s, in_time in (
+        ([0.0, 100.0], 20),
+        ([100.0, 0.0], 20 + 17),
+        ([0.0, 0.0, 100.0], 20 + 17),
     ):
-        servers = ServerTimes(times_of(UNIT, 3 if workers else len(sent_s)), [20 * BUCKET_BYTES])
-        found = servers.gradients(np.array(sent_s), 0, workers)
+        times = ServerTimes(times_of(UNIT, len(sent_s)), 20 * BUCKET_BYTES)
+        found = times.gradients(np.array(sent_s), 0)
         assert found.max() == pytest.approx(100 + in_time)
-        if sent_s[0] == 0 and workers is None:
-            assert found[0, 0] == pytest.approx(20)
+        if sent_s[0] == 0:
+            assert found[0] == pytest.approx(20)
     costs = [
         estimate(
             as_method("remote_optimizer", encoding=ENCODINGS[name]),
@@ -149,8 +146,8 @@ def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> Non
     """Worker 1 is at the server's site and sends last; the others have a link of their own."""
     slow = Link(8e-6 * BUCKET_BYTES / 2, 0.5)
     links = Links(UNIT, sites=2, between_sites=slow)
-    servers = ServerTimes(LinkTimes(links, 4), [20 * BUCKET_BYTES])
-    found = servers.gradients(np.array([0.0, 100.0, 0.0, 99.0]), 0)[:, 0]
+    times = ServerTimes(LinkTimes(links, 4), 20 * BUCKET_BYTES)
+    found = times.gradients(np.array([0.0, 100.0, 0.0, 99.0]), 0)
     assert found == pytest.approx([20.0, 120.0, 100 + 2 * 17 + 0.5, 99 + 2 * 20 + 0.5])
 
 
@@ -158,24 +155,23 @@ def test_workers_at_another_site_share_its_uplink_to_the_servers() -> None:
     """Three of six workers: gradients one after the other, parameters side by side."""
     uplink = 8e-6 * BYTES / 2  # 2 s for one message
     links = Links(Link(1e9), sites=2, between_sites=Link(1e9), uplink_mbit_per_s=uplink)
-    for count in (1, 2):
-        servers = ServerTimes(LinkTimes(links, 6), [BYTES // count] * count)
-        found = servers.gradients(np.zeros(6), 0)
-        assert found[3:] == pytest.approx(np.repeat([[2.0], [4.0], [6.0]], count, 1))
-        assert found[:3].max() < 0.01
-        back_s = servers.parameters(found.max(0), 0)
-        assert back_s[3:] == pytest.approx([12.0] * 3)
-        assert back_s[:3] == pytest.approx([6.0] * 3, rel=1e-3)
-        # The others have been received ahead: the last one is alone on the line.
-        late = servers.gradients(np.array([0.0, 0.0, 0.0, 0.0, 0.0, 100.0]), 0)
-        assert late[5] == pytest.approx([102.0] * count)
+    times = ServerTimes(LinkTimes(links, 6), BYTES)
+    found = times.gradients(np.zeros(6), 0)
+    assert found[3:] == pytest.approx([2.0, 4.0, 6.0])
+    assert found[:3].max() < 0.01
+    back_s = times.parameters(found.max(), 0)
+    assert back_s[3:] == pytest.approx([12.0] * 3)
+    assert back_s[:3] == pytest.approx([6.0] * 3, rel=1e-3)
+    # The others have been received ahead: the last one is alone on the line.
+    late = times.gradients(np.array([0.0, 0.0, 0.0, 0.0, 0.0, 100.0]), 0)
+    assert late[5] == pytest.approx(102.0)
 
 
 def test_replies_take_the_links_from_the_server_to_the_workers() -> None:
     slow = Link(8e-6 * BYTES / 5)  # 5 s
-    servers = ServerTimes(LinkTimes(Links(Link(1e9), pairs=((0, 1, slow),)), 2), [BYTES])
-    assert servers.gradients(np.zeros(2), 0).max() < 0.01
-    assert servers.parameters(np.zeros(1), 0) == pytest.approx([0.0, 5.0], abs=0.01)
+    times = ServerTimes(LinkTimes(Links(Link(1e9), pairs=((0, 1, slow),)), 2), BYTES)
+    assert times.gradients(np.zeros(2), 0).max() < 0.01
+    assert times.parameters(0.0, 0) == pytest.approx([0.0, 5.0], abs=0.01)
 
 
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
@@ -184,16 +180,6 @@ def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> No
     steps, slow_s = StepTimes([0.1, 9.0, 0.1]), BYTES * 8 / 10e6
     costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(links, 3), 3)
     assert costs.time_s == pytest.approx([3 * 9.0, 3 * 9.0, 3 * 9.0 + slow_s], rel=1e-4)
-
-
-def test_several_servers_share_the_links_of_workers() -> None:
-    """Two servers with half of the bytes each: the server's queue halves, if workers are many."""
-    for n, halves in ((1, 1.0), (2, 1.0), (4, 2.0)):
-        servers = ServerTimes(times_of(Link(100), n), [BYTES // 2] * 2)
-        whole_s = halves * BYTES * 8 / 100e6
-        known_s = servers.gradients(np.zeros(n), 0).max(0)
-        assert known_s == pytest.approx([whole_s] * 2)
-        assert servers.parameters(known_s, 0) == pytest.approx([2 * whole_s] * n)
 
 
 def test_messages_to_several_neighbors_share_the_link() -> None:
