@@ -85,7 +85,7 @@ def init_workers(
         names = rank_names(num_ranks // replica_size, replica_size)
         job = Job(*get_address(), number, names, timeout_s, job_name)
         try:
-            job.init_default_group(range(num_ranks), backend, device)
+            job.init_default_group(num_ranks, backend, device)
         finally:
             job.close()
 
@@ -175,11 +175,11 @@ class Job:
         self.close()
         return False
 
-    def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
-        """Initialize the default process group with some ranks; the others must not call it.
+    def init_default_group(self, num_ranks: int, backend: str, device: torch.device) -> None:
+        """Initialize the default process group with the first ranks; the others must not call it.
 
         Args:
-            ranks: Ranks of the group, ascending.
+            num_ranks: How many.
             backend: Backend of the process group.
             device: Device of this rank.
 
@@ -189,19 +189,19 @@ class Job:
                 time.
         """
         if dist.is_initialized():
-            if dist.get_world_size() != len(ranks):
+            if dist.get_world_size() != num_ranks:
                 raise RuntimeError(
                     f"The default process group has {dist.get_world_size()} ranks already, but "
-                    f"should have the {len(ranks)} that train. Do not initialise torch.distributed "
+                    f"should have the {num_ranks} that train. Do not initialise torch.distributed "
                     "before, and use one number of workers per process."
                 )
             return
-        prefix = f"lightning_loco/training{len(ranks)}"
+        prefix = f"lightning_loco/training{num_ranks}"
         with self._store_errors_named():
             rendezvous = Rendezvous(
                 self.store.with_prefix(f"{prefix}/rendezvous"),
-                ranks.index(self.rank),
-                [self.names[rank] for rank in ranks],
+                self.rank,
+                self.names[:num_ranks],
                 self.timeout_s,
                 self.raise_if_refused,
             )
@@ -212,8 +212,8 @@ class Job:
                 dist.init_process_group(
                     backend,
                     store=store,
-                    rank=ranks.index(self.rank),
-                    world_size=len(ranks),
+                    rank=self.rank,
+                    world_size=num_ranks,
                     timeout=timedelta(seconds=self.timeout_s),
                     device_id=None if device.type == "cpu" else device,
                 )

@@ -376,20 +376,6 @@ class Watchdog(BackgroundThread):
             if number and age_s > silent_s
         ]
 
-    def forget(self, workers: Sequence[int]) -> None:
-        """Stop watching workers, after the others have gone on without them."""
-        self._watched = [other for other in self._watched if other not in workers]
-
-    def wait_for_store(self) -> None:
-        """Wait until the store has answered all requests.
-
-        Raises:
-            WorkerFailure: If it does not answer within ``timeout_s``, or a worker has failed.
-        """
-        while self._store.silent_s > 0:
-            self.raise_if_failed()
-            self._clock.sleep(_HEARTBEAT_INTERVAL_S / 100)
-
     def wait_for_failure(self) -> str | None:
         """Return the error that another worker reports, now or within a moment; None without one.
 

@@ -716,18 +716,10 @@ def abort_groups(groups: list[dist.ProcessGroup]) -> None:
     thread.join(_ABORT_TIMEOUT_S)
 
 
-def abort_default_group() -> None:
-    """Destroy the default group after a rank has left it; an NCCL group is aborted and kept."""
-    if _is_nccl(dist.group.WORLD):
-        _keep_forever(dist.group.WORLD)
-        _abort()
-    else:
-        dist.destroy_process_group()
-
-
 def _abort_default_nccl_group() -> None:
     if dist.is_initialized() and _is_nccl(dist.group.WORLD):
-        abort_default_group()
+        _keep_forever(dist.group.WORLD)
+        _abort()
 
 
 def _is_nccl(group: dist.ProcessGroup | None) -> bool:

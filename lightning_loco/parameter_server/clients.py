@@ -1,19 +1,15 @@
-"""The clients of a server: their requests, the replies, and clients that fail."""
+"""The clients of a server: their requests and the replies, and which of them has failed."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
-from torch import Tensor
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
@@ -22,17 +18,11 @@ from lightning_loco.parameter_server.protocol import (
     FINAL_KINDS,
     Message,
     MessageKind,
-    MessageTag,
     PendingSend,
     RankConnection,
     StepRequest,
     Unreachable,
 )
-
-log = logging.getLogger(__name__)
-
-ClientSend = tuple[RankConnection, dist.Work]
-"""A client, and an asynchronous send to it."""
 
 _FAILURE_CHARACTERS = 300
 _MIN_TIMEOUT_S = 0.01  # gloo takes 0 for the timeout of the group
@@ -45,7 +35,7 @@ _NO_KEEP_ALIVE = "sign of life for {:g} s"
 
 
 class Clients:
-    """Receives requests, replies, and drops clients that have failed.
+    """Receives requests and replies to them; raises an error that names a client that has failed.
 
     Clients that wait for a reply receive keep-alives while the server waits, so they never time out
     on a server that is alive. The server times out on a client after ``timeout_s``.
@@ -56,7 +46,6 @@ class Clients:
             replied.
         keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
             a client may make a step, in seconds.
-        min_clients: Continue with so many when some fail. Default: all.
         clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
             do. A client that has sent some and then stops times out, whatever it was to do.
 
@@ -72,8 +61,6 @@ class Clients:
         connections: Sequence[RankConnection],
         reply_directly: Callable[[RankConnection, Message], bool],
         keep_alive: KeepAlive,
-        *,
-        min_clients: int | None = None,
         clients_send_keep_alives: bool = False,
     ) -> None:
         self.active = list(connections)
@@ -82,7 +69,6 @@ class Clients:
         self.farewell: dict[str, Any] = {}
         self._reply_directly = reply_directly
         self._timeout_s = keep_alive.timeout_s
-        self._min_clients = len(connections) if min_clients is None else min_clients
         self._clients_send_keep_alives = clients_send_keep_alives
         self._queue = RequestQueue(connections, keep_alive)
         self._step_requests: dict[RankConnection, StepRequest] = {}
@@ -93,7 +79,7 @@ class Clients:
     def wait_for_all(self) -> None:
         """Wait until each active client has a pending request.
 
-        RuntimeError if a client has ended or timed out, and too few are left.
+        RuntimeError if a client has failed, ended or timed out.
         """
         while missing := [client for client in self.active if client not in self.pending]:
             if self.pending:
@@ -112,19 +98,16 @@ class Clients:
     def wait_for_step_requests(
         self, streaming: Sequence[RankConnection]
     ) -> dict[RankConnection, StepRequest]:
-        """Wait for the step requests of clients that have streamed their gradients.
-
-        Returns those of the clients that are still active, in the order of the sum.
-        """
-        requests = self._step_requests
-        while missing := [c for c in streaming if c in self.active and c not in requests]:
+        """Wait for the step requests of clients that have streamed their gradients."""
+        while missing := [c for c in streaming if c not in self._step_requests]:
             self._receive_next(missing, _NO_STEP, self._timeout_s)
-        return {client: requests.pop(client) for client in streaming if client in requests}
+        requests, self._step_requests = self._step_requests, {}
+        return requests
 
     def _receive_next(
         self, missing: Sequence[RankConnection], expected: str, timeout_s: float | None
     ) -> None:
-        """Process the next request, or drop the clients that have timed out."""
+        """Process the next request; Unreachable if a client has timed out."""
         received = self._queue.next(
             timeout_s, lambda: max(client.last_keep_alive_s for client in missing)
         )
@@ -134,92 +117,34 @@ class Clients:
         assert timeout_s is not None
         for client in missing:
             if time.monotonic() > client.last_keep_alive_s + timeout_s:
-                text = (
+                self.active.remove(client)
+                raise Unreachable(
                     f"{client.name}: no {expected.format(timeout_s)}. Check where it is, or raise "
                     "timeout_s."
                 )
-                self.drop(client, Unreachable(text, client.rank))
 
     def _process(self, client: RankConnection, message: Message | Exception) -> None:
-        if client not in self.active:
-            return
         if isinstance(message, Exception):
-            self.drop(client, message)
-        elif message.kind == MessageKind.LEAVE:
             self.active.remove(client)
+            raise message
+        if message.kind in FINAL_KINDS:
+            self.active.remove(client)
+            if message.kind == MessageKind.FAIL:
+                raise RuntimeError(f"{client.name} failed: {message.content['text']}")
+            if client in self.in_progress:
+                raise RuntimeError(f"{client.name} has left before the end of its step.")
             self.farewell = message.content or self.farewell
-        elif message.kind == MessageKind.FAIL:
-            self.drop(client, RuntimeError(f"{client.name} failed: {message.content['text']}"))
         elif message.kind == MessageKind.STEP_REQUEST:
             self._step_requests[client] = StepRequest.from_dict(message.content)
         else:
             self.in_progress.append(client)
-            with self.drop_if_unreachable(client):
-                if not self._reply_directly(client, message):
-                    self.pending[client] = message
-            self.in_progress = [other for other in self.in_progress if other is not client]
+            if not self._reply_directly(client, message):
+                self.pending[client] = message
+            self.in_progress.remove(client)
 
     def _send_keep_alives(self) -> None:
         for client in {*self.pending, *self.in_progress, *self._queue.waiting_clients()}:
             client.send_keep_alive_to_client()
-
-    # ----------------------------------------------------------------- replies
-
-    def reply(self, client: RankConnection, content: dict[str, Any]) -> None:
-        """Start to send a reply, if the client is active."""
-        if client in self.active:
-            with self.drop_if_unreachable(client):
-                client.send_reply(content)
-
-    def send(
-        self, clients: Iterable[RankConnection], tensor: Tensor, tag: MessageTag
-    ) -> list[ClientSend]:
-        """Start to send the same tensor to all of these clients that are active."""
-        sends = []
-        for client in clients:
-            if client in self.active:
-                with self.drop_if_unreachable(client):
-                    sends.append((client, client.send(tensor, tag)))
-        return sends
-
-    def wait_for_sends(self, sends: Iterable[ClientSend]) -> None:
-        """Wait until parameters are sent."""
-        waits = [
-            (client, client.start_wait(work, "the parameters"))
-            for client, work in sends
-            if client in self.active
-        ]
-        for client, wait in waits:
-            if client in self.active:
-                with self.drop_if_unreachable(client):
-                    wait()
-
-    # ---------------------------------------------------------------- failures
-
-    @contextmanager
-    def drop_if_unreachable(self, client: RankConnection) -> Iterator[None]:
-        """Drop a client that turns out to be unreachable inside, if enough are left."""
-        try:
-            yield
-        except Unreachable as error:
-            if error.rank != client.rank:
-                raise
-            self.drop(client, error)
-
-    def drop(self, client: RankConnection, error: Exception) -> None:
-        """Continue without a client; raises ``error`` if too few are left."""
-        if client not in self.active:
-            return
-        self.active.remove(client)
-        self.pending.pop(client, None)
-        self.in_progress = [other for other in self.in_progress if other is not client]
-        if len(self.active) < self._min_clients:
-            raise error
-        log.warning(
-            "%s is gone; continuing with the mean over %d workers.", client.name, len(self.active)
-        )
-        # A frozen client may continue later.
-        client.try_reply({"failure": "The other ranks have continued without this one."})
 
     def send_failure(
         self, error: Exception, send_to_server: Callable[[str], list[PendingSend]]

@@ -52,7 +52,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
     Attributes:
         stop_agreed: Why all workers stop now; see :meth:`request_stop`.
         wait_s: Seconds spent in steps, without closures.
-        present: Ranks of the workers that have not failed, as of the last :meth:`sync_point`.
         has_left: Whether this worker has left the servers.
         optimizer: A local optimizer for monitors; see :meth:`set_local_optimizer`.
 
@@ -89,7 +88,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._stop_reason: str | None = None
         self.wait_s = 0.0
         self.stop_agreed: str | None = None
-        self.present: list[int] | None = None
         self.has_left = False
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -287,8 +285,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def sync_point(self, purpose: str) -> None:
         """Wait until all workers are at the same sync point; others make steps meanwhile.
 
-        Afterwards ``present`` are the ranks of the workers that have not failed, and all of them
-        have the parameters of the last step.
+        Afterwards all of them have the parameters of the last step.
 
         Args:
             purpose: What the sync point is for, equal on all workers.
@@ -302,8 +299,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 client.request_sync_point(purpose, self._stop_reason)
             for reply in [client.wait_for_sync_point() for client in self._clients]:
                 self.stop_agreed = reply["stop"] or self.stop_agreed
-                present = reply["present"]
-                self.present = [rank for rank in self.present or present if rank in present]
                 behind = behind or reply["behind"]
         if self._replica.broadcast_text("behind" if behind else None) is not None:
             for client in self._clients:

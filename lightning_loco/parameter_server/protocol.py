@@ -155,11 +155,7 @@ class StepRequest(NamedTuple):
 
 
 class Unreachable(WorkerFailure):
-    """Another rank, ``rank``, has ended, or has not responded within the timeout."""
-
-    def __init__(self, text: str, rank: int) -> None:
-        super().__init__(text)
-        self.rank = rank
+    """Another rank has ended, or has not responded within the timeout; the message says which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +324,7 @@ class RankConnection:
             wait_thread.wait(result, self._timeout_s, lambda: self.last_keep_alive_s)
         except TimeoutError as error:
             self._has_timed_out = True
-            raise Unreachable(_unreachable_text(self.name, label), self.rank) from error
+            raise Unreachable(_unreachable_text(self.name, label)) from error
 
     def _finish(self, work: dist.Work, label: str, timeout_s: float | None) -> None:
         with self._explain_errors(label, timeout_s):
@@ -364,13 +360,12 @@ class RankConnection:
         ).content
 
     def try_reply(self, content: dict[str, Any]) -> list[PendingSend]:
-        """Start to send a reply; return the sends, or none if the client has ended."""
+        """Start to send a reply; return the sends, or none if the client is unreachable."""
         return self._try_send(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
 
     def try_request(self, message: Message) -> list[PendingSend]:
         """Start to send a request; return the sends, or none if the server is unreachable."""
-        sends = self._try_send(message, MessageTag.REQUESTS)
-        return [] if self._has_timed_out else sends
+        return self._try_send(message, MessageTag.REQUESTS)
 
     def send_keep_alive_to_client(self) -> None:
         """Notify a client that its reply is late because this server waits for another rank."""
@@ -382,7 +377,8 @@ class RankConnection:
 
     def _try_send(self, message: Message, tag: MessageTag) -> list[PendingSend]:
         with suppress(RuntimeError):
-            return self._send_message(message, tag)
+            sends = self._send_message(message, tag)
+            return [] if self._has_timed_out else sends
         return []
 
     def _send_message(self, message: Message, tag: MessageTag) -> list[PendingSend]:
@@ -440,12 +436,12 @@ class RankConnection:
     def _explain_errors(
         self, label: str, timeout_s: float | None = None
     ) -> AbstractContextManager[None]:
-        return explain_unreachable(self.name, self.rank, label, self._watchdog, timeout_s)
+        return explain_unreachable(self.name, label, self._watchdog, timeout_s)
 
 
 @contextmanager
 def explain_unreachable(
-    name: str, rank: int, label: str, watchdog: Watchdog | None, timeout_s: float | None = None
+    name: str, label: str, watchdog: Watchdog | None, timeout_s: float | None = None
 ) -> Iterator[None]:
     """Turn a backend's error into one that names the rank to blame.
 
@@ -461,7 +457,7 @@ def explain_unreachable(
         if watchdog is not None:
             is_timeout = timeout_s is not None and time.monotonic() - start >= timeout_s
             failure = watchdog.failure if is_timeout else watchdog.wait_for_failure()
-        raise Unreachable(failure or _unreachable_text(name, label), rank) from error
+        raise Unreachable(failure or _unreachable_text(name, label)) from error
 
 
 def _unreachable_text(name: str, label: str) -> str:

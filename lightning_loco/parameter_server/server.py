@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_loco.fault_points import reach
 from lightning_loco.parameter_server.backends import Backend
 from lightning_loco.parameter_server.buckets import Accumulator, ParamBucket
-from lightning_loco.parameter_server.clients import Clients, ClientSend
+from lightning_loco.parameter_server.clients import Clients
 from lightning_loco.parameter_server.keep_alive import KeepAlive
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
 from lightning_loco.parameter_server.protocol import (
@@ -46,7 +46,6 @@ class GradientServer:
         checksum: Checksum of the model, which must be that of the clients.
         keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
             a client may make a step, in seconds.
-        min_workers: Continue with so many clients when some fail. Default: all.
         clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
             do.
         stop_reason: Returns why all should stop, if this rank was asked to.
@@ -61,22 +60,15 @@ class GradientServer:
         checksum: int,
         keep_alive: KeepAlive,
         *,
-        min_workers: int | None = None,
         clients_send_keep_alives: bool = False,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
         # Not a method of self: a reference cycle would keep the process group alive.
         reply_directly = functools.partial(_reply_directly, backend)
-        self._clients = Clients(
-            clients,
-            reply_directly,
-            keep_alive,
-            min_clients=min_workers,
-            clients_send_keep_alives=clients_send_keep_alives,
-        )
+        self._clients = Clients(clients, reply_directly, keep_alive, clients_send_keep_alives)
         self._buckets = buckets
         self._num_buckets = len(buckets)
-        self._mean_gradient = MeanGradient(self._clients, buckets, accumulator)
+        self._mean_gradient = MeanGradient(clients, buckets, accumulator)
         self._backend = backend
         self._checksum = checksum
         self._stop_reason = stop_reason
@@ -129,7 +121,7 @@ class GradientServer:
         elif kinds == {MessageKind.FINITE}:
             finite = all(message.content["finite"] for message in messages.values())
             for client in messages:
-                self._clients.reply(client, {"finite": finite})
+                client.send_reply({"finite": finite})
         elif kinds == {MessageKind.MEAN_GRADIENT}:
             self._send_mean_gradient(messages)
         else:
@@ -147,8 +139,8 @@ class GradientServer:
         reply = self._backend.join(self._checksum)
         sends = self._send_weights(messages, range(self._num_buckets))
         for client in messages:
-            self._clients.reply(client, reply)
-        self._clients.wait_for_sends(sends)
+            client.send_reply(reply)
+        _wait_for_sends(sends)
         self._mean_gradient.start_receiving(messages)
 
     # ------------------------------------------------------------------- steps
@@ -165,10 +157,10 @@ class GradientServer:
         for index, bucket in enumerate(self._buckets):
             mean, text = self._mean_gradient.reduce(index, messages)
             self._not_finite = self._not_finite or text
-            sends += self._clients.send(messages, bucket.as_sent(mean), MessageTag.WEIGHTS)
+            sends += _send(messages, bucket.as_sent(mean))
         for client in messages:
-            self._clients.reply(client, {"missing": missing.missing})
-        self._clients.wait_for_sends(sends)
+            client.send_reply({"missing": missing.missing})
+        _wait_for_sends(sends)
         self._mean_gradient.start_receiving(messages)
 
     def _make_step(self, messages: dict[RankConnection, Message]) -> None:
@@ -190,7 +182,7 @@ class GradientServer:
                 raise RuntimeError(not_finite or text)
             sends += self._send_weights(messages, self._backend.add_bucket(index))
         requests |= self._clients.wait_for_step_requests(streaming)
-        requests = {client: requests[client] for client in messages if client in requests}
+        requests = {client: requests[client] for client in messages}
         self._load_changes({client: request.changed for client, request in requests.items()})
         request = StepRequest.merge(list(requests.values()))
         reach("server step")
@@ -200,26 +192,20 @@ class GradientServer:
             if index == self._num_buckets - 1:
                 # All parameters are known: a client with a reply waits for no other rank.
                 for client in messages:
-                    self._clients.reply(client, reply)
+                    client.send_reply(reply)
             sends += self._send_weights(messages, [index])
         self._behind.update(client for client in self._clients.active if client not in messages)
         if reply["stop"]:
             self._release_sync_point(reply["stop"])
         self._clients.in_progress = []
-        self._clients.wait_for_sends(sends)
+        _wait_for_sends(sends)
         self._mean_gradient.start_receiving(messages)
 
     def _send_weights(
         self, clients: Iterable[RankConnection], indices: Iterable[int]
     ) -> list[ClientSend]:
         """Start to send the parameters of buckets as they become known."""
-        return [
-            send
-            for index in indices
-            for send in self._clients.send(
-                clients, self._backend.weights(index), MessageTag.WEIGHTS
-            )
-        ]
+        return [send for i in indices for send in _send(clients, self._backend.weights(i))]
 
     def _load_changes(self, checksums: Mapping[RankConnection, str | None]) -> None:
         """Load parameters that all workers have changed in the same way outside the optimizer.
@@ -230,14 +216,11 @@ class GradientServer:
         if not any(checksums.values()):
             return
         check_changes({client.name: found for client, found in checksums.items()})
-        is_loaded = False
-        for client in checksums:
-            self._clients.reply(client, {"give": not is_loaded})
-            if not is_loaded and client in self._clients.active:
-                with self._clients.drop_if_unreachable(client):
-                    values = receive_parameters(client, self._backend.shapes)
-                    self._backend.load_parameters(values)
-                    is_loaded = True
+        first, *others = checksums
+        first.send_reply({"give": True})
+        self._backend.load_parameters(receive_parameters(first, self._backend.shapes))
+        for client in others:
+            client.send_reply({"give": False})
 
     # ------------------------------------------------------------- sync points
 
@@ -258,11 +241,9 @@ class GradientServer:
 
     def _release_sync_point(self, stop: str | None) -> None:
         """Reply to all clients at a sync point."""
-        present = [client.rank for client in self._clients.active]
         waiting, self._clients.pending = list(self._clients.pending), {}
         for client in waiting:
-            reply = {"stop": stop, "present": present, "behind": client in self._behind}
-            self._clients.reply(client, reply)
+            client.send_reply({"stop": stop, "behind": client in self._behind})
             self._behind.discard(client)
 
 
@@ -315,18 +296,35 @@ def _reply_directly(backend: Backend, client: RankConnection, message: Message) 
     return True
 
 
+ClientSend = tuple[RankConnection, dist.Work]
+"""A client, and an asynchronous send to it."""
+
+
+def _send(clients: Iterable[RankConnection], tensor: Tensor) -> list[ClientSend]:
+    """Start to send the same parameters or gradients to several clients."""
+    return [(client, client.send(tensor, MessageTag.WEIGHTS)) for client in clients]
+
+
+def _wait_for_sends(sends: Iterable[ClientSend]) -> None:
+    waits = [client.start_wait(work, "the parameters") for client, work in sends]
+    for wait in waits:
+        wait()
+
+
 class MeanGradient:
     """Receives the clients' gradients and averages them, bucket by bucket, in their order."""
 
     def __init__(
-        self, clients: Clients, buckets: Sequence[ParamBucket], accumulator: Accumulator
+        self,
+        clients: Sequence[RankConnection],
+        buckets: Sequence[ParamBucket],
+        accumulator: Accumulator,
     ) -> None:
-        self._clients = clients
         self._buckets = buckets
         self._accumulator = accumulator
         self._receivers = {
             client: GradientReceiver(client, buckets, accumulator, number == 0)
-            for number, client in enumerate(clients.active)
+            for number, client in enumerate(clients)
         }
 
     def start_receiving(self, senders: Iterable[RankConnection]) -> None:
@@ -335,53 +333,23 @@ class MeanGradient:
             self._receivers[client].start()
 
     def reduce(self, index: int, senders: Iterable[RankConnection]) -> tuple[Tensor, str | None]:
-        """Write the mean gradient of a bucket, over active senders, into the accumulator.
+        """Write the mean gradient of a bucket, over the senders, into the accumulator.
 
         Returns it, and a text that names the workers with infinite or NaN values if it has any.
-        RuntimeError if no sender is left, or too few clients.
         """
-        mean = BucketMean(self._buckets[index], self._accumulator.buckets[index])
+        bucket, total = self._buckets[index], self._accumulator.buckets[index]
+        received: list[tuple[str, Tensor]] = []
         for client in senders:
-            if client not in self._clients.active:
-                continue
-            with self._clients.drop_if_unreachable(client):
-                mean.add(client.name, self._receivers[client].next())
-        return self._accumulator.buckets[index], mean.finish()
-
-
-class BucketMean:
-    """Averages the gradients of a bucket, as they were sent, in the order in which they are added.
-
-    Args:
-        bucket: The bucket.
-        total: Memory for the mean, ``(numel,)``; the first gradient may be there already.
-    """
-
-    def __init__(self, bucket: ParamBucket, total: Tensor) -> None:
-        self._bucket = bucket
-        self._total = total
-        self._received: list[tuple[str, Tensor]] = []
-
-    def add(self, name: str, encoded: Tensor) -> None:
-        """Add the gradient of a worker; ``encoded`` must not change until :meth:`finish`."""
-        self._received.append((name, encoded))
-        if len(self._received) > 1:
-            self._bucket.add_decoded(encoded, self._total)
-        elif encoded is not self._total:
-            self._bucket.decode(encoded, self._total)
-
-    def finish(self) -> str | None:
-        """Divide the sum; RuntimeError if there was no gradient.
-
-        Returns a text that names the workers with infinite or NaN values; None if there are none.
-        """
-        if not self._received:
-            raise RuntimeError("All workers that were making a step have ended.")
-        if len(self._received) > 1:
-            _divide(self._total, len(self._received))
-        if _is_finite(self._total):
-            return None
-        return _not_finite_text(self._bucket, self._received, self._total)
+            encoded = self._receivers[client].next()
+            if received:
+                bucket.add_decoded(encoded, total)
+            elif encoded is not total:
+                bucket.decode(encoded, total)
+            received.append((client.name, encoded))
+        if len(received) > 1:
+            _divide(total, len(received))
+        is_finite = _is_finite(total)
+        return total, None if is_finite else _not_finite_text(bucket, received, total)
 
 
 class GradientReceiver:

@@ -36,12 +36,10 @@ class Serving(NamedTuple):
 
     Attributes:
         after_step: Called where the optimizer is after each step, to step a schedule for instance.
-        min_workers: Continue with so many workers when some fail. Default: all.
         stop_reason: Returns why all should stop after a step, if this rank was asked to.
     """
 
     after_step: Callable[[], object] | None = None
-    min_workers: int | None = None
     stop_reason: Callable[[], str | None] = lambda: None
 
 
@@ -177,7 +175,7 @@ class _ServiceRank:
         )
         if self._tiers.role(self._rank) is Role.AGGREGATOR_OPTIMIZER:
             return self._serve(self._tiers.leaders, self._buckets, backend, serving)
-        dtype, serving = self._accumulator.dtype, serving._replace(min_workers=None)
+        dtype = self._accumulator.dtype
         summed = [b if b.codec is not None else b._replace(dtype=dtype) for b in self._buckets]
         aggregator = self._tiers.aggregators[self._shard]
         return self._serve([aggregator], summed, backend, serving, clients_send_keep_alives=True)
@@ -201,7 +199,6 @@ class _ServiceRank:
             backend,
             model_checksum(self._params, self._buckets),
             self._keep_alive,
-            min_workers=serving.min_workers,
             clients_send_keep_alives=clients_send_keep_alives,
             stop_reason=serving.stop_reason,
         )
@@ -223,7 +220,7 @@ class _ServiceRank:
         """Return connections to the optimizers of the other shards, by shard.
 
         These ranks send no keep-alives to each other, so the timeout is that for all workers to
-        fail one after another.
+        be late one after another.
         """
         timeout_s, num_workers = self._transport.timeout_s, self._tiers.num_workers
         longest_s = None if timeout_s is None else (1 + num_workers) * timeout_s
@@ -388,28 +385,17 @@ class Tiers(NamedTuple):
         return own_group
 
 
-def check_ranks(
-    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None = None
-) -> None:
+def check_ranks(num_workers: int | None, num_servers: int, replica_size: int) -> None:
     """Raise TypeError or ValueError for numbers of workers and servers that are never valid."""
     for name, value in (
         ("num_workers", 1 if num_workers is None else num_workers),
         ("num_servers", num_servers),
         ("replica_size", replica_size),
-        ("min_workers", 1 if min_workers is None else min_workers),
     ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r}.")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}. Use 1 or more.")
-    if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
-        raise ValueError(
-            f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
-        )
-    if min_workers is not None and replica_size > 1:
-        raise ValueError(
-            f"min_workers drops single ranks, so it needs replica_size=1, got {replica_size}."
-        )
 
 
 def _count(number: int, noun: str) -> str:

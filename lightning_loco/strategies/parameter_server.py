@@ -63,8 +63,6 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         compression: How gradients and parameters are encoded when they are sent: ``"bf16"``,
             ``"fp16"``, ``"int8"`` or such a codec; servers sum and step in full precision. Default:
             not encoded.
-        min_workers: Continue with the mean over the remaining workers while there are so many.
-            Default: the end of one worker ends the run, with an error that names it.
         overlap: Send gradients while the backward pass computes them.
         bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
         timeout_s: As in :class:`LocoStrategy`, like all arguments that follow. The backend is that
@@ -93,17 +91,15 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         num_servers: int = 1,
         replica_size: int = 1,
         compression: Codec | ErrorFeedback | str | None = None,
-        min_workers: int | None = None,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         **common: Unpack[WorkerArguments],
     ) -> None:
-        check_ranks(num_workers, num_servers, replica_size, min_workers)
+        check_ranks(num_workers, num_servers, replica_size)
         check_bytes("bucket_bytes", bucket_bytes)
         self._init_worker(**common)
         self.counts = (num_workers, num_servers, replica_size)
         self.compression = as_codec(compression)
-        self.min_workers = min_workers
         self.overlap = overlap
         self.bucket_bytes = bucket_bytes
         self._stop_reason: str | None = None
@@ -149,7 +145,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         """Replace the optimizer of this worker by a client of the servers."""
         assert self.lightning_module is not None
         with self.waiting_in("the set-up"):
-            broadcast_model(self.lightning_module, self.present_workers())
+            broadcast_model(self.lightning_module, self.training_ranks())
         (local,) = self.optimizers
         lightning_compat.expect_no_step(local)
         self.remote = RemoteOptimizer(
@@ -183,8 +179,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         rank_zero_info(f"{self.tiers.describe()}; {numel:,} trainable parameters.")
 
     def _serve_fit(self) -> None:
-        serving = Serving(min_workers=self.min_workers, stop_reason=lambda: self._stop_reason)
-        self._serve_workers(self._transport(), serving)
+        self._serve_workers(self._transport(), Serving(stop_reason=lambda: self._stop_reason))
 
     # ---------------------------------------------------------------- training
 
@@ -322,7 +317,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             self.checkpoints.save_interrupted(self._trainer, remote.stop_agreed)
             self._finished = True
             self._leave(remote)
-        elif self.min_workers is None or self.serves or remote is None:
+        else:
             self.report_failure(exception)
 
     def teardown(self) -> None:
@@ -332,8 +327,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             if not self._finished:  # a fit without steps has no end of training
                 self.checkpoints.finish_fit(remote)
             self._leave(remote)
-        if self.min_workers is None:  # otherwise the run may go on without some ranks
-            self._end_together(self.service or self.group)
+        self._end_together(self.service or self.group)
         if remote is not None:
             remote.remove_hooks()
             self.remote = None

@@ -16,12 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve
 from lightning_loco.parameters.replica import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
@@ -55,7 +54,6 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     replica_group: dist.ProcessGroup | None = None
     _gradients_group: dist.ProcessGroup | None = None
     _job: Job | None = None
-    _present: tuple[int, ...] = ()
     _added: ExitStack
     _owners: ParameterOwners | None = None
 
@@ -86,18 +84,13 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train and have not failed."""
-        return len(self._present) or self.tiers.num_training
+        """Number of ranks that train."""
+        return self.tiers.num_training
 
     @property
     def replica_size(self) -> int:
         """Number of ranks of a worker."""
         return self.tiers.replica_size
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers, including those that have failed."""
-        return self.tiers.num_workers
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -118,7 +111,6 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
         if self.is_fitting:
             self.service = WorkerGroup.of_job(self._job, waits_indefinitely=self.serves)
         if not self.serves:
-            self._present = self._present or tuple(range(self.tiers.num_training))
             super().setup_distributed()
 
     def _join_job(self) -> Job:
@@ -139,7 +131,7 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     def _init_default_group(self) -> None:
         assert self._job is not None
         backend = lightning_compat.backend_of(self)
-        self._job.init_default_group(self._present, backend, self.root_device)
+        self._job.init_default_group(self.world_size, backend, self.root_device)
 
     def setup_environment(self) -> None:
         """Connect the ranks; in ``fit``, also those that train with those that serve."""
@@ -149,7 +141,7 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
             self.service.connect()
             resume = partial(resumed_by_all, self.service)
             lightning_compat.choose_checkpoint(self._trainer, resume)
-        elif not self.serves and self.world_size == self.tiers.num_training:
+        elif not self.serves:
             size = self.tiers.replica_size
             self.group = WorkerGroup.start(timeout_s=self.timeout_s, replica_size=size)
 
@@ -279,43 +271,24 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
         self.sync_point(purpose)
         if self.is_training and averaged_models(self._trainer):
             with self.waiting_in(purpose):
-                share_complete_averages(self._trainer, self.present_workers())
+                share_complete_averages(self._trainer, self.training_ranks())
 
     def sync_point(self, purpose: str) -> None:
-        """Wait until all workers are at the sync point; continue with those that are left."""
+        """Wait until all workers are at the sync point."""
         if not self.is_training:
             return
         assert self.remote is not None
         stopped = self.remote.stop_agreed
         super().sync_point(purpose)
-        if self.remote.present is not None:  # only set on the first rank of a worker
-            size = self.tiers.replica_size
-            present = self.remote.present
-            left = tuple(rank for rank in self._present if rank - rank % size in present)
-            if len(left) < len(self._present):
-                self._continue_with(left)
         if self.remote.stop_agreed and not stopped:
             raise SIGTERMException
 
-    def _continue_with(self, present: tuple[int, ...]) -> None:
-        """Make a new default process group of the workers that are left; all of them call it."""
-        lost = [rank for rank in self._present if rank not in present]
-        names = ", ".join(map(self.tiers.name, lost))
-        rank_zero_warn(f"Going on without {names}; their share of the data is lost.")
-        self._present = present
-        assert self.service is not None
-        assert self.service.watchdog is not None
-        self.service.watchdog.forget(lost)
-        self.service.watchdog.wait_for_store()
-        abort_default_group()
-        self._init_default_group()
-
-    def present_workers(self) -> WorkerGroup:
-        """Return the ranks that train and are left, as a worker group for collectives."""
-        group = dist.group.WORLD if self.world_size > 1 else None
-        own = self._present.index(self.global_rank)
-        names = list(map(self.tiers.name, self._present))
-        return WorkerGroup(own, self.world_size, names, data=group, control=group)
+    def training_ranks(self) -> WorkerGroup:
+        """Return the ranks that train, as a worker group for collectives."""
+        size = self.world_size
+        group = dist.group.WORLD if size > 1 else None
+        names = list(map(self.tiers.name, range(size)))
+        return WorkerGroup(self.global_rank, size, names, data=group, control=group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train; before ``setup`` for all, which may prepare data."""

@@ -39,7 +39,7 @@ def job_of_all(rank: int, port: int, timeout_s: float) -> Iterator[jobs.Job]:
 def agree_and_fail(rank: int, world: int, port: int) -> str:
     with job_of_all(rank, port, 20.0) as job, closing(WorkerGroup.of_job(job)) as group:
         if rank < 2:
-            job.init_default_group([0, 1], "gloo", CPU)
+            job.init_default_group(2, "gloo", CPU)
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total == 2
@@ -95,7 +95,7 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
         with job_of_all(rank, port, TIMEOUT_S) as job:
             began = time.monotonic()
             if phase == "default group":
-                freeze() if is_victim else job.init_default_group([0, 1, 2], "gloo", CPU)
+                freeze() if is_victim else job.init_default_group(3, "gloo", CPU)
             if phase == "joining" and is_victim:
                 freeze()
             fails_now = phase == "connection" and is_victim
@@ -144,7 +144,7 @@ def wait_for_missing_worker(rank: int, world: int, port: int) -> str:
             with closing(WorkerGroup.of_job(job, waits_indefinitely=True)) as group:
                 try:
                     if rank == 0:
-                        job.init_default_group([0, 1], "gloo", CPU)
+                        job.init_default_group(2, "gloo", CPU)
                     group.connect()
                 except RuntimeError as error:
                     group.report_error(error)

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog
-from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 from tests.distributed.workers import hurry, make_watchdogs, start, threads_named, wait_until
 from tests.forked_jobs import Job
 from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.pool import Pool, PoolError
-from tests.strategies.remote_runs import all_ranks
 
 
 def describe(rank: int, world: int) -> dict[str, Any]:
@@ -274,19 +273,3 @@ def test_aborting_groups_does_not_wait_for_pending_work(pool: Pool) -> None:
     for lasted_s, left in pool.run(abort_with_pending_work, world=2):
         assert lasted_s < SOON_S
         assert left == 0
-
-
-def replace_default_group(rank: int, world: int) -> tuple[bool, float]:
-    with all_ranks() as environment:
-        init = f"tcp://127.0.0.1:{environment.main_port}"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-        abort_default_group()
-        is_left = not dist.is_initialized()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        value = torch.ones(3)
-        dist.all_reduce(value)
-        return is_left, value.sum().item()
-
-
-def test_a_default_group_can_be_replaced(pool: Pool) -> None:
-    assert pool.run(replace_default_group, world=2) == [(True, 3.0)] * 2

@@ -126,7 +126,7 @@ def test_arguments_that_users_ask_for_are_documented() -> None:
         parameters |= set(inspect.signature(kind).parameters)
     for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
                  "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
-                 "replica_size", "compression", "min_workers", "overlap"):  # fmt: skip
+                 "replica_size", "compression", "overlap"):  # fmt: skip
         assert any(f"`{name}" in page.text for page in PAGES), name
         assert name in parameters
 

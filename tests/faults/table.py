@@ -2,9 +2,8 @@
 
 New methods are added automatically. Other faults have tests of their own: losses before training in
 tests/distributed/test_all_ranks.py, patience in tests/parameter_server/test_patience.py,
-runs that continue without a worker in tests/strategies/test_remote_faults.py, other points of a
-round and workers that return in tests/elastic/test_faults.py, peers in tests/gossip/test_faults.py,
-and launchers in tests/strategies/test_faults.py.
+other points of a round and workers that return in tests/elastic/test_faults.py, peers in
+tests/gossip/test_faults.py, and launchers in tests/strategies/test_faults.py.
 """
 
 from __future__ import annotations

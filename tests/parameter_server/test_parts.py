@@ -341,7 +341,7 @@ def test_after_a_timeout_reports_are_not_waited_for() -> None:
         start(watchdogs[0])
         for timeout_s, waits in ((0.0, False), (60.0, True)):
             before_s = clock.now()
-            explained = explain_unreachable("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            explained = explain_unreachable("Worker 1", "the gradients", watchdogs[0], timeout_s)
             with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), explained:
                 raise RuntimeError("the backend's error")
             assert (clock.now() > before_s) == waits
@@ -351,6 +351,6 @@ def test_an_error_of_a_signal_handler_is_not_explained() -> None:
     """PyTorch raises it, wherever this process is waiting, if a data loader's process is killed."""
     handler: dict[str, Any] = {"__name__": signal_handling.__name__}
     exec("def handle():\n    raise RuntimeError('killed by signal')", handler)
-    explained = explain_unreachable("Worker 1", 1, "the gradients", None)
+    explained = explain_unreachable("Worker 1", "the gradients", None)
     with pytest.raises(RuntimeError, match="^killed by signal$"), explained:
         handler["handle"]()

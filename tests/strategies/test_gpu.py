@@ -156,8 +156,6 @@ class Fault(Callback):
 
 if name == "remote":
     strategy = RemoteOptimizerStrategy(2, timeout_s={TIMEOUT_S})
-elif name == "remote with enough":
-    strategy = RemoteOptimizerStrategy(2, min_workers=1, timeout_s={TIMEOUT_S})
 else:
     strategy = CASES[name].strategy({SYNC_EVERY}, timeout_s={TIMEOUT_S})
 start_together(Path(__file__).parent, rank, 3)
@@ -198,13 +196,3 @@ def test_a_lost_worker_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: 
             lost_at = lost_at or number_after("lost at", output)
             assert number_after("raised at", output) - lost_at < LATEST_S, output
             assert ended_at - lost_at < LATEST_S + EXIT_S, output
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_enough_workers_of_a_remote_optimizer_continue_on_nccl(tmp_path: Path, how: str) -> None:
-    with three_on_nccl(tmp_path, "remote with enough", how, steps=100) as ranks:
-        for rank in (0, 2):
-            code, output = ranks[rank].finish(90)
-            assert code == 0, output
-            assert rank == 2 or number_after("finished at", output) == 100, output

@@ -89,16 +89,16 @@ def test_by_name_all_ranks_except_one_train(start_method: str) -> None:
 
 
 def test_the_strategy_can_be_pickled() -> None:
-    strategy = RemoteOptimizerStrategy(4, num_servers=2, compression="bf16", min_workers=3)
+    strategy = RemoteOptimizerStrategy(4, num_servers=2, compression="bf16", overlap=False)
     copy = pickle.loads(pickle.dumps(strategy))
     assert copy.counts == strategy.counts == (4, 2, 1)
     assert copy.compression == BFloat16()
-    assert (copy.min_workers, copy.overlap, copy.timeout_s) == (3, True, 600)
+    assert (copy.overlap, copy.timeout_s) == (False, 600)
 
 
 def test_arguments_and_defaults_are_unchanged() -> None:
     parameters = inspect.signature(RemoteOptimizerStrategy).parameters
-    expected = {"num_servers": 1, "compression": None, "min_workers": None, "timeout_s": 600}
+    expected = {"num_servers": 1, "compression": None, "timeout_s": 600}
     assert {name: parameters[name].default for name in expected} == expected
     first, *others = parameters.values()
     assert first.name == "num_workers"

@@ -108,7 +108,7 @@ def test_an_interrupted_run_resumes_exactly(
 def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:
     """Worker 0 has fewer batches, and misses steps."""
     module, seen = ValidatedModule(), Seen(f"{folder}/one.ckpt")
-    strategy = RemoteOptimizerStrategy(2, compression=CODEC, min_workers=1, timeout_s=20)
+    strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
     data = make_loader(rank, STEPS if rank == 0 else STEPS + 3), make_loader(9, 2)
     fit_with(strategy, module, *data, callbacks=[seen], max_epochs=2)
     return flat(module), seen.validated

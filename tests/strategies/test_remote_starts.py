@@ -231,30 +231,27 @@ class FailsBefore(TinyModule):
         return make_loader(self.trainer.global_rank, STEPS)
 
 
-def fail_before(rank: int, world: int, hook: str, victim: int, min_workers: int | None) -> None:
+def fail_before(rank: int, world: int, hook: str, victim: int) -> None:
     with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20, min_workers=min_workers)
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
         trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
         trainer.fit(FailsBefore(hook, victim))
 
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(
-    ("hook", "victim", "min_workers"),
+    ("hook", "victim"),
     [
-        ("prepare_data", 0, None),
-        ("setup", 1, None),
-        ("setup", 2, None),
-        ("setup", 1, 1),
-        ("configure_optimizers", 0, None),
-        ("train_dataloader", 1, None),
+        ("prepare_data", 0),
+        ("setup", 1),
+        ("setup", 2),
+        ("configure_optimizers", 0),
+        ("train_dataloader", 1),
     ],
 )
-def test_an_error_before_training_is_named_on_all_ranks(
-    pool: Pool, hook: str, victim: int, min_workers: int | None
-) -> None:
+def test_an_error_before_training_is_named_on_all_ranks(pool: Pool, hook: str, victim: int) -> None:
     with pytest.raises(PoolError) as caught:
-        pool.run(fail_before, hook, victim, min_workers, world=3)
+        pool.run(fail_before, hook, victim, world=3)
     assert set(caught.value.failures) == {0, 1, 2}
     name = Tiers.detect(3, 2).name(victim)
     for rank, failure in caught.value.failures.items():

@@ -113,7 +113,7 @@ class RemoteCheckpoints:
             position = Position.of(strategy.lightning_module.trainer)
             own = {"loops": checkpoint["loops"], "position": position.state_dict()}
             with strategy.waiting_in("a checkpoint"):
-                checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
+                checkpoint[_KEY] = strategy.training_ranks().gather_states(own, "a checkpoint")
         io = strategy.checkpoint_io
         write = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
         if strategy.is_training:
