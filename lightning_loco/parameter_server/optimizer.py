@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -194,7 +194,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "average_gradients was called after expect_backward, which sends the gradients "
                 "already. Call one of them in a step."
             )
-        check_gradients(self.param_groups, self._frozen)
+        self._check_gradients()
         start = time.perf_counter()
         for client in self._clients:
             client.start_averaging(self._replica.is_leader)
@@ -236,7 +236,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reach("local step")
-        check_gradients(self.param_groups, self._frozen)
+        self._check_gradients()
         start = time.perf_counter()
         request = StepRequest(clip=self._clip, stop=self._stop_reason)
         self._clip = None
@@ -246,6 +246,22 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.stop_agreed = self._replica.broadcast_text(self.stop_agreed)
         self.wait_s += time.perf_counter() - start
         return loss
+
+    def _check_gradients(self) -> None:
+        """Refuse sparse gradients, and parameters that have become trainable after the start."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise ValueError(
+                        "A parameter has a sparse gradient, which cannot be sent. Use "
+                        "Embedding(sparse=False)."
+                    )
+        if any(param.requires_grad for param in self._frozen):
+            raise RuntimeError(
+                "A parameter became trainable after the start, but only parameters that require "
+                "gradients then are exchanged. Unfreeze before fit, or call fit again after "
+                "unfreezing."
+            )
 
     def _request_step(self, request: StepRequest) -> None:
         """Send everything for a step and wait for it; :meth:`_receive_weights` finishes it."""
@@ -413,23 +429,6 @@ def _positive(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {value!r}.")
     return float(value)
-
-
-def check_gradients(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
-    """Refuse sparse gradients, and parameters that have become trainable after the start."""
-    for group in groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.is_sparse:
-                raise ValueError(
-                    "A parameter has a sparse gradient, which cannot be sent. Use "
-                    "Embedding(sparse=False)."
-                )
-    if any(param.requires_grad for param in frozen):
-        raise RuntimeError(
-            "A parameter became trainable after the start, but only parameters that require "
-            "gradients then are exchanged. Unfreeze before fit, or call fit again after "
-            "unfreezing."
-        )
 
 
 class ReplicaGroup:

@@ -67,7 +67,6 @@ class GradientServer:
         reply_directly = functools.partial(_reply_directly, backend)
         self._clients = Clients(clients, reply_directly, keep_alive, clients_send_keep_alives)
         self._buckets = buckets
-        self._num_buckets = len(buckets)
         self._mean_gradient = MeanGradient(clients, buckets, accumulator)
         self._backend = backend
         self._checksum = checksum
@@ -137,7 +136,7 @@ class GradientServer:
             names = ", ".join(client.name for client in others)
             raise ValueError(f"Another model on: {names}. Build the same on all ranks.")
         reply = self._backend.join(self._checksum)
-        sends = self._send_weights(messages, range(self._num_buckets))
+        sends = self._send_weights(messages, range(len(self._buckets)))
         for client in messages:
             client.send_reply(reply)
         _wait_for_sends(sends)
@@ -175,7 +174,7 @@ class GradientServer:
         self._backend.start_step(StepRequest.merge(list(requests.values())) if is_known else None)
         sends: list[ClientSend] = []
         not_finite, self._not_finite = self._not_finite, None
-        for index in range(self._num_buckets):
+        for index in range(len(self._buckets)):
             reach("summing")
             _, text = self._mean_gradient.reduce(index, messages)
             if text is not None:
@@ -189,7 +188,7 @@ class GradientServer:
         reply = self._backend.finish_step(request)
         reply["stop"] = request.stop or reply.get("stop") or self._stop_reason()
         for index in self._backend.remaining():
-            if index == self._num_buckets - 1:
+            if index == len(self._buckets) - 1:
                 # All parameters are known: a client with a reply waits for no other rank.
                 for client in messages:
                     client.send_reply(reply)
@@ -215,7 +214,7 @@ class GradientServer:
         """
         if not any(checksums.values()):
             return
-        check_changes({client.name: found for client, found in checksums.items()})
+        _check_changes({client.name: found for client, found in checksums.items()})
         first, *others = checksums
         first.send_reply({"give": True})
         self._backend.load_parameters(receive_parameters(first, self._backend.shapes))
@@ -247,7 +246,7 @@ class GradientServer:
             self._behind.discard(client)
 
 
-def check_changes(checksums: Mapping[str, str | None]) -> None:
+def _check_changes(checksums: Mapping[str, str | None]) -> None:
     """Raise RuntimeError unless all workers have changed parameters in the same way, or none has.
 
     ``checksums`` has that of each worker's parameters by its name, None if they have not changed.

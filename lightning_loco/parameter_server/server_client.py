@@ -235,8 +235,8 @@ class ShardClient(ServerClient):
         request = self._sent_request
         if isinstance(request, Future):
             request = request.result()
-        if request.changed is not None:
-            self._send_parameters_if_asked(self.wait_for_reply())
+        if request.changed is not None and self.wait_for_reply()["give"]:
+            send_parameters(self.connection, self._params)
 
     def wait_for_step(self) -> str | None:
         """Wait until the server has made the step; return why all workers should stop, or None."""
@@ -291,7 +291,7 @@ class ShardClient(ServerClient):
         self._sends.append(
             self.connection.send(buffer.pack(gradients), MessageTag.GRADIENTS)
             if self._async_sender is None
-            else self._async_sender.send(buffer, gradients, MessageTag.GRADIENTS)
+            else self._async_sender.send(buffer, gradients)
         )
 
     def _start_receiving(self, tensors: Sequence[Tensor]) -> None:
@@ -314,10 +314,6 @@ class ShardClient(ServerClient):
             self.connection.wait(work, "the gradients")
         self._sends = []
 
-    def _send_parameters_if_asked(self, reply: dict[str, Any]) -> None:
-        if reply["give"]:
-            send_parameters(self.connection, self._params)
-
     # ------------------------------------------------------------ other requests
 
     @property
@@ -339,7 +335,8 @@ class ShardClient(ServerClient):
         """Wait until all workers are at the sync point; return the server's reply."""
         reply = self.wait_for_reply()
         if "give" in reply:
-            self._send_parameters_if_asked(reply)
+            if reply["give"]:
+                send_parameters(self.connection, self._params)
             reply = self.wait_for_reply()
         return reply
 
@@ -359,17 +356,22 @@ class ShardClient(ServerClient):
 
 
 class AsyncSender:
-    """Sends tensors of a GPU without blocking: a stream copies them, a thread sends the copies."""
+    """Sends gradients of a GPU without blocking: a stream copies them, a thread sends copies."""
 
     def __init__(self, connection: RankConnection, device: torch.device) -> None:
         self._connection = connection
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-sender")
 
-    def send(self, buffer: BucketBuffer, tensors: Tensors, tag: MessageTag) -> Future[dist.Work]:
+    def send(self, buffer: BucketBuffer, gradients: Tensors) -> Future[dist.Work]:
         """Start to send a bucket; its buffer must not be used before the send is done."""
-        host, copied = buffer.pack_async(tensors, self._stream)
-        return self._thread.submit(self._send, host, copied, tag)
+        host, copied = buffer.pack_async(gradients, self._stream)
+
+        def send() -> dist.Work:
+            copied.synchronize()
+            return self._connection.send(host, MessageTag.GRADIENTS)
+
+        return self._thread.submit(send)
 
     def send_request(
         self, kind: MessageKind, request: StepRequest, changes: ChangeDetector
@@ -387,10 +389,6 @@ class AsyncSender:
     def close(self) -> None:
         """End the thread when everything is sent."""
         self._thread.shutdown(wait=False)
-
-    def _send(self, host: Tensor, copied: torch.cuda.Event, tag: MessageTag) -> dist.Work:
-        copied.synchronize()
-        return self._connection.send(host, tag)
 
 
 _NUM_ROWS = 32

@@ -92,7 +92,7 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
     torch.cuda.synchronize()
     before = [values.clone() for values in here]
     with no_waits_for_the_gpu():
-        sending = [async_sender.send(buffer, here, MessageTag.GRADIENTS) for buffer in buffers]
+        sending = [async_sender.send(buffer, here) for buffer in buffers]
         for values in here:
             values.zero_()  # must not change what is sent
     for bucket in buckets:
