@@ -37,10 +37,11 @@ from typing import Any
 
 import torch
 from common import make_parser, mean_and_deviation, paired_p, print_machine, print_table
+from gossip_baselines import A2CiD2, ChocoSGD, Int4Differences
 from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, GASLoC, NeighborAverage, Simulation, StreamingDiLoCoStrategy
-from lightning_loco.algorithms import A2CiD2, Algorithm, ChocoSGD, RoundInfo
+from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.costs import StepTimes, as_method, estimate
 from lightning_loco.demo.data import standard_library
 from lightning_loco.engine.settings import RoundSettings
@@ -272,9 +273,10 @@ def local_steps(
 GRAPHS = ("ring", "grid", "hypercube", "random_matching")
 WARMUP = 20
 RATES = (0.5, 1.0, 2.0, 4.0)
+CODEC = Int4Differences()
 EVERY_STEP: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "d_psgd": (NeighborAverage(), {"overlap": True, "warm_start": False}),
-    "choco_sgd_int4": (ChocoSGD(), {"compression": "int4"}),
+    "choco_sgd_int4": (ChocoSGD(0.5, CODEC), {"compression": CODEC}),
     "a2cid2": (A2CiD2(), {}),
     "gasloc_plain": (GASLoC(1.0, momentum=0.0), {}),
     "gasloc": (GASLoC(1.0, momentum_on="local"), {}),

@@ -33,7 +33,7 @@ from lightning_loco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
-from lightning_loco.compression import Compensated, ErrorFeedback, Int8, Sparse
+from lightning_loco.compression import Compensated, ErrorFeedback, Sparse
 from lightning_loco.engine import RoundSettings
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology, get_topology
@@ -230,17 +230,6 @@ CASES = {
     ),
     "gasloc_cycle": Case(GASLoC(), "one_peer_exponential", variant_of="gasloc_matching"),
     "neighbor_average": Case(NeighborAverage(), "ring", not_in=CLOCK),
-    # Baselines without a strategy of their own.
-    "choco_sgd": Case(loco.algorithms.ChocoSGD(1.0), "ring"),
-    "choco_sgd_compressed": Case(
-        loco.algorithms.ChocoSGD(0.5),
-        "ring",
-        compression=Int8(block=4),
-        variant_of="choco_sgd",
-        not_in={"nan by hand": ROUNDED["nan by hand"]},
-    ),
-    "a2cid2": Case(loco.algorithms.A2CiD2(), "ring"),
-    "a2cid2_matching": Case(loco.algorithms.A2CiD2(), "random_matching", variant_of="a2cid2"),
     # Compressed messages.
     "diloco_compressed": Case(
         DiLoCo(),

@@ -351,7 +351,7 @@ def test_a_rank_that_hangs_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -
     assert hanging.ended_at == math.inf
 
 
-SHARED = ("common", "curves", "equal_time", "local_phase", "ranks")
+SHARED = ("common", "curves", "equal_time", "gossip_baselines", "local_phase", "ranks")
 
 
 def test_help_says_how_to_read_it(

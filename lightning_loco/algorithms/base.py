@@ -82,12 +82,6 @@ class Algorithm(ABC):
     """Whether messages are parameters instead of differences. With a mean, a codec then encodes
     their difference to the result of the last round."""
 
-    estimates_neighbors: ClassVar[bool] = False
-    """Whether the state holds estimates of what the neighbours have, to which messages are the
-    differences. A rough codec then suits gossip, because the next message corrects what it has
-    lost. The field ``codec`` is set to the codec of the messages. All rounds need the same workers,
-    so that elastic members are refused."""
-
     start_key: ClassVar[str | None] = None
     """The state entry with the parameters at the start of the round, or None. A worker without
     valid progress continues from them, and sends them to its neighbours instead of its own."""

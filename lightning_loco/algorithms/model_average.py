@@ -67,14 +67,6 @@ class NeighborAverage(ModelAverage):
 
     A worker without valid parameters continues from the result of its last round.
 
-    With a round after every local step of SGD (``sync_every=1``) it is decentralized SGD, in one of
-    its two orders:
-
-    - blocking rounds, :math:`x_{t+1} = W (x_t - \lambda\, g(x_t))`: the step, then the average;
-    - ``overlap=True, warm_start=False``, :math:`x_{t+1} = W x_t - \lambda\, g(x_t)`: the average is
-      under way during the step, and the gradient is that of the parameters before it. This is
-      D-PSGD, algorithm 1 of Lian et al., arXiv:1705.09056.
-
     Example:
         >>> NeighborAverage().exchange
         'neighbors'

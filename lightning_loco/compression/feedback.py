@@ -182,7 +182,6 @@ def as_compression(
     given: Any,
     exchange: Literal["mean", "neighbors", "pull"],
     sends_parameters: bool,
-    estimates_neighbors: bool = False,
 ) -> Compression | None:
     """Turn the user's ``compression=`` setting into a :class:`Compression` for an algorithm.
 
@@ -191,7 +190,6 @@ def as_compression(
             :class:`Compensated`. For means, rough codecs get an error feedback automatically.
         exchange: The exchange of the algorithm.
         sends_parameters: Whether its messages are parameters instead of differences.
-        estimates_neighbors: Whether the next message to a neighbour corrects what is lost.
 
     Raises:
         TypeError: If ``given`` is none of these.
@@ -217,7 +215,7 @@ def as_compression(
             else "Pulls take no error feedback: the server does not track who has read what."
         )
         raise ValueError(f"{reason} Give the codec alone: compression={codec}.")
-    if codec.is_rough and not estimates_neighbors:
+    if codec.is_rough:
         raise ValueError(
             f"{codec} encodes parameters too roughly for gossip: neighbours would not come closer "
             'than a third of each value. Use compression="int8" or "bf16", or an algorithm that '

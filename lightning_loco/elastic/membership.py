@@ -144,11 +144,10 @@ def check_settings(settings: RoundSettings) -> None:
     algorithm = settings.algorithm
     sends_scalars = type(algorithm).scalars is not Algorithm.scalars
     is_pull = algorithm.exchange == "pull"
-    keeps_estimates = algorithm.estimates_neighbors
-    if is_pull or keeps_estimates or algorithm.gathers or sends_scalars or settings.is_partial:
+    if is_pull or algorithm.gathers or sends_scalars or settings.is_partial:
         raise ValueError(
             "membership=Elastic(...) needs an algorithm that averages over all workers or "
-            "neighbours, sends all parameters, and exchanges or keeps no numbers of its own, got "
+            "neighbours, sends all parameters, and exchanges no numbers of its own, got "
             f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
         )
     check_schedule(settings)

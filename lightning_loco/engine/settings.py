@@ -143,9 +143,6 @@ class RoundSettings:
             )
         self._check_messages(algorithm)
         compression = self._prepared_compression()
-        if algorithm.estimates_neighbors and compression is not None:
-            known: dict[str, Any] = {"codec": compression.codec}
-            algorithm = dataclasses.replace(algorithm, **known)
         return dataclasses.replace(
             self,
             algorithm=algorithm,
@@ -175,12 +172,7 @@ class RoundSettings:
         if isinstance(self.compression, Compression):
             return self.compression
         algorithm = self.algorithm
-        made = as_compression(
-            self.compression,
-            algorithm.exchange,
-            algorithm.sends_parameters,
-            algorithm.estimates_neighbors,
-        )
+        made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
         if (
             made is not None
             and made.stays_in_model

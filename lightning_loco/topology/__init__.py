@@ -23,7 +23,6 @@ from lightning_loco.topology.spectral import (
     consensus_rate,
     lambda_max,
     laplacian_modes,
-    resistances,
     spectral_gap,
 )
 from lightning_loco.topology.static import Complete, FixedGraph, Grid, Hypercube, Ring, Star, Torus
@@ -58,6 +57,5 @@ __all__ = [
     "lambda_max",
     "laplacian_modes",
     "optimal_gossip",
-    "resistances",
     "spectral_gap",
 ]

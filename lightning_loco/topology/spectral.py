@@ -109,50 +109,6 @@ def chi(topology: Topology, num_workers: int) -> float:
     return high / low
 
 
-def resistances(topology: Topology, num_workers: int) -> tuple[float, float]:
-    """Compute the two constants of a graph that decide how fast randomized gossip is.
-
-    Of the mean of ``Lambda`` over the rounds, ``chi_1`` is the inverse of the smallest positive
-    eigenvalue, and ``chi_2`` half of the largest effective resistance of an edge, at most
-    ``chi_1``. Gossip of random pairs needs O(chi_1) rounds for a given accuracy, and A2CiD2
-    O(sqrt(chi_1 chi_2)). 1 and 1 for a single worker.
-
-    Raises:
-        ValueError: If the topology does not support N, or is directed.
-
-    Source:
-        Nabli et al., arXiv:2306.08289, definitions 3.1 and 3.2.
-
-    Example:
-        >>> from lightning_loco.topology import Ring
-        >>> [round(value, 2) for value in resistances(Ring(), 8)]
-        [5.12, 1.31]
-    """
-    topology.check(num_workers)
-    if num_workers == 1:
-        return 1.0, 1.0
-    if isinstance(topology, RandomTopology):  # all pairs are equally likely
-        mode = 1 - topology.moments(num_workers, 1.0)[0]
-        return 1 / mode, 1 / mode
-    import torch
-
-    rounds = range(cycle_length(topology, num_workers))
-    mixing = torch.stack([topology.mixing_matrix(num_workers, t) for t in rounds]).mean(0)
-    if not torch.allclose(mixing, mixing.T, rtol=0, atol=TOLERANCE):
-        raise ValueError(
-            f"Topology '{topology.name}' is directed, and its edges have no resistance. "
-            "Use an undirected one, such as topology=ring."
-        )
-    laplacian = topology.laplacian_scale * (
-        torch.eye(num_workers, dtype=torch.float64, device="cpu") - mixing
-    )
-    inverse = torch.linalg.pinv(laplacian, hermitian=True)
-    ends = inverse.diagonal()
-    between = ends[:, None] + ends[None, :] - 2 * inverse
-    edges = laplacian < -TOLERANCE
-    return float(torch.linalg.eigvalsh(inverse).max()), float(between[edges].max()) / 2
-
-
 def cycle_length(topology: Topology, num_workers: int) -> int:
     """Return the period of a topology that is not random."""
     period = topology.period(num_workers)

@@ -64,7 +64,7 @@ def test_an_algorithm_that_counts_the_workers_is_refused() -> None:
 @pytest.mark.parametrize("algorithm", [SPARTA(), DiLoCo(aggregate="trimmed_mean")])
 def test_messages_that_members_cannot_send_are_refused(algorithm: Algorithm) -> None:
     message = re.escape(
-        f"sends all parameters, and exchanges or keeps no numbers of its own, got {algorithm}"
+        f"sends all parameters, and exchanges no numbers of its own, got {algorithm}"
     )
     with pytest.raises(ValueError, match=message):
         StepEngine(nn.Linear(1, 1), algorithm, membership=Elastic(HERE))
