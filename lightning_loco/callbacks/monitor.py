@@ -186,7 +186,7 @@ class PeerMonitor(RoundMonitor):
 
     Counts since the start: ``loco/fetches`` (successful ones), ``loco/fetch_timeouts``,
     ``loco/fetches_refused``, ``loco/fetches_not_finite`` (NaN or infinity, or an implausible clock
-    or loss), ``loco/fetches_too_far`` (see ``max_peer_distance``) and ``loco/malformed`` (dropped
+    or loss), ``loco/fetches_too_large`` (their norm) and ``loco/malformed`` (dropped
     messages). Of the last blends: ``loco/blend_factor`` (median) and ``loco/peer_staleness_p10``,
     ``_p50``, ``_p90`` (percentiles of how many local steps the peers' clocks were behind). Of the
     peers: ``loco/peer_score_min`` in [10, 1000], which is low if a peer fails often. Of a worker of
@@ -215,7 +215,7 @@ class PeerMonitor(RoundMonitor):
             "loco/fetch_timeouts": float(counts.timeouts),
             "loco/fetches_refused": float(counts.refused),
             "loco/fetches_not_finite": float(counts.not_finite),
-            "loco/fetches_too_far": float(counts.too_far),
+            "loco/fetches_too_large": float(counts.too_large),
             "loco/malformed": float(counts.malformed),
         }
         if counts.scores:

@@ -9,7 +9,7 @@ worker ever waits for a peer that is slow or dead.
 
 :class:`PairwiseEngine` is the interface for training. From top to bottom: ``engine`` counts steps
 and blends (``averaging``), ``node`` serves (``server``, ``snapshots``) and fetches (``fetcher``,
-``peer_selection``, ``outlier_filter``), and ``protocol`` defines what is sent.
+``peer_selection``), and ``protocol`` defines what is sent.
 """
 
 from lightning_loco.gossip.engine import PairwiseEngine

@@ -31,7 +31,6 @@ from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import PeerNode, open_node
-from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.ranks import RankReport
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
@@ -84,9 +83,6 @@ class PairwiseEngine:
             codec such as ``Int8(block=128)``. Default: no compression.
         key_file: Key file of the job, written by ``lightning-loco keys FILE``; see
             :func:`~lightning_loco.transport.write_certificate`.
-        max_peer_distance: Parameters that are this many times further away than usual are not used;
-            more than 1. None for no limit. See
-            :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
         seed: Seed of the choice of peers, used together with the number of the worker.
         link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
         group: The workers. Default: all ranks of the default process group, in new groups, each of
@@ -117,7 +113,6 @@ class PairwiseEngine:
         fetch_timeout_s: float = 2.5,
         compression: Any | None = None,
         key_file: str | Path | None = None,
-        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
         link: LinkLike | None = None,
         group: WorkerGroup | None = None,
@@ -131,7 +126,6 @@ class PairwiseEngine:
                 fetch_timeout_s,
                 compression,
                 key_file,
-                max_peer_distance,
                 as_links(link),
                 config_file,
             )

@@ -24,7 +24,6 @@ from lightning_loco.gossip.fetcher import (
     FetchingThread,
     Received,
 )
-from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE, OutlierFilter
 from lightning_loco.gossip.peer_selection import (
     NodeListDiscovery,
     Peer,
@@ -78,9 +77,6 @@ class PeerNode:
         compression: Codec of the parameters on the wire, equal on all peers: a name such as
             ``"int8"`` or a codec. Default: no compression.
         fetch_timeout_s: Longest duration of a fetch, and so of :meth:`wait`, in seconds.
-        max_peer_distance: Parameters that are this many times further away than usual are not used;
-            more than 1. None for no limit. See
-            :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
         seed: Seed of the choice of peers. Use another one on each worker.
         pinned: Whether to use pinned memory, for a model on a GPU.
         key_file: Only peers that have this file can connect. Write one with
@@ -125,7 +121,6 @@ class PeerNode:
         schema_checksum: int,
         compression: Any | None = None,
         fetch_timeout_s: float = 2.5,
-        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
         pinned: bool = False,
         key_file: str | Path | None = None,
@@ -158,7 +153,7 @@ class PeerNode:
             self._selector,
             fetch_timeout_s=fetch_timeout_s,
             certificate=certificate,
-            outlier_filter=OutlierFilter(self.wire_format, self.snapshots, max_peer_distance),
+            own=self.snapshots,
             pinned=pinned,
             emulated_duration=emulated_duration,
         )
@@ -271,7 +266,6 @@ def open_node(
         schema_checksum=schema_checksum(layout.schema()),
         compression=settings.codec,
         fetch_timeout_s=settings.fetch_timeout_s,
-        max_peer_distance=settings.max_peer_distance,
         seed=seed,
         pinned=has_streams(layout.device),
         key_file=settings.key_file,

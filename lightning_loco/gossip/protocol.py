@@ -89,11 +89,6 @@ class WireFormat(NamedTuple):
         """Size of the encoded parameters in bytes: a whole number of rows."""
         return -(-self.numel // self.block) * self.row_bytes
 
-    @property
-    def single_thread_elements(self) -> int:
-        """The most values of whole blocks that PyTorch decodes in one thread; at least a block."""
-        return max(SINGLE_THREAD_ELEMENTS // self.block, 1) * self.block
-
     def elements(self, offset: int, length: int) -> slice:
         """Return the values in whole rows, which begin at ``offset`` and have ``length`` bytes."""
         start = offset // self.row_bytes * self.block

@@ -7,13 +7,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.compression import Codec
 from lightning_loco.gossip.nodes_file import read_nodes
-from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.peer_selection import NodeListDiscovery, Peer, as_peers
 from lightning_loco.gossip.protocol import pull_codec
 from lightning_loco.links import Links
@@ -36,7 +34,6 @@ class PairwiseSettings:
     fetch_timeout_s: float = 2.5
     compression: Any | None = None
     key_file: str | Path | None = None
-    max_peer_distance: float | None = MAX_PEER_DISTANCE
     link: Links | None = None
     config_file: str | Path | None = None
 
@@ -55,14 +52,6 @@ class PairwiseSettings:
             raise TypeError(f"fetch_timeout_s must be a number of seconds, got {timeout!r}.")
         if not 0 < timeout < math.inf:
             raise ValueError(f"fetch_timeout_s must be positive and finite, got {timeout!r}.")
-        distance = self.max_peer_distance
-        if isinstance(distance, bool) or not isinstance(distance, (int, float, NoneType)):
-            raise TypeError(f"max_peer_distance must be a number or None, got {distance!r}.")
-        if distance is not None and not 1 < distance < math.inf:
-            raise ValueError(
-                "max_peer_distance is a multiple of the usual distance and must be finite and more "
-                f"than 1, got {distance!r}. Use None for no limit."
-            )
         pull_codec(self.compression)
         if self.name is not None and self.nodes is None:
             raise ValueError(
@@ -160,6 +149,5 @@ class PairwiseSettings:
             **hyper_parameters,
             "nodes": [list(peer) for peer in self.peers],
             "fetch_timeout_s": self.fetch_timeout_s,
-            "max_peer_distance": self.max_peer_distance,
             "compression": plain(self.codec),
         }

@@ -22,7 +22,6 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip import Peer
 from lightning_loco.gossip.engine import PairwiseEngine
-from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import LinkLike, as_links
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
@@ -65,8 +64,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             codec such as ``Int8(block=128)``. Rough codecs are refused. Default: no compression.
         keep_progress: Blend the parameters from the start of the fetch, and add the progress made
             since. False is dpwa's rule.
-        max_peer_distance: Parameters that are this many times further away than usual are not used,
-            and are counted by ``PeerMonitor``; more than 1. None for no limit.
         config_file: A YAML file in the format of dpwa: the nodes, and any of ``fetch_probability``,
             ``timeout_ms``, ``interpolation``, ``divergence_threshold`` and ``constant``.
         link: A slower link to emulate, as in :class:`LocoStrategy`. A fetch takes as long as on
@@ -99,7 +96,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         *,
         compression: Codec | str | None = None,
         keep_progress: bool = True,
-        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         config_file: str | Path | None = None,
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
@@ -114,7 +110,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             fetch_timeout_s=fetch_timeout_s,
             compression=compression,
             key_file=key_file,
-            max_peer_distance=max_peer_distance,
             link=as_links(link),
             config_file=config_file,
         )

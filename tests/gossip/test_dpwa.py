@@ -91,7 +91,7 @@ def test_a_setting_that_would_be_dropped_is_an_error(subtests: pytest.Subtests) 
         with subtests.test(message), pytest.raises(ValueError, match=message):
             PairwiseGossipStrategy(name="w1", **given)
     # What the file does not have, or has with the same value, may be given beside it.
-    same = {"factor": 0.5, "keep_progress": False, "max_peer_distance": None}
+    same = {"factor": 0.5, "keep_progress": False}
     algorithm = PairwiseGossipStrategy(config_file=SAMPLE, name="w1", **same).settings.algorithm
     assert algorithm == PairwiseAverage(1.0, "constant", 0.5, 0.2, keep_progress=False)
 

@@ -22,13 +22,13 @@ CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
 
 
 def fetch_and_check(node: PeerNode, own: torch.Tensor) -> bool:
-    """Fetch once; returns whether there is a result, which must be finite and close enough."""
+    """Fetch once; returns whether there is a result, which must be finite and not too large."""
     received = fetch(node)
     if received is None:
         return False
     assert torch.isfinite(received.params).all()
     longest = 10 * max(float(own.norm()), math.sqrt(len(own)))
-    assert float((received.params.double() - own).norm()) <= 1.001 * longest
+    assert float(received.params.double().norm()) <= 1.001 * longest
     return True
 
 
@@ -37,7 +37,7 @@ def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
     num_plausible = sum(fetch_and_check(node, own) for _ in range(300))
     found = node.statistics
     assert num_plausible == found.fetches
-    assert found.not_finite + found.too_far == 300 - num_plausible
+    assert found.not_finite + found.too_large == 300 - num_plausible
     assert (found.malformed, found.errors, found.timeouts) == (0, 0, 0)
     return num_plausible
 
@@ -59,7 +59,7 @@ def test_megabytes_of_random_bytes_are_rejected(codec: Codec) -> None:
         for _ in range(num_fetches):
             assert fetch(here) is None
         found = here.statistics
-        assert found.not_finite + found.too_far == num_fetches
+        assert found.not_finite + found.too_large == num_fetches
         assert (found.malformed, found.errors, found.fetches, found.timeouts) == (0, 0, 0, 0)
 
 
@@ -128,4 +128,6 @@ def test_implausible_scales_are_rejected(
         with subtests.test(scale=scale), reading(Int8(), own, make_reply) as here:
             assert fetch(here) is None
             found = here.statistics
-            assert (found.not_finite, found.too_far) == ((0, 1) if math.isfinite(scale) else (1, 0))
+            assert (found.not_finite, found.too_large) == (
+                (0, 1) if math.isfinite(scale) else (1, 0)
+            )

@@ -47,9 +47,6 @@ def test_errors_name_the_invalid_setting(subtests: pytest.Subtests) -> None:
         ({"fetch_timeout_s": float("inf")}, ValueError, "positive and finite, got inf"),
         ({"fetch_timeout_s": "1"}, TypeError, "number of seconds, got '1'"),
         ({"fetch_timeout_s": True}, TypeError, "number of seconds, got True"),
-        ({"max_peer_distance": 1}, ValueError, "more than 1, got 1. Use None for no limit"),
-        ({"max_peer_distance": float("nan")}, ValueError, "got nan"),
-        ({"max_peer_distance": "far"}, TypeError, "a number or None, got 'far'"),
         ({"compression": "float32"}, ValueError, "one of none, bf16, fp16, int8.*got 'float32'"),
         ({"compression": torch.bfloat16}, TypeError, "a codec such as Int8.*got torch.bfloat16"),
         ({"compression": "int4"}, ValueError, 'too roughly for gossip.*compression="int8"'),
@@ -114,7 +111,6 @@ def test_describe_lists_the_settings_that_must_be_equal(
         "keep_progress": True,
         "nodes": [["a", "127.0.0.1", 45671], ["b", "127.0.0.1", 45672]],
         "fetch_timeout_s": 3.0,
-        "max_peer_distance": 10.0,
         "compression": ["Int8", {"block": 256}],
     }
     other = dataclasses.replace(settings, name="a", key_file=None)
