@@ -23,7 +23,6 @@ MODULES = {
     "doctor": "doctor.run",
     "plan": "plan.run",
     "report": "report.command",
-    "simulate": "cost_table",
     "topology": "topology_report",
 }
 """Modules of commands: their ``run`` takes the arguments and returns the exit status."""
@@ -192,16 +191,6 @@ def main() -> int:
         "run, so keep it inside your network.",
     )
     add_lighthouse_arguments(lighthouse)
-    simulate = commands.add_parser(
-        "simulate",
-        help="compute within seconds what rounds cost: time, utilisation and bytes",
-        description="Computes how long rounds take and what is sent, for any number of workers, "
-        "from sizes, speeds and links alone: nothing is trained. Beside the method stands DDP, "
-        "which averages after every step and hides nothing. To train in a simulation: "
-        "lightning-loco-train simulate=true.",
-    )
-    if sys.argv[1:2] == ["simulate"]:  # the doctor needs no NumPy
-        import_submodule("cost_table").add_arguments(simulate)
     topology = commands.add_parser(
         "topology",
         help="show a graph of gossip: neighbours, spectral gap, chi, settings of GASLoC, picture",

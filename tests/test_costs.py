@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from typing import Any
@@ -265,45 +264,3 @@ assert "torch" not in sys.modules
 
 def test_costs_need_no_pytorch() -> None:
     subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, check=True, timeout=60)
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "command.py"), "simulate", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_the_command_prints_the_costs() -> None:
-    words = "--workers 4 --parameters 1e6 --step-s 0.5 --network lan --method diloco --every 10"
-    done = command(*words.split())
-    assert done.returncode == 0, done.stderr
-    header, own, ddp = done.stdout.splitlines()
-    assert header.split("  ")[-1].strip() == "GB per worker"
-    times = times_of("lan", 4)
-    steps = StepTimes([0.5] * 4)
-    for line, method in ((own, as_method("diloco", 10)), (ddp, as_method("ddp"))):
-        costs = estimate(method, NUMEL, steps, times, 10)
-        name, step_s, utilisation, *_ = line.split()
-        assert name == ("diloco" if line is own else "ddp")
-        assert float(step_s) == pytest.approx(costs.time_s.mean() / costs.steps, abs=1e-3)
-        assert utilisation == f"{costs.utilisation.mean():.1%}"
-
-
-def test_the_command_names_what_is_wrong() -> None:
-    for words, message in (
-        ("--network moon", "link must be one of wan, dsl, .*'moon'"),
-        ("--topology ring", "diloco averages over all workers and takes no --topology"),
-        ("--workers 0", "--workers must be at least 1, got 0"),
-        ("--every 0", "--every must be at least 1, got 0"),
-        ("--parameters 1B", "must be a whole number, such as 124e6, got '1B'"),
-        ("--step-s 0", "--step-s must be positive and finite, got 0"),
-        ("--step-s 500ms", "must be a number of seconds, such as 0.5, got '500ms'"),
-    ):
-        done = command(*f"--workers 4 --parameters 1e6 --step-s 1 {words}".split())
-        assert done.returncode == 2
-        assert re.search(message, done.stderr)
