@@ -356,7 +356,7 @@ def test_an_all_reduce_in_a_ring_leaves_a_site_once_and_one_among_all_often() ->
         left = sum(c for w, c in enumerate(crossing) if sites[w] == 0) * sent / (n - 1)
         assert among_all.busy_s == pytest.approx(8e-6 * left / 80)
     # Workers 0, 2, 1, 3 in this order cross the line four times, two in each direction.
-    crossed = LinkTimes(ONE_LINE, 4).mean_of([0, 2, 1, 3], BYTES, 6, 0)
+    crossed = LinkTimes(ONE_LINE, 4).mean(BYTES, 6, 0, [0, 2, 1, 3])
     assert crossed.busy_s == pytest.approx(2 * 8e-6 * BYTES / 80)
 
 
@@ -386,13 +386,17 @@ def test_fetches_share_an_uplink_as_if_all_workers_fetched_at_once() -> None:
 def test_what_is_sent_to_all_takes_the_links_of_gossip_with_all(subtests: pytest.Subtests) -> None:
     """Parts of a message for each other worker, on links of workers, pairs, sites and uplinks."""
     complete = get_topology("complete")
-    for seed in range(12):
+    for seed in range(24):
         draw = random.Random(seed)
         n = draw.choice([4, 5, 8])
         workers = tuple((worker, Link(draw.uniform(10, 100), draw.random())) for worker in range(n))
-        pairs = ((0, n - 1, Link(draw.uniform(1, 9))), (1, 0, LAN)) if seed % 2 else ()
-        sites = {"sites": 2, "between_sites": Link(draw.uniform(5, 50), 2.0)} if seed % 3 else {}
-        if sites and seed % 4:
+        pairs = tuple(
+            (*pair, Link(draw.uniform(1, 99), draw.random()))
+            for pair in itertools.permutations(range(n), 2)
+            if draw.random() < (0, 0.2, 0.9)[seed % 3]
+        )
+        sites = {"sites": 2, "between_sites": Link(draw.uniform(5, 50), 2.0)} if seed % 2 else {}
+        if sites and seed % 4 == 1:
             sites["uplink_mbit_per_s"] = draw.uniform(1, 50)
         with subtests.test(seed=seed):
             times = LinkTimes(Links(LAN, workers, pairs, **sites), n)
@@ -400,6 +404,16 @@ def test_what_is_sent_to_all_takes_the_links_of_gossip_with_all(subtests: pytest
             gossip = times.all_neighbors(BYTES / (n - 1), complete, 0)
             assert found.busy_s == pytest.approx(gossip.busy_s.max())
             assert found.latency_s == pytest.approx(gossip.latency_s.max())
+
+
+def test_an_exchange_of_all_with_all_is_possible_for_many_workers() -> None:
+    """All pairs of 100,000 workers would not fit into memory."""
+    n, slow = 100_000, Link(1, 0.5)
+    times = LinkTimes(Links(Link(100, 0.01), pairs=((3, 9, slow),)), n)
+    found = times.mean(BYTES, 2, 0)
+    assert found.busy_s == pytest.approx(Link(100).seconds(BYTES))
+    assert found.latency_s == 2 * 0.5
+    assert times.slowest_link() == Link(100, 0.01)
 
 
 def test_invalid_uplinks_are_an_error(subtests: pytest.Subtests) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_loco.links.link import Links
+from lightning_loco.links.link import Link, Links
 from lightning_loco.topology import Matching, Topology
 
 Array = NDArray[np.float64]
@@ -125,8 +125,14 @@ class LinkTimes:
     def __post_init__(self) -> None:
         object.__setattr__(self, "links", self.links.of_size(self.num_workers))
 
-    def mean(self, num_bytes: float, hops: int, round_index: int) -> TransferTime:
-        r"""Return the time of a collective of all workers; the slowest link determines it.
+    def mean(
+        self,
+        num_bytes: float,
+        hops: int,
+        round_index: int,
+        workers: Sequence[int] | None = None,
+    ) -> TransferTime:
+        r"""Return the time of a collective; the slowest link determines it.
 
         Each worker sends to the next one, as in a ring all-reduce, which sends
         :math:`2 (N - 1) / N` of the message through each link in :math:`2 (N - 1)` hops. With fewer
@@ -136,47 +142,64 @@ class LinkTimes:
             num_bytes: Bytes that each worker sends.
             hops: Number of messages in sequence, each of which adds a latency.
             round_index: Index of the round, for the jitter.
+            workers: Those that take part, in this order. Default: all.
         """
-        return self.mean_of(range(self.num_workers), num_bytes, hops, round_index)
-
-    def mean_of(
-        self, workers: Sequence[int], num_bytes: float, hops: int, round_index: int
-    ) -> TransferTime:
-        """Return the time of a collective of some workers; as :meth:`mean` otherwise."""
-        if len(workers) < 2:
+        n = self.num_workers if workers is None else len(workers)
+        if n < 2:
             return TransferTime(0.0, 0.0)
-        senders = np.asarray(workers)
-        if hops < len(workers) - 1:
-            busy_s, latency_s = self._all_to_all(senders, num_bytes, round_index)
-            return TransferTime(busy_s, hops * latency_s)
-        route = self.route(senders, np.roll(senders, -1))
+        if hops >= n - 1:
+            senders, route = self._ring if workers is None else self._ring_of(np.array(workers))
+        else:
+            senders, route = self._to_all if workers is None else self._to_all_of(np.array(workers))
+            num_bytes /= n - 1
         latency_s = float(self.latency_s(senders, route, round_index).max())
         return TransferTime(float(route.seconds(num_bytes).max()), hops * latency_s)
 
-    def _all_to_all(self, workers: Indices, num_bytes: float, round_index: int) -> TransferTime:
-        """Return the time until all workers have divided ``num_bytes`` among all others."""
-        n, links = len(workers), self.links
-        part = num_bytes / (n - 1)
-        if links.pairs:
-            senders, receivers = np.repeat(workers, n), np.tile(workers, n)
-            others = senders != receivers
-            times = self._messages(senders[others], receivers[others], part, round_index)
-            return TransferTime(float(times.busy_s.max()), float(times.latency_s.max()))
-        sites = self._sites_of(workers)
-        at_site = np.bincount(sites)
-        busy_s = (8e-6 * part * (at_site[sites] - 1) / self.own[workers, 0]).max()
-        if links.between_sites is not None and len(set(sites.tolist())) > 1:
-            busy_s = max(busy_s, links.between_sites.seconds(part), self._crossing_s(at_site, part))
-        route = self.route(workers, np.roll(workers, -1))
-        return TransferTime(float(busy_s), float(self.latency_s(workers, route, round_index).max()))
+    @functools.cached_property
+    def _ring(self) -> tuple[Indices, Route]:
+        return self._ring_of(np.arange(self.num_workers))
 
-    def _crossing_s(self, at_site: Indices, num_bytes: float) -> float:
-        """Return how long uplinks take if each worker sends ``num_bytes`` to each other one.
+    @functools.cached_property
+    def _to_all(self) -> tuple[Indices, Route]:
+        return self._to_all_of(np.arange(self.num_workers))
 
-        ``at_site`` is the number of workers at each site.
+    def _ring_of(self, workers: Indices) -> tuple[Indices, Route]:
+        """Return the senders and links of messages from each worker to the next one."""
+        return workers, self.route(workers, np.roll(workers, -1))
+
+    def _to_all_of(self, workers: Indices) -> tuple[Indices, Route]:
+        """Return the senders and links of equal messages from each worker to each other one.
+
+        Messages that share a link are one entry, with the part of its bandwidth that each has.
         """
-        crossing = at_site * (at_site.sum() - at_site)
-        return float(8e-6 * num_bytes * crossing.max() / self.links.uplink_mbit_per_s)
+        links, n = self.links, len(workers)
+        at_site = np.bincount(self._sites_of(workers), minlength=links.sites)
+        own = np.zeros((2, self.num_workers))  # messages that each worker sends and receives
+        own[:, workers] = (at_site - 1)[self._sites_of(workers)]
+        crossing = np.tile(at_site * (n - at_site), (2, 1))  # that leave each site, and enter it
+        present = set(workers.tolist())
+        pairs = [pair for pair in links.by_pair if present.issuperset(pair)]
+        for sender, receiver in pairs:
+            origin, target = links.site_of(sender), links.site_of(receiver)
+            on_link, first, second = (
+                (own, sender, receiver) if origin == target else (crossing, origin, target)
+            )
+            on_link[0, first] -= 1
+            on_link[1, second] -= 1
+        messages = own.max(0)
+        senders = [np.flatnonzero(messages), np.array([pair[0] for pair in pairs], dtype=np.int64)]
+        shared = self.own[senders[0]]
+        shared[:, 0] /= messages[senders[0]]
+        passed = [shared, *([dataclasses.astuple(links.by_pair[pair])] for pair in pairs)]
+        uplink = np.full(len(senders[0]) + len(pairs), math.inf)
+        if links.between_sites is not None and crossing.any():
+            senders.append(workers)
+            passed.append(np.tile(np.array(dataclasses.astuple(links.between_sites)), (n, 1)))
+            uplink = np.append(uplink, np.full(n, links.uplink_mbit_per_s / crossing.max()))
+        mbit_per_s, latency_s, jitter_s = np.concatenate(passed).T
+        is_shared = np.arange(len(uplink)) < len(senders[0])
+        route = Route(mbit_per_s, uplink, latency_s, jitter_s, is_shared)
+        return np.concatenate(senders), route
 
     def neighbors(
         self, worker: int, num_bytes: float, topology: Topology, round_index: int
@@ -226,8 +249,10 @@ class LinkTimes:
         busy_s = float(route.seconds(num_bytes)[1])
         if route.uplink_mbit_per_s[1] < math.inf:
             at_site = np.bincount(self._sites_of(np.arange(self.num_workers)))
+            crossing = at_site * (self.num_workers - at_site)
             part = num_bytes / (self.num_workers - 1)
-            busy_s = max(busy_s, self._crossing_s(at_site, part))
+            uplink_s = 8e-6 * part * crossing.max() / self.links.uplink_mbit_per_s
+            busy_s = max(busy_s, float(uplink_s))
         return TransferTime(busy_s, latency_s)
 
     def _messages(
@@ -261,6 +286,12 @@ class LinkTimes:
             own[worker] = dataclasses.astuple(link)
         return own.astype(np.float64)
 
+    def slowest_link(self) -> Link:
+        """Return the worst of each property on the way around all workers."""
+        _, ring = self._ring
+        slowest_mbit_per_s = float(ring.mbit_per_s.min())
+        return Link(slowest_mbit_per_s, float(ring.latency_s.max()), float(ring.jitter_s.max()))
+
     def _sites_of(self, workers: Indices) -> Indices:
         return workers * self.links.sites // self.num_workers
 
@@ -270,9 +301,8 @@ class LinkTimes:
         found = np.maximum(first, second)
         found[:, 0] = np.minimum(first[:, 0], second[:, 0])
         is_shared, uplink = np.ones(len(found), dtype=bool), np.full(len(found), math.inf)
-        for index, pair in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
-            if not links.pairs:
-                break
+        ends = zip(senders.tolist(), receivers.tolist(), strict=True) if links.pairs else ()
+        for index, pair in enumerate(ends):
             if (link := links.by_pair.get(pair)) is not None:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
         if links.between_sites is not None:

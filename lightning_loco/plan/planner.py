@@ -9,6 +9,7 @@ and bytes, the fastest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from bisect import bisect_left
 
@@ -35,7 +36,7 @@ MIN_SYNC_EVERY = 10
 MIN_ROUNDS = 100
 """A run needs about as many rounds; with 60 and 12 the loss was measured to be far higher."""
 
-MAX_WORKERS = 10_000
+MAX_WORKERS = 100_000
 """More would take longer than a few seconds."""
 
 BACKWARD_SHARE = 2 / 3
@@ -114,12 +115,12 @@ class Job:
         """How long a single worker needs for all tokens, in seconds."""
         return self.tokens / self.tokens_per_step * self.step_s
 
-    @property
+    @functools.cached_property
     def times(self) -> LinkTimes:
         """How long messages take."""
         return LinkTimes(self.links.of_size(self.num_workers), self.num_workers)
 
-    @property
+    @functools.cached_property
     def step_times(self) -> StepTimes:
         """How long local steps take."""
         return StepTimes([self.step_s] * self.num_workers)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 from lightning_loco.costs import ENCODINGS
-from lightning_loco.links import Link
 from lightning_loco.plan.loss import (
     EXPONENT,
     FITTED_PARAMETERS,
@@ -60,7 +58,7 @@ def report(plan: Plan) -> str:
 
 
 def _head(job: Job) -> list[str]:
-    slowest, uplink = _slowest_link(job), job.links.uplink_mbit_per_s
+    slowest, uplink = job.times.slowest_link(), job.links.uplink_mbit_per_s
     shared = f"; uplink of a site: {uplink:g} Mbit/s" if uplink < math.inf else ""
     return [
         f"{format_count(job.num_parameters)} parameters, {job.num_workers:,} workers, "
@@ -70,13 +68,6 @@ def _head(job: Job) -> list[str]:
         f"{shared}",
         f"one worker alone would need {format_seconds(job.one_worker_s)}",
     ]
-
-
-def _slowest_link(job: Job) -> Link:
-    """Return the worst of each property on the way around all workers."""
-    links, n = job.times.links, job.num_workers
-    between = (links.between(worker, (worker + 1) % n) for worker in range(n))
-    return functools.reduce(Link.slower, between)
 
 
 def _table(plan: Plan) -> list[str]:
@@ -255,7 +246,7 @@ def _sent(job: Job, option: Option) -> str:
 
 
 def _exchange(job: Job, option: Option) -> str:
-    megabits, link = 8e-6 * option.round_bytes / option.fragments, _slowest_link(job)
+    megabits, link = 8e-6 * option.round_bytes / option.fragments, job.times.slowest_link()
     seconds = format_seconds(option.exchange_s)
     if job.links.sites > 1 or job.links.pairs:
         return f"{megabits:,.5g} Mbit of each worker on all its links, and latency: {seconds}"

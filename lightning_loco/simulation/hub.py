@@ -260,7 +260,7 @@ class HubRound:
         if hub.times is not None and len(self.members) > 1:
             settled = self._settled()
             if hub.topology is None:
-                mean = hub.times.mean_of(self.members, traffic.num_bytes, traffic.hops, self.index)
+                mean = hub.times.mean(traffic.num_bytes, traffic.hops, self.index, self.members)
                 time_s = mean.seconds
             else:
                 neighbors = hub.times.all_neighbors(

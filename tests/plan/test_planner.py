@@ -184,7 +184,7 @@ def test_bad_values_are_named(subtests: pytest.Subtests) -> None:
         ({"num_parameters": 0}, "--parameters must be positive and finite, got 0"),
         ({"step_s": -1.0}, "--step-s must be positive and finite, got -1"),
         ({"tokens": 0}, "--tokens must be positive and finite, got 0"),
-        ({"num_workers": 1}, "--workers must be from 2 to 10,000, got 1"),
+        ({"num_workers": 1}, "--workers must be from 2 to 100,000, got 1"),
         ({"utilisation": 1.0}, "--utilisation is a share of the time between 0 and 1, got 1"),
         ({"tokens": 200_000}, "The run has 7 local steps of each worker"),
         ({"links": as_links(["lan"] * 3)}, "link has 3 entries"),
