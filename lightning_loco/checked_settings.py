@@ -94,10 +94,6 @@ def one_line(error: BaseException) -> str:
 
 def checked(cfg: DictConfig) -> DictConfig:
     """Adapt a configuration to the launcher; SettingsError if a value cannot work."""
-    if cfg.network._target_:
-        raise SettingsError(
-            "network=... is for simulate=true. Use link=... to emulate links in a real run."
-        )
     with errors_for("trainer"):
         cfg = follow_launcher(cfg)
     sizes = inner_sizes(cfg)

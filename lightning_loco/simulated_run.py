@@ -103,11 +103,8 @@ class SimulatedRun:
                 "trainer.precision=32-true, or leave out trainer=gpu or trainer=slurm."
             )
         strategy = simulated_strategy(cfg)
-        group = "network" if cfg.network._target_ else "link"
-        with errors_for(group):
-            self.links = as_links(
-                hydra.utils.instantiate(cfg[group]) if cfg[group]._target_ else None
-            )
+        with errors_for("link"):
+            self.links = as_links(hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None)
             if self.links is not None:
                 self.links.check(n)
         with errors_for("model"):

@@ -79,9 +79,7 @@ def _check_settings(cfg: DictConfig) -> None:
             "it instead of membership=...."
         )
     if cfg.algorithm.get("link") is not None:
-        raise SettingsError("Links of a simulation are those of network=.... Drop algorithm.link.")
-    if cfg.network._target_ and cfg.link._target_:
-        raise SettingsError("network=... and link=... both give links. Drop link=....")
+        raise SettingsError("Links of a simulation are those of link=.... Drop algorithm.link.")
 
 
 class Workers:

@@ -401,7 +401,7 @@ class TestChoices:
             "algorithm=mine algorithm.own=1",
             "--multirun algorithm=choice(diloco,gasloc) algorithm.nesterov=false",
             "topology._target_=mine.Ring",
-            "link=wan link.mbit_per_s=10 network=lan",
+            "link=wan link.mbit_per_s=10 simulate=true",
             "algorithm=remote_optimizer algorithm.bucket_bytes=8",
             "model.width=64 data=stdlib data.batch_size=2 data=text data.path=a",
         ],

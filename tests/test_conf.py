@@ -78,7 +78,7 @@ def targets(node: object) -> Iterator[tuple[str, dict]]:
 def test_the_groups_are_known() -> None:
     assert GROUPS == [
         "algorithm", "callbacks", "compression", "data", "experiment", "hydra", "link", "logger",
-        "membership", "model", "network", "topology", "trainer",
+        "membership", "model", "topology", "trainer",
     ]  # fmt: skip
     assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}

@@ -23,7 +23,7 @@ from lightning_loco import (
     NoLoCoStrategy,
     PairwiseAverage,
 )
-from lightning_loco.checked_settings import SettingsError, checked
+from lightning_loco.checked_settings import SettingsError
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.report.record import RunRecord
@@ -100,7 +100,7 @@ def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str, clip: str) -
     Links, speeds and jitter change when, and not what.
     """
     real = pool.run(train_really, algorithm, clip, world=4)
-    choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "network=two_datacentres"]
+    choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "link=two_datacentres"]
     choice += ["trainer.gradient_clip_val=0.01", f"+trainer.gradient_clip_algorithm={clip}"]
     seed_everything(0, workers=True, verbose=False)
     run = SimulatedRun(config(*choice, "simulation.spread=0.5", "simulation.jitter=0.1"))
@@ -117,7 +117,7 @@ def test_a_run_writes_a_table_files_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_num_threads(1)
-    composed = config("algorithm=async_diloco", "network=home", f"run_dir={tmp_path}")
+    composed = config("algorithm=async_diloco", "link=dsl", f"run_dir={tmp_path}")
     composed.algorithm.sync_every = 4
     loss = run_simulation(composed)
     assert 2 < loss < 5.6
@@ -153,7 +153,7 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
     for algorithm in ("pairwise_gossip", "local_sgd"):
         folder = tmp_path / algorithm
         folder.mkdir()
-        choice = [f"algorithm={algorithm}", "network=lan", "num_workers=2", f"run_dir={folder}"]
+        choice = [f"algorithm={algorithm}", "link=lan", "num_workers=2", f"run_dir={folder}"]
         composed = config(*choice)
         if algorithm == "local_sgd":
             composed.algorithm.sync_every = 4
@@ -169,7 +169,7 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
 
 def test_pairwise_gossip_is_that_of_its_simulation() -> None:
     """The numbers of ``PairwiseSimulation``, with the data and optimizers of a real run."""
-    choice = [*PAIRWISE, "network=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
+    choice = [*PAIRWISE, "link=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
     choice += [
         "algorithm.fetch_probability=1.0",
         "algorithm.interpolation=loss",
@@ -237,7 +237,7 @@ def test_workers_that_fail_come_back() -> None:
 
 
 def test_averaging_by_the_clock() -> None:
-    run = SimulatedRun(config("algorithm=async_model_average", "network=lan"))
+    run = SimulatedRun(config("algorithm=async_model_average", "link=lan"))
     *_, last = run.train()
     assert last.steps == STEPS
     assert last.rounds > 1
@@ -266,8 +266,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         (["ckpt_path=/none.ckpt"], "Simulations continue no run. Drop ckpt_path=/none.ckpt"),
         (["test=true"], "Simulations run no test loop. Drop test=True"),
         (["sample=true"], "Simulations generate no text. Drop sample=True"),
-        (["+algorithm.link=dsl"], "are those of network=.... Drop algorithm.link"),
-        (["network=lan", "link=dsl"], "both give links. Drop link="),
+        (["+algorithm.link=dsl"], "are those of link=.... Drop algorithm.link"),
         (["simulation.step_s=0"], "simulation.step_s are seconds, more than 0, got 0"),
         (["simulation.step_s=fast"], "simulation.step_s are seconds, more than 0, got fast"),
         (["membership=elastic", "membership.lighthouse=h:1"], "Use it instead of membership="),
@@ -297,10 +296,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         (["algorithm.sync_every=99"], "fewer local steps than the 99 of a round"),
         (["topology=hypercube", "num_workers=6"], "^algorithm: .*power of two"),
         (["simulation.mean_between_failures_s=-1"], "^simulation: "),
-        (["network=file", f"network.path={links}"], "^network: link names worker 9"),
         (["link=file", f"link.path={links}"], "^link: link names worker 9"),
     ):
         with subtests.test(message), pytest.raises(SettingsError, match=message):
             list(SimulatedRun(config(*overrides)).train())
-    with pytest.raises(SettingsError, match="network=... is for simulate=true. Use link="):
-        checked(config("simulate=false", "network=lan"))

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_loco as loco
 import train
 from lightning_loco import algorithms, compression, parameter_server, topology
-from lightning_loco.configured_strategy import build_strategy
+from lightning_loco.configured_strategy import build_method, build_strategy
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
@@ -164,7 +164,9 @@ def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
                 for overrides in each_of_a_sweep([*overrides_of(command), *own]):
                     files = [one for one in overrides if one.startswith("topology.path=")]
                     config = compose("train", overrides)
-                    if not files:  # FILE stands for a file of the reader's
+                    if config.simulate:
+                        build_method(config, without="link")
+                    elif not files:  # FILE stands for a file of the reader's
                         build_strategy(config)
 
 
