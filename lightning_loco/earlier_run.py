@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.work import AllReduceSum
-from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.worker import Worker
 
 _LABEL = "the mean of what other workers have saved"
@@ -70,37 +68,6 @@ class EarlierRun:
         if self.consensus_key is not None and steps:
             notes.append(f"the last {steps} local steps, which no round has shared, are dropped")
         return notes
-
-
-def with_present_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's state whose entries have the names of today.
-
-    Checkpoints from before November 2026 have other names for fragments and pending rounds.
-    """
-    fragments = state.get("lanes", state.get("fragments"))
-    if fragments is None:
-        return state
-    others = {name: value for name, value in state.items() if name != "lanes"}
-    return {**others, "fragments": [_renamed_fragment(dict(fragment)) for fragment in fragments]}
-
-
-def _renamed_fragment(state: dict[str, Any]) -> dict[str, Any]:
-    if "flight" in state:
-        state["pending"], state["sent_params"] = state.pop("flight"), state.pop("departure")
-    pending = state["pending"]
-    if pending is not None and "statuses" not in pending:
-        pending = dict(pending)
-        scalars = pending.pop("told", pending.pop("scalars", None)) or []
-        status = WorkerStatus(IN_ROUND, pending["index"], steps=math.nan, weight=1.0)
-        statuses = [status._replace(scalars=tuple(numbers)) for numbers in scalars]
-        state["pending"] = {**pending, "statuses": [status.numbers for status in statuses]}
-    return state
-
-
-def settings_with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run with the names of today, as :func:`with_present_names`."""
-    added = {"aggregate": "mean"} if settings.get("algorithm") == "DiLoCo" else {}
-    return {**added, **{"merge_policy" if k == "landing" else k: v for k, v in settings.items()}}
 
 
 def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:

@@ -335,7 +335,7 @@ class Worker:
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
             self.replica.untracked.load(*saved["others"])
-        self.replica.running_statistics.load_state_dict(saved.get("running", {}))
+        self.replica.running_statistics.load_state_dict(saved["running"])
 
     def load_counters(self, saved: dict[str, Any]) -> None:
         """Load the counters of a state of :meth:`state_dict`."""

@@ -22,7 +22,6 @@ from lightning_loco.distributed.worker_status import (
     is_round,
     sync_point_id,
 )
-from lightning_loco.earlier_run import with_present_names
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
@@ -580,7 +579,6 @@ class Engine:
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict` of the same rank."""
-        saved = with_present_names(saved)
         self.worker.load_state_dict(saved)
         self.buffers_at_start = saved["buffers_at_start"]
         states = zip(saved["shared"], saved["fragments"], saved["began_at"], strict=True)

@@ -191,7 +191,7 @@ def test_missing_entry_names_the_file(
         (None, "engine", "has no 'engine'"),
         (None, "position", "has no 'position'"),
         ("lightning", "loops", "has no 'loops'"),
-        ("position", "place", "has no 'place'"),
+        ("position", "phase", "has no 'phase'"),
         ("engine", "params", "has no 'params' of the engine"),
     ):
         for worker, file in enumerate(files):
@@ -224,7 +224,11 @@ def test_impossible_entries_of_the_main_file_are_refused(
 ) -> None:
     whole = torch.load(checkpoint)["lightning_loco"]
     rows: list[tuple[str, Any, str]] = [
-        ("format", 2, "have format {!r}, and this version of lightning_loco reads format 4 only"),
+        (
+            "format",
+            2,
+            "have format {!r}, and this version of lightning_loco reads format 5.",
+        ),
         ("stamp", "../../elsewhere", "names its side files {!r}"),
         ("stamp", "step4-0123456", "names its side files {!r}"),
         ("stamp", "step4-0123456\u0661", "names its side files {!r}"),

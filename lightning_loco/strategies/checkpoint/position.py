@@ -32,9 +32,9 @@ class Position(NamedTuple):
     phase: Phase
     random: dict[str, Any] | None
     has_validation_data: bool
-    is_distributed: bool = False
-    data_epochs: dict[str, float] | None = None
-    samples: list[list[int | None]] | None = None
+    is_distributed: bool
+    data_epochs: dict[str, float] | None
+    samples: list[list[int | None]] | None
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Position:
@@ -47,18 +47,6 @@ class Position(NamedTuple):
             lightning_compat.epochs_of_data(trainer),
             samples_of(trainer),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors for a checkpoint."""
-        return dict(zip((*POSITION_KEYS, *_NEWER_KEYS), self, strict=True))
-
-    @classmethod
-    def from_state_dict(cls, saved: dict[str, Any]) -> Position:
-        """Read what :meth:`state_dict` has returned; KeyError if an entry is missing."""
-        phase, states, has_validation_data = (saved[key] for key in POSITION_KEYS[:3])
-        is_distributed = saved.get(POSITION_KEYS[3], False)
-        newer = (saved.get(key) for key in _NEWER_KEYS)
-        return cls(phase, states, has_validation_data, is_distributed, *newer)
 
     def prepare_loops(self, loops: dict[str, Any], trainer: pl.Trainer) -> None:
         """Change counters of a checkpoint from which Lightning would derive another position.
@@ -89,13 +77,6 @@ class Position(NamedTuple):
             lightning_compat.start_epoch_data(trainer)
         if self.phase != "stopped":
             lightning_compat.resume_loop_at(trainer, self.phase)
-
-
-POSITION_KEYS = ("place", "random", "has_validation_data", "is_dealt")
-"""Keys of a saved position."""
-
-_NEWER_KEYS = ("data_epochs", "samples")
-"""More of them, which earlier versions have not saved."""
 
 
 def _phase(trainer: pl.Trainer) -> Phase:

@@ -14,11 +14,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.earlier_run import (
-    EarlierRun,
-    settings_with_present_names,
-    with_present_names,
-)
+from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.schedules.base import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
@@ -27,7 +23,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     is_archive,
     local_path,
 )
-from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, DataShares, Position
+from lightning_loco.strategies.checkpoint.position import DataShares, Position
 from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
 from lightning_loco.strategies.checkpoint.shards import OWN_SHARDS, SHARED_SHARDS, damage_in
 from lightning_loco.strategies.checkpoint.side_files import (
@@ -50,7 +46,7 @@ _LABEL = "the choice of a checkpoint"
 READING = "reading the checkpoint"
 """What all ranks wait for while each reads, in words."""
 
-_REQUIRED = (("engine", ()), ("lightning", ("loops",)), ("position", POSITION_KEYS))
+_REQUIRED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
 _NO_STAMP = ""
 """Instead of a stamp: a main file without side files."""
 
@@ -360,9 +356,7 @@ class SavedRun:
         readers: dict[int, int] | None = None,
         complete: Complete | None = None,
     ) -> None:
-        manifest = Manifest.from_state_dict(entry, path)
-        settings = settings_with_present_names(manifest.settings)
-        self._manifest = manifest._replace(settings=settings)
+        self._manifest = Manifest.from_state_dict(entry, path)
         self._files = files
         self._weights_only = weights_only
         self._is_after_error = AFTER_ERROR in entry
@@ -395,14 +389,13 @@ class SavedRun:
                     if key not in own or (name and name not in own[key]):
                         raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
             own["engine"].update(shared)
-            own["engine"] = with_present_names(own["engine"])
         if self._complete is not None:
             own["engine"] = self._complete(own["engine"], self._files, stamp, worker)
         return own
 
     def position(self) -> Position:
         """Return where the worker resumes; a new worker keeps its own random states."""
-        found = Position.from_state_dict(self.own["position"])
+        found = Position(**self.own["position"])
         return found._replace(random=None) if self.is_new else found
 
     def shares(self) -> DataShares:

@@ -111,7 +111,7 @@ class RemoteCheckpoints:
             self._saved_on_stop = checkpoint["global_step"] if strategy.remote.stop_agreed else None
             strategy.sync_point("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
-            own = {"loops": checkpoint["loops"], "position": position.state_dict()}
+            own = {"loops": checkpoint["loops"], "position": position._asdict()}
             with strategy.waiting_in("a checkpoint"):
                 checkpoint[_KEY] = strategy.training_ranks().gather_states(own, "a checkpoint")
         io = strategy.checkpoint_io
@@ -175,7 +175,7 @@ class RemoteCheckpoints:
             is_new = rank >= len(positions)
             own = positions[0 if is_new else rank]
             try:
-                loaded["loops"], position = own["loops"], Position.from_state_dict(own["position"])
+                loaded["loops"], position = own["loops"], Position(**own["position"])
             except (KeyError, TypeError) as missing:
                 text = f"{path} does not say where its workers were: {missing}."
                 raise ValueError(text) from missing

@@ -68,7 +68,7 @@ NEW_RUN = (
 MAX_WORKERS = 99_999
 """Worker numbers have five digits in the names of side files."""
 
-_FORMAT = 4
+_FORMAT = 5
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 _HEADER = "seal"
@@ -165,7 +165,8 @@ class Manifest(NamedTuple):
             if name == "format" and entry["format"] != _FORMAT:
                 raise ValueError(
                     f"The side files of {path} have format {entry['format']}, and this version of "
-                    f"lightning_loco reads format {_FORMAT} only. {NEW_RUN}"
+                    f"lightning_loco reads format {_FORMAT}. Resume with the version that has "
+                    f"written them. {NEW_RUN}"
                 )
         found = cls(*(entry[name] for name in cls._fields))
         if not is_stamp(found.stamp):

@@ -245,7 +245,7 @@ class WorkerCheckpoints:
         group, has_shared = engine.worker.group, engine.settings.algorithm.replicated
         with _errors_shared_inside(group):
             state, position = engine.state_dict(), Position.of(module.trainer)
-        of_rank = RankState(position.state_dict(), checkpoint["loops"], state["statistics"])
+        of_rank = RankState(position._asdict(), checkpoint["loops"], state["statistics"])
         with _errors_shared_inside(group):
             others = of_rank.gather_others(group, _SAVING)
         if has_shared and group.worker > 0 and not self._is_private:
