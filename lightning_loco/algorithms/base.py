@@ -88,10 +88,11 @@ class Algorithm(ABC):
 
     consensus_key: ClassVar[str | None] = None
     """The state entry with outer parameters that are the same on all workers, or None. Needed for
-    ``evaluate="outer"``, to resume with another number of workers, and for elastic members."""
+    ``evaluate="outer"`` and for elastic members."""
 
     replicated: ClassVar[bool] = False
-    """Whether the state is equal on all workers, so that a checkpoint saves it only once."""
+    """Whether the state is equal on all workers, so that a checkpoint saves it only once, and a run
+    with another number of workers keeps it."""
 
     merge_policy: ClassVar[MergePolicy | None] = None
     """What happens to the local steps made while a round was pending. None: the algorithm does not

@@ -46,20 +46,6 @@ def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
     return with_vectors(whole, of_length(replica.layout.num_held), vectors.cut)
 
 
-def own_pending(whole: dict[str, Any], fragment: int, replica: Replica) -> dict[str, Any]:
-    """Return what this rank owns of what a pending round has brought to a fragment.
-
-    ``whole`` is for ``FragmentSync.apply_saved``; ValueError as :func:`own_state`.
-    """
-    if (vectors := replica.vectors) is None:
-        return whole
-    own = dict(whole)
-    for name, of in (("received", fragment), ("messages", fragment), ("sent_params", None)):
-        if own.get(name) is not None:
-            own[name] = vectors.cut(own[name], of)
-    return own
-
-
 def whole_length(fragment: int, replica: Replica) -> int:
     """Return the length of what a round brings to a fragment of the whole worker."""
     if (vectors := replica.vectors) is None:

@@ -494,15 +494,15 @@ class PairwiseEngine:
 
     @torch.no_grad()
     def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Resume from an earlier run, which may have had other settings or more or fewer workers.
+        """Resume from an earlier run, which may have had other settings or other workers.
 
         The model must hold the consensus of that run. With another algorithm or number of workers,
-        all workers start at it, each with its own clock. Returns what could not be resumed, one
-        sentence each; KeyError if the saved state is incomplete.
+        all workers start from it, each with its own clock. Returns what is dropped, one note each;
+        KeyError if the saved state is incomplete.
         """
         state, replica = saved.state, self.worker.replica
         is_same_algorithm = saved.is_of(self.algorithm)
-        if is_same_algorithm and saved.fits(self.worker.group.num_workers):
+        if is_same_algorithm and saved.has_same_workers:
             self.load_state_dict(state)
             return []
         at_consensus = {
@@ -512,7 +512,7 @@ class PairwiseEngine:
             "clock": state["clock"] if is_same_algorithm else float(state["steps"]),
         }
         self.load_state_dict(at_consensus)
-        return ["all workers begin at the consensus"] if is_same_algorithm else saved.forgotten()
+        return saved.dropped_by(self.algorithm)
 
     def close(self) -> None:
         """Stop serving, end all threads and destroy the groups. Calling it again does nothing."""

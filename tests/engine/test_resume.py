@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
+from lightning_loco.algorithms import Algorithm, DiLoCo, EagerDiLoCo, GASLoC
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.schedules import EverySteps
@@ -48,26 +49,25 @@ def write(rank: int, world: int, settings: RoundSettings) -> tuple[State, State]
     return state, described
 
 
+def mean_of(states: list[State]) -> Tensor:
+    """The consensus of the workers that have saved these states."""
+    return torch.stack([state["params"] for state in states]).mean(0)
+
+
 def go_on(
     rank: int, world: int, settings: RoundSettings, states: list[State], described: State
 ) -> tuple[list[str], State, bool]:
     """What is dropped, the state that is taken over, and whether training goes on well."""
-    algorithm = settings.algorithm
     saved = EarlierRun(
         states[rank if rank < len(states) else 0],
         described["algorithm"],
         described,
-        len(states),
-        algorithm.consensus_key,
-        algorithm.replicated,
-        read=lambda worker: states[worker],
+        has_same_workers=len(states) == world,
     )
     model = zeros()
     engine = Engine.from_settings(model, settings)
-    with torch.no_grad():  # the consensus of the main file
-        outer = states[0]["shared"][0]["state"].get("outer")
-        mean = torch.stack([state["params"] for state in states]).mean(0)
-        model.value.copy_(mean if outer is None else outer)
+    with torch.no_grad():
+        model.value.copy_(mean_of(states))  # the consensus of the main file
     notes = resume_from(engine, saved)
     taken = saved_and_loaded(engine.state_dict())
     for _ in range(3):
@@ -106,24 +106,38 @@ LATE = EverySteps(2, overlap=True)
         strength=1,
     ),
 )
-def test_counters_and_shared_vectors_are_exact(
+def test_another_number_of_workers_keeps_what_all_shared(
     pool: Pool, schedule: EverySteps, whole: bool, numbers: tuple[int, int]
 ) -> None:
     settings = settings_of(Counting(whole), schedule)
     states, found = resumed_from(pool, settings, settings, numbers)
-    text = f"all workers begin at the mean of the {numbers[0]} workers' parameters"
-    mean = torch.stack([state["params"] for state in states]).mean(0)
     for notes, taken in found:
-        assert notes == [text]
-        torch.testing.assert_close(taken["params"], mean, rtol=0, atol=1e-14)
+        late = ["a pending round is dropped"] * schedule.overlap
+        assert notes == ["all workers start from the consensus", *late]
+        assert torch.equal(taken["params"], mean_of(states))
+        for counter in ("steps", "steps_since_round", "began_at"):
+            assert taken[counter] == states[0][counter]
+        assert taken["round_index"] == (0 if schedule.overlap else states[0]["round_index"])
         for one, other in zip(states[0]["shared"], taken["shared"], strict=True):
             state, again = one["state"], other["state"]
             assert state.keys() == again.keys()
             for name, value in state.items():
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name]))
-            kept, received = one["received"], other["received"]
-            assert (kept is None) == (received is None)
-            assert kept is None or torch.equal(kept, received)
+            assert other["received"] is None
+
+
+def test_another_number_of_workers_resets_what_each_had(pool: Pool) -> None:
+    settings = settings_of(GASLoC(), EverySteps(2), topology="ring")
+    states, found = resumed_from(pool, settings, settings, (3, 2))
+    for notes, taken in found:
+        reset = "the state of GASLoC (previous) is reset"
+        assert notes == ["all workers start from the consensus", reset]
+        (shared,) = taken["shared"]
+        for vector in (taken["params"], *shared["state"].values()):
+            assert torch.equal(vector, mean_of(states))
+        assert taken["steps"] == STEPS
+        assert taken["round_index"] == states[0]["round_index"]
+        assert taken["steps_since_round"] == 0
 
 
 def halved(round_index: int) -> float:
@@ -145,14 +159,14 @@ def test_a_setting_that_was_described_in_other_words_changes_nothing(pool: Pool)
             torch.testing.assert_close(taken[name], state[name], rtol=0, atol=0, msg=name)
 
 
-def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
+def test_another_number_of_workers_drops_what_compression_had_left_over(pool: Pool) -> None:
     settings = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     states, found = resumed_from(pool, settings, settings, (3, 2))
     left = torch.stack([state["fragments"][0]["residual"]["residual"] for state in states])
     assert left.abs().max() > 0
-    for _, taken in found:
-        residual = taken["fragments"][0]["residual"]["residual"]
-        torch.testing.assert_close(residual, left.mean(0), rtol=0, atol=1e-15)
+    for notes, taken in found:
+        assert "what compression had left over is dropped" in notes
+        assert not taken["fragments"][0]["residual"]["residual"].any()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +185,7 @@ def test_a_pending_round_of_other_parts_is_dropped(
         pool, settings_of(algorithm, before), settings_of(algorithm, now), (2, 2)
     )
     for notes, taken in found:
-        assert notes == ["a pending round is dropped, because other parts are exchanged"]
+        assert notes == ["a pending round is dropped"]
         for shared in taken["shared"]:
             for name in ("outer", "momentum"):
                 assert torch.equal(shared["state"][name], states[0]["shared"][0]["state"][name])
@@ -194,16 +208,30 @@ def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
         strength=1,
     ),
 )
-def test_a_pending_round_is_applied_where_none_may_be_pending(
+def test_a_pending_round_is_dropped_where_none_may_be_pending(
     pool: Pool, algorithm: Algorithm, schedule: EverySteps
 ) -> None:
     late = dataclasses.replace(schedule, overlap=True)
     before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
     states, found = resumed_from(pool, before, now, (2, 2))
     for own, (notes, taken) in zip(states, found, strict=True):
-        assert notes == ["a pending round is applied at once"]
+        assert notes == ["a pending round is dropped"]
+        assert torch.equal(taken["params"], own["params"])
+        for one, other in zip(own["shared"], taken["shared"], strict=True):
+            assert other["received"] is None
+            torch.testing.assert_close(other["state"], one["state"], rtol=0, atol=0)
         assert all(fragment["pending"] is None for fragment in taken["fragments"])
-        assert not torch.equal(taken["params"], own["params"])
-    for name, value in states[0]["shared"][0]["state"].items():
-        if isinstance(value, int):  # rounds that were made and received
-            assert found[0][1]["shared"][0]["state"][name] == value + 1
+
+
+def test_an_eager_round_that_is_dropped_restarts_at_the_consensus(pool: Pool) -> None:
+    """The workers have taken different outer steps, which only its end would have corrected."""
+    before, now = settings_of(EagerDiLoCo(), LATE), settings_of(EagerDiLoCo(), EverySteps(2))
+    states, found = resumed_from(pool, before, now, (2, 2))
+    assert states[0]["shared"][0]["state"]["under_way"] == 1
+    for notes, taken in found:
+        reset = "the state of EagerDiLoCo (own, under_way) is reset"
+        dropped = "a pending round is dropped"
+        assert notes == ["all workers start from the consensus", dropped, reset]
+        (shared,) = taken["shared"]
+        assert torch.equal(shared["state"]["outer"], mean_of(states))
+        assert shared["state"]["under_way"] == 0

@@ -16,8 +16,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
-from lightning_loco import DiLoCo, EagerDiLoCo, GASLoC
-from lightning_loco.algorithms import RoundInfo
+from lightning_loco import DiLoCo, GASLoC
 from lightning_loco.strategies.checkpoint.position import random_states
 from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
@@ -149,15 +148,9 @@ class Files(NamedTuple):
         state: dict[str, Any] = source["shared"][0]["state"]
         return state
 
-    def mean(self, *keys: Any) -> Tensor:
-        """Return the mean over the workers."""
-        found = []
-        for content in self.workers:
-            value: Any = content["engine"]
-            for key in keys:
-                value = value[key]
-            found.append(value)
-        return torch.stack(found).mean(0)
+    @property
+    def has_pending(self) -> bool:
+        return self.workers[0]["engine"]["fragments"][0]["pending"] is not None
 
 
 def files_of(path: Path) -> Files:
@@ -189,15 +182,11 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 NUMBERS = (
     "local_sgd",
-    "sparta",
     "diloco",
-    "diloco_schedule",
     "async_diloco_momentum",
     "eager_diloco_momentum",
     "delayed_nesterov",
-    "gasloc",
     "gasloc_overlap",
-    "noloco",
     "diloco_compensated",
 )
 SHORT = ("diloco", "gasloc_overlap")
@@ -216,7 +205,7 @@ def test_three_workers_resume_as_two_and_then_as_four(
         files, path = files_of(before), tmp_path / f"{world}.ckpt"
         starts = pool.run(fit, case, str(path), str(before), SAVED_AT + 1, world=world)
         check_start(case, files, starts)
-        check_warning(case, len(files.workers), starts)
+        check_warning(case, files, starts)
         for start in starts[1:]:
             assert torch.equal(start.final, starts[0].final)
         before = path
@@ -224,68 +213,38 @@ def test_three_workers_resume_as_two_and_then_as_four(
 
 def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
     """Check consensus, outer parameters, momentum, optimizers, random numbers and positions."""
-    key = case.consensus_key
+    fresh = case.prepared(len(starts)).init(saved.consensus)
     for worker, start in enumerate(starts):
         is_new = worker >= len(saved.workers)
         own = saved.workers[0 if is_new else worker]
         engine = start.engine
-        if key is None:
-            near(start.consensus, saved.consensus)
-            assert torch.equal(engine["params"], saved.consensus)
-        else:
-            near(start.consensus, saved.consensus)
-            near(engine["params"], saved.mean("params"))
-        state = engine["shared"][0]["state"]
-        assert state.keys() == saved.of_fragment(0).keys()
-        for entry, value in state.items():
-            if saved.shared or not isinstance(value, Tensor):
-                assert_same(value, saved.of_fragment(0)[entry])
-            else:
-                near(value, saved.mean("shared", 0, "state", entry))
-            assert_same(value, starts[0].engine["shared"][0]["state"][entry])
-        check_pending(saved, engine)
+        near(start.consensus, saved.consensus)
+        assert torch.equal(engine["params"], saved.consensus)
+        assert_same(engine["shared"][0]["state"], saved.of_fragment(0) if saved.shared else fresh)
+        assert engine["fragments"][0]["pending"] is None
         assert_same(start.optimizer["state"], own["lightning"]["optimizer_states"][0]["state"])
-        for counter in ("steps", "steps_since_round", "round_index"):
-            assert engine[counter] == own["engine"][counter], counter
+        since = own["engine"]["steps_since_round"] if saved.shared else 0
+        assert (engine["steps"], engine["steps_since_round"]) == (own["engine"]["steps"], since)
+        assert engine["round_index"] == (0 if case.overlap else own["engine"]["round_index"])
         assert torch.equal(start.random, own["position"]["random"]["torch"]) != is_new
 
 
-def check_pending(saved: Files, engine: dict[str, Any]) -> None:
-    """Check that a pending round remains pending, with the mean of its messages."""
-    before, now = (
-        saved.workers[0]["engine"]["fragments"][0]["pending"],
-        engine["fragments"][0]["pending"],
-    )
-    assert (before is None) == (now is None)
-    if now is None:
-        return
-    assert now["index"] == before["index"]
-    received = engine["shared"][0]["received"]
-    if saved.shared:
-        assert torch.equal(received, saved.shared["shared"][0]["received"])
-    else:
-        near(received, saved.mean("shared", 0, "received"))
-        assert ("messages" in now) == ("messages" in before)
-        if "messages" in now:
-            near(now["messages"], saved.mean("fragments", 0, "pending", "messages"))
-
-
-def check_warning(case: Case, before: int, starts: list[Start]) -> None:
+def check_warning(case: Case, saved: Files, starts: list[Start]) -> None:
     """Check that there is one warning, on worker 0, with all changes."""
     assert [len(start.warnings) for start in starts] == [1] + [0] * (len(starts) - 1)
     (text,) = starts[0].warnings
-    algorithm, now = type(case.algorithm).__name__, len(starts)
+    algorithm, before, now = type(case.algorithm).__name__, len(saved.workers), len(starts)
     assert text.startswith(
         f"The checkpoint was written by {before} workers with {algorithm}, and {now} workers with "
-        f"{algorithm} go on from it: "
+        f"{algorithm} go on from it: all workers start from the consensus; "
     )
-    start = "the consensus" if case.consensus_key is None else "the mean of the"
-    assert f"all workers begin at {start}" in text
     if now == 2:
         assert "the optimizers, schedules and positions of worker 2 are dropped" in text
     else:
         assert "new are workers 2 to 3, with the optimizers, schedules and positions of" in text
-    assert "pending" not in text
+    assert ("a pending round is dropped" in text) == saved.has_pending
+    has_own = not saved.shared and case.algorithm != loco.LocalSGD()
+    assert (f"the state of {algorithm} (" in text) == has_own
 
 
 def test_one_worker_becomes_two_and_one_again(pool: Pool, tmp_path: Path) -> None:
@@ -297,27 +256,6 @@ def test_one_worker_becomes_two_and_one_again(pool: Pool, tmp_path: Path) -> Non
     again = pool.run(fit, case, None, str(two), SAVED_AT + 2, world=1)
     check_start(case, files_of(two), again)
     assert "and 1 worker with DiLoCo go on" in again[0].warnings[0]
-
-
-def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "3.ckpt"
-    pool.run(fit, CASES["diloco"], str(path), world=3)
-    files = files_of(path)
-    worker = Path(f"{path}.loco") / files.main["lightning_loco"]["stamp"] / "worker_00002.pt"
-    spoil(worker)
-    starts = pool.run(fit, CASES["diloco"], None, str(path), world=2)
-    params = [content["engine"]["params"] for content in files.workers[:2]]
-    near(starts[0].engine["params"], torch.stack(params).mean(0))
-
-
-def spoil(file: Path) -> None:
-    """Set the parameters of a worker to NaN."""
-    from lightning_loco.strategies.checkpoint.side_files import with_header
-
-    content = torch.load(file)
-    made = content.pop("seal")
-    content["engine"]["params"][0] = float("nan")
-    torch.save(with_header(content, made["stamp"], made["worker"]), file)
 
 
 # ------------------------------------------------------------------ other settings
@@ -342,12 +280,12 @@ def test_another_algorithm_starts_from_the_consensus(
     pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
     rows = [
-        ("local_sgd", "diloco", "what DiLoCo remembers (momentum) is reset"),
-        ("diloco", "gasloc", "what DiLoCo remembered (momentum) is dropped"),
-        ("diloco", "local_sgd", "the last 2 local steps, which no round has shared, are dropped"),
+        ("local_sgd", "diloco", "the state of DiLoCo (momentum) is reset"),
+        ("diloco", "gasloc", "the state of DiLoCo (momentum, outer) is dropped"),
+        ("diloco", "local_sgd", "the state of DiLoCo (momentum, outer) is dropped"),
         ("async_diloco", "gasloc", "a pending round is dropped"),
-        ("gasloc", "noloco", "what GASLoC remembered (previous, start) is dropped"),
-        ("noloco", "diloco", "what DiLoCo remembers (momentum) is reset"),
+        ("gasloc", "noloco", "the state of GASLoC (previous, start) is dropped"),
+        ("noloco", "diloco", "the state of DiLoCo (momentum) is reset"),
     ]
     runs = [(CASES[now], None, str(saved(before)), SAVED_AT + 1) for before, now, _ in rows]
     found = zip(*pool.run(fit_each, runs, world=2), strict=True)
@@ -372,7 +310,7 @@ def check_another_algorithm(
         assert start.engine["round_index"] == start.engine["steps_since_round"] == 0
     assert [len(start.warnings) for start in starts] == [1, 0]
     assert f"2 workers with {names[0]}, and 2 workers with {names[1]}" in starts[0].warnings[0]
-    assert "all workers begin at the consensus" in starts[0].warnings[0]
+    assert "all workers start from the consensus" in starts[0].warnings[0]
     assert text in starts[0].warnings[0]
 
 
@@ -412,7 +350,7 @@ def test_momentum_is_kept_where_both_have_it(resumed: Resume) -> None:
     files, starts = resumed("diloco", CASES["diloco_plain"])
     for start in starts:
         assert_same(start.engine["shared"][0]["state"], {"outer": files.of_fragment(0)["outer"]})
-    assert "go on from it: what DiLoCo remembered (momentum) is dropped." in starts[0].warnings[0]
+    assert "go on from it: the state of DiLoCo (momentum) is dropped." in starts[0].warnings[0]
 
 
 def test_momentum_is_reset_if_there_was_none(resumed: Resume) -> None:
@@ -422,55 +360,24 @@ def test_momentum_is_reset_if_there_was_none(resumed: Resume) -> None:
         expected = {"start": params, "previous": params}
         assert_same(start.engine["shared"][0]["state"], expected)
         assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
-    assert "go on from it: what GASLoC remembers (previous) is reset." in starts[0].warnings[0]
+    assert "go on from it: the state of GASLoC (previous) is reset." in starts[0].warnings[0]
 
 
 def test_round_counts_are_reset_if_they_were_not_used(resumed: Resume) -> None:
     files, starts = resumed("diloco", CASES["diloco_schedule"])
     for start in starts:
         assert_same(start.engine["shared"][0]["state"], {**files.of_fragment(0), "rounds": 0})
-    assert "go on from it: what DiLoCo remembers (rounds) is reset." in starts[0].warnings[0]
+    assert "go on from it: the state of DiLoCo (rounds) is reset." in starts[0].warnings[0]
 
 
-def test_a_pending_eager_round_is_compensated(resumed: Resume) -> None:
-    blocking = Case(EagerDiLoCo(0.4, 0.5))
-    files, starts = resumed("eager_diloco_momentum", blocking)
-    for worker, start in enumerate(starts):
-        before = files.of_fragment(worker)
-        assert before["under_way"] == 1
-        late = files.workers[worker]["engine"]["shared"][0]["received"] - before["own"]
-        state = start.engine["shared"][0]["state"]
-        assert state["under_way"] == 0
-        near(state["momentum"], before["momentum"] + late)
-        near(state["outer"], before["outer"] - 0.4 * 1.5 * late)
-
-
-def test_a_pending_round_is_applied_if_rounds_are_blocking_now(resumed: Resume) -> None:
+def test_a_pending_round_is_dropped_if_rounds_are_blocking_now(resumed: Resume) -> None:
     files, starts = resumed("async_diloco_momentum", CASES["diloco"])
-    fragment = files.shared["shared"][0]
-    expected = {name: value.clone() for name, value in fragment["state"].items()}
-    CASES["diloco"].algorithm.update(
-        fragment["received"], fragment["received"].clone(), expected, RoundInfo()
-    )
+    assert files.has_pending
     for worker, start in enumerate(starts):
-        assert_same(start.engine["shared"][0]["state"], expected)
+        assert_same(start.engine["shared"][0]["state"], files.of_fragment(0))
         assert start.engine["fragments"][0]["pending"] is None
-        progress = files.workers[worker]["engine"]["params"] - fragment["state"]["outer"]
-        near(start.engine["params"], expected["outer"] + progress)
-    assert "go on from it: a pending round is applied at once." in starts[0].warnings[0]
-
-
-def test_a_pending_round_with_neighbours_keeps_the_progress(resumed: Resume) -> None:
-    files, starts = resumed("gasloc_overlap", CASES["gasloc"])
-    algorithm = CASES["gasloc"].prepared(2)
-    for worker, start in enumerate(starts):
-        own = files.workers[worker]["engine"]
-        fragment, pending = own["fragments"][0], own["fragments"][0]["pending"]
-        state = {name: value.clone() for name, value in files.of_fragment(worker).items()}
-        received = own["shared"][0]["received"].clone()
-        result = algorithm.update(pending["messages"].clone(), received, state, RoundInfo())
-        near(start.engine["params"], result + own["params"] - fragment["sent_params"])
-        assert_same(start.engine["shared"][0]["state"], state)
+        assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
+    assert "go on from it: a pending round is dropped." in starts[0].warnings[0]
 
 
 def test_pairs_resume_with_other_numbers(pool: Pool, tmp_path: Path) -> None:
@@ -493,7 +400,7 @@ def test_rounds_resume_as_pairs_and_pairs_as_rounds(resumed: Resume, before: str
     files, starts = resumed(before, CASES.get(now, now))
     for start in starts:
         near(start.consensus, files.consensus)
-    assert "all workers begin at the consensus" in starts[0].warnings[0]
+    assert "all workers start from the consensus" in starts[0].warnings[0]
 
 
 @pytest.mark.soak

@@ -210,7 +210,7 @@ def test_missing_entry_of_the_main_file_names_it(
     texts = f"The entry 'lightning_loco' of {checkpoint} has no "
     whole = torch.load(checkpoint)["lightning_loco"]
     for entry in (
-        "format", "stamp", "algorithm", "num_workers", "settings", "has_shared", "consensus_key"
+        "format", "stamp", "algorithm", "num_workers", "settings", "has_shared"
     ):  # fmt: skip
         with subtests.test(entry):
             rest = {name: value for name, value in whole.items() if name != entry}
@@ -245,7 +245,6 @@ def test_impossible_entries_of_the_main_file_are_refused(
         ("settings", None, "says settings=None"),
         ("settings", {**whole["settings"], "sync_every": ["x"]}, "one.ckpt holds what"),
         ("has_shared", "yes", "says has_shared='yes'"),
-        ("consensus_key", 3, "says consensus_key=3"),
     ]
     for entry, value, texts in rows:
         with subtests.test(entry, value=value):

@@ -205,17 +205,11 @@ Found = dict[str, list[int]]
 class ChosenSave(NamedTuple):
     """The save that all workers resume from, whose main file on this worker's disk is ``path``.
 
-    For each worker, ``seen`` are the workers whose side files are on its disk.
+    ``writers`` are the workers whose side files are on a disk.
     """
 
     path: str
-    seen: list[list[int]]
-
-    def readers(self) -> dict[int, int]:
-        """For each worker's side file, return the worker that reads it for all others."""
-        first = {n: at for at, seen in reversed([*enumerate(self.seen)]) for n in seen}
-        own = {worker: worker for worker, seen in enumerate(self.seen) if worker in seen}
-        return first | own
+    writers: set[int]
 
 
 def path_on_own_disk(path: str | Path) -> str:
@@ -270,7 +264,7 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     with group.errors_shared(_LABEL):
         if group.place == 0:
             where[stamp].commit_main(stamp)
-    return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])
+    return ChosenSave(where[stamp].path, {n for found in everyone for n in found[stamp]})
 
 
 def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
@@ -339,8 +333,8 @@ class SavedRun:
     have takes the state of the first one. Both are new: ``is_new``. ``name`` is the file that this
     rank reads, of the worker ``worker``.
 
-    ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``. For
-    each side file, ``readers`` has the worker that can read it; None if all can read all.
+    ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``.
+    ``writers`` are the workers whose side files exist; None if those of all must exist.
     ``complete`` adds to the state of an engine, read from the file of a worker, what is elsewhere.
     ValueError if a file is missing, is damaged, belongs to another save, or is incomplete.
     """
@@ -353,19 +347,20 @@ class SavedRun:
         worker: int,
         place: int = 0,
         weights_only: bool | None = None,
-        readers: dict[int, int] | None = None,
+        writers: set[int] | None = None,
         complete: Complete | None = None,
     ) -> None:
         self._manifest = Manifest.from_state_dict(entry, path)
         self._files = files
         self._weights_only = weights_only
         self._is_after_error = AFTER_ERROR in entry
-        if readers is None and self._is_after_error:
-            readers = {0: 0}
-        self._readers = readers
+        if writers is None and self._is_after_error:
+            writers = {0}
         self._complete = complete
         self.stamp = self._manifest.stamp
         self.num_workers = self._manifest.num_workers
+        everyone = range(self.num_workers)
+        self._missing = [] if writers is None else [n for n in everyone if n not in writers]
         self.algorithm = self._manifest.algorithm
         is_new_worker = worker >= self.num_workers or worker in self._missing
         self.worker = number = 0 if is_new_worker else worker
@@ -376,7 +371,7 @@ class SavedRun:
             self.is_new = is_new_worker or place >= self.replica_size
             if self.is_new:
                 self.own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
-        if readers is None:
+        if writers is None:
             files.find(self._manifest.stamp, self.num_workers - 1)
 
     def _read(self, worker: int) -> dict[str, Any]:
@@ -405,27 +400,20 @@ class SavedRun:
         return DataShares(by_worker, self.replica_size, self.own.get(READERS, self.replica_size))
 
     def equals(self, engine: AnyEngine) -> bool:
-        """Return whether the present run has the same settings and number of workers."""
+        """Return whether the present run has the same settings and workers."""
         return (
-            self.num_workers == engine.worker.group.num_workers
-            and not self._missing
+            self._has_same_workers(engine)
             and self.algorithm == type(engine.settings.algorithm).__name__
             and self._manifest.settings == engine.settings.describe()
         )
 
-    def earlier_run(self) -> EarlierRun:
-        """Return what an engine with other settings or another number of workers resumes from."""
-        manifest = self._manifest
-        return EarlierRun(
-            self.own["engine"],
-            self.algorithm,
-            manifest.settings,
-            self.num_workers,
-            manifest.consensus_key,
-            manifest.has_shared,
-            read=lambda worker: self._read(worker)["engine"],
-            readers=self._readers,
-        )
+    def earlier_run(self, engine: AnyEngine) -> EarlierRun:
+        """Return what an engine with other settings or other workers resumes from."""
+        state, settings = self.own["engine"], self._manifest.settings
+        return EarlierRun(state, self.algorithm, settings, self._has_same_workers(engine))
+
+    def _has_same_workers(self, engine: AnyEngine) -> bool:
+        return self.num_workers == engine.worker.group.num_workers and not self._missing
 
     def missing(self) -> list[str]:
         """Describe which side files are missing."""
@@ -433,8 +421,3 @@ class SavedRun:
             return ["worker 0 has saved its own model and state alone, after an error"]
         names = ", ".join(map(str, self._missing))
         return [f"the state of worker {names}, which is on no disk, is dropped"] if names else []
-
-    @property
-    def _missing(self) -> list[int]:
-        readers = self._readers
-        return [] if readers is None else [n for n in range(self.num_workers) if n not in readers]

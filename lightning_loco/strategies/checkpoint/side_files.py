@@ -126,7 +126,6 @@ class Manifest(NamedTuple):
         algorithm: Name of the algorithm's class.
         settings: Settings of that run, as plain values.
         has_shared: Whether there is a file of what all workers share.
-        consensus_key: The entry of the algorithm's state that is the consensus, or None.
     """
 
     stamp: str
@@ -134,7 +133,6 @@ class Manifest(NamedTuple):
     algorithm: str
     settings: dict[str, Any]
     has_shared: bool
-    consensus_key: str | None
 
     @classmethod
     def of(cls, engine: AnyEngine, stamp: str) -> Manifest:
@@ -146,7 +144,6 @@ class Manifest(NamedTuple):
             type(algorithm).__name__,
             engine.settings.describe(),
             algorithm.replicated,
-            engine.settings.consensus_key,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,12 +185,7 @@ class Manifest(NamedTuple):
         return found
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "algorithm": str,
-    "settings": dict,
-    "has_shared": bool,
-    "consensus_key": (str, type(None)),
-}
+_KINDS: dict[str, type] = {"algorithm": str, "settings": dict, "has_shared": bool}
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class WorkerCheckpoints:
         self._strategy = strategy
         self._is_private = folder == "private"
         self._writes_main: bool | None = None
-        self._readers: dict[int, int] | None = None
+        self._writers: set[int] | None = None
         self._resumed: tuple[SavedRun, ResumedPosition] | None = None
         self._saved_on_stop: int | None = None
 
@@ -86,7 +86,7 @@ class WorkerCheckpoints:
         have ranks on several nodes.
         """
         self._saved_on_stop = None
-        self._readers = None
+        self._writers = None
         if self._is_private:
             size, on_node = self._strategy.replica_size, self._strategy.num_processes
             if self._strategy.num_nodes > 1 and on_node % size:
@@ -308,7 +308,7 @@ class WorkerCheckpoints:
         chosen = choose_save(group, self._strategy.checkpoint_io, path)
         if chosen is None:
             return None
-        self._readers = chosen.readers()
+        self._writers = chosen.writers
         return chosen.path
 
     def load(
@@ -354,9 +354,9 @@ class WorkerCheckpoints:
         weights_only: bool | None,
         shares: DataShares,
     ) -> None:
-        strategy, readers = self._strategy, self._readers
+        strategy, writers = self._strategy, self._writers
         rank = strategy.worker, strategy.place
-        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, readers, self._complete)
+        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, writers, self._complete)
         with errors_naming(path):
             before = run.shares()
         with errors_naming(run.name):
@@ -414,7 +414,7 @@ class WorkerCheckpoints:
                 own = own_state(run.own["engine"], engine.worker.replica)
                 self._load_engine(run, engine.load_state_dict, own)
         else:
-            notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run())
+            notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run(engine))
         connection = self._strategy.member_connection
         notes += position.restore(trainer, divides=connection is None)
         if connection is not None:
