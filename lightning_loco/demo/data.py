@@ -1,14 +1,11 @@
-"""Text as bytes, without a download: the Python standard library on this machine, or any file.
-
-The loaders can resume at any batch.
-"""
+"""Text as bytes, without a download: the Python standard library on this machine, or any file."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sysconfig
-import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 
 # Third-party packages lie inside the library's folder; not every system ships its tests.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -121,72 +117,6 @@ class SeededShuffle(RandomSampler):
         return iter(order.tolist())
 
 
-class ResumableDataLoader(StatefulDataLoader):
-    """A loader with whose state a run resumes at the next batch, in any epoch.
-
-    Lightning makes an iterator before it sets the epoch of the sampler, and a stateful iterator
-    draws its shuffle at once: a run resumed in its second epoch would repeat the order of the
-    first. So this iterator is made when its first batch is read. After the last batch of an epoch
-    there is no state, because the next epoch starts at its first batch.
-
-    The arguments are those of torch's loader; Lightning passes them when it sets its own sampler.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Tensor],
-        *,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Sampler[int] | None = None,
-        batch_sampler: Sampler[list[int]] | None = None,
-        num_workers: int = 0,
-        drop_last: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-    ) -> None:
-        with warnings.catch_warnings():
-            # torchdata calls a function that newer torch deprecates.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            super().__init__(
-                dataset,
-                batch_size=batch_size,
-                shuffle=shuffle,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                num_workers=num_workers,
-                drop_last=drop_last,
-                worker_init_fn=worker_init_fn,
-            )
-        self._num_batches = 0
-        self._started = False
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._started = False
-        if self.next_iter_state is None:
-            self._num_batches = 0
-        return self._batches()
-
-    def _batches(self) -> Iterator[Tensor]:
-        iterator = super().__iter__()
-        self._started = True
-        for batch in iterator:
-            self._num_batches += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position within the epoch: numbers, None, and dictionaries of them."""
-        if self._num_batches in (0, len(self)):
-            return {}
-        loader = super().state_dict() if self._started else self.next_iter_state
-        return {"num_batches": self._num_batches, "loader": loader}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the batch at which ``state_dict`` was called."""
-        self._started = False
-        self._num_batches = state_dict.get("num_batches", 0)
-        super().load_state_dict(state_dict.get("loader", {}))
-
-
 class ByteTextData(LightningDataModule):
     """Windows of bytes for next-byte prediction; the last part of the text is for validation.
 
@@ -202,7 +132,7 @@ class ByteTextData(LightningDataModule):
 
     Raises:
         ValueError: If a number is outside its range; in ``setup``: if a text is missing or too
-            small.
+            small, or torchdata is missing.
 
     Example:
         >>> data = ByteTextData(batch_size=4, context=32)
@@ -256,7 +186,16 @@ class ByteTextData(LightningDataModule):
             self.check(self.trainer.world_size if self.trainer is not None else 1)
 
     def check(self, num_ranks: int) -> None:
-        """Read and split the text; ValueError if it is missing, or too small for the ranks."""
+        """Read and split the text.
+
+        Raises:
+            ValueError: If the text is missing or too small for the ranks, or torchdata is missing.
+        """
+        if importlib.util.find_spec("torchdata") is None:
+            raise ValueError(
+                "The demo's data needs torchdata, with which a run resumes at any batch. Run in a "
+                "checkout of lightning_loco: pip install -c constraints.txt -e '.[demo]'"
+            )
         text = (
             standard_library(self.max_bytes)
             if self.path is None
@@ -277,8 +216,11 @@ class ByteTextData(LightningDataModule):
         self.train_windows = train
         self.val_windows = Subset(val, [i * len(val) // num_val for i in range(num_val)])
 
-    def train_dataloader(self) -> ResumableDataLoader:
+    def train_dataloader(self) -> DataLoader[Tensor]:
         """Return shuffled windows (batch_size, context + 1), uint8, in full batches."""
+        # torchdata is installed with the extra "demo" only; other data needs none.
+        from lightning_loco.demo.loader import ResumableDataLoader
+
         windows = self._ready(self.train_windows)
         return ResumableDataLoader(
             windows,

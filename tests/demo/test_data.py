@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,14 @@ def test_the_standard_library_is_real_and_reproducible_text() -> None:
 
 def test_the_default_text_is_large() -> None:
     assert len(standard_library(20_000_000)) > 5_000_000
+
+
+def test_missing_torchdata_is_named_before_training(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata", None)
+    with pytest.raises(ValueError, match=r"needs torchdata.*'\.\[demo\]'"):
+        ready(text)
 
 
 def test_windows_predict_every_byte_once() -> None:

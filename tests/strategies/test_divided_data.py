@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCo, LocoStrategy
-from lightning_loco.demo.data import ResumableDataLoader
+from lightning_loco.demo.loader import ResumableDataLoader
 from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
