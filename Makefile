@@ -42,6 +42,7 @@ check: .venv/.installed ## Lint, check the formatting, the layers of imports and
 	$(RUN) -m mypy
 
 docs: .venv/.installed ## Build the documentation into build/site; broken links are errors
+	$(RUN) docs/write_pages.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Done again only when the requirements change.

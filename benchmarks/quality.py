@@ -115,6 +115,13 @@ HIDDEN = {
     *("async_model_average", "pairwise_gossip"),
 }
 """Algorithms that train on while messages are under way."""
+TITLES = {
+    "ddp": "DDP",
+    "diloco_momentum_0.7": "DiLoCo",
+    "streaming_diloco_delay_1": "Streaming DiLoCo",
+    "gasloc_ring": "GASLoC on a ring",
+}
+"""Rows in the legend of the picture; others have their own names there."""
 Results = dict[str, dict[str, Any]]
 
 
@@ -231,7 +238,12 @@ def curves_of(results: Results, options: argparse.Namespace) -> list[Curve]:
     """The validation loss of every row, first seed."""
     found = {name: results[command_line(name, options.seeds[0], options)] for name in options.only}
     return [
-        Curve(name, fit["curve"], fit["bytes_sent"], ROWS[name].algorithm in HIDDEN)
+        Curve(
+            TITLES.get(name, name),
+            fit["curve"],
+            fit["bytes_sent"],
+            ROWS[name].algorithm in HIDDEN,
+        )
         for name, fit in found.items()
         if fit["curve"]
     ]

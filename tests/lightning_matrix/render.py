@@ -1,10 +1,9 @@
-"""Writes docs/feature_matrix.md from the table: `python -m tests.lightning_matrix.render`."""
+"""Writes the table as a page of the site: `python -m tests.lightning_matrix.render` prints it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.conftest import ROOT
 from tests.lightning_matrix.table import (
     AS_DDP,
     FEATURES_OF_TWO_RANKS,
@@ -19,9 +18,7 @@ from tests.lightning_matrix.table import (
     Verdict,
 )
 
-PAGE = ROOT / "docs" / "feature_matrix.md"
-
-HEAD = """# Lightning feature compatibility
+HEAD = """# Feature matrix
 
 How each strategy behaves with the features of Lightning, and with idioms of code written for DDP.
 Every cell is a run of two workers in a test. The weights after fit are always finite, and equal on
@@ -83,4 +80,4 @@ def notes_of(row: Row, names: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

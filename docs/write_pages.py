@@ -1,34 +1,42 @@
-"""What `make docs` adds to MkDocs: pages for files outside of docs/, formulas, and docstrings.
+"""Write the pages of the site into build/pages; `make docs` runs this, and MkDocs on the result.
 
 Pages link to examples, benchmarks and other files of the repository. Each of these files becomes a
-page of the site, so that all links stay within it. Formulas are MathML, which needs neither
-JavaScript nor a network. Roles and examples of docstrings are written as mkdocstrings expects them.
+page of the site, so that all links stay within it. A link to the table of Lightning's features
+leads to a page that is generated from it. Formulas become MathML, which needs neither JavaScript
+nor a network.
+
+Any generator that reads Markdown can build the site from that folder, except the pages of docs/api:
+their lines `:::` are those of mkdocstrings, which loads `Docstrings` from this file.
 """
 
 from __future__ import annotations
 
-import html
 import inspect
 import json
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+PAGES = ROOT / "build" / "pages"
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
+FEATURES = ROOT / "tests" / "lightning_matrix" / "table.py"
+FEATURES_PAGE = "feature_matrix.md"
 
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
-_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_CODE_OR_FORMULA = re.compile(
+    r"^ *(`{3,}).*?^ *\1|`[^`\n]+`|\$\$(?P<block>.+?)\$\$|\$(?P<inline>\S(?:[^$\n]*\S)?)\$(?!\d)",
+    re.DOTALL | re.MULTILINE,
+)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth):`~?([^`]+)`")
 _CODE_EXAMPLE = re.compile(r"^( *)Example::\n\n((?:\1 +\S.*\n?|\n)+)", re.MULTILINE)
 _MATH = re.compile(r"^( *)\.\. math::(.*\n(?:\1 +\S.*\n?)*)", re.MULTILINE)
@@ -43,7 +51,9 @@ _KINDS = {
 
 
 def site_path(path: Path) -> str:
-    """Where a file of the repository is in the site, as a path of its source."""
+    """Return where the page of a file of the repository is, below build/pages."""
+    if path == FEATURES:
+        return FEATURES_PAGE
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = f"source/{path.relative_to(ROOT).as_posix()}"
@@ -53,7 +63,7 @@ def site_path(path: Path) -> str:
 
 
 def linked_files(markdown: str, folder: Path) -> Iterator[Path]:
-    """The files of the repository, but outside of docs/, to which a page in this folder links."""
+    """Yield the files of the repository, but outside of docs/, to which a page links."""
     for link in _LINK.findall(markdown):
         path = (folder / link).resolve()
         if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):
@@ -61,7 +71,7 @@ def linked_files(markdown: str, folder: Path) -> Iterator[Path]:
 
 
 def with_site_links(markdown: str, path: Path) -> str:
-    """The page at `path` with its links as they are in the site."""
+    """Return the page at `path` with its links as they are in the site."""
     here = os.path.dirname(site_path(path))
 
     def replace(match: re.Match[str]) -> str:
@@ -72,8 +82,25 @@ def with_site_links(markdown: str, path: Path) -> str:
     return _LINK.sub(replace, markdown)
 
 
+def mathml(formula: str, display: str) -> str:
+    """Return a formula as HTML in one line, in which no character is one of Markdown's."""
+    written = convert(" ".join(formula.split()), display=display).replace("|", "&#x7C;")
+    return f'<span class="formula">{written}</span>'
+
+
+def with_mathml(markdown: str) -> str:
+    """Return a page with its formulas, `$...$` and `$$...$$`, as MathML; code is left alone."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match["block"] is not None:
+            return mathml(match["block"], "block")
+        return match[0] if match["inline"] is None else mathml(match["inline"], "inline")
+
+    return _CODE_OR_FORMULA.sub(replace, markdown)
+
+
 def blocks_of(notebook: dict[str, Any]) -> Iterator[str]:
-    """The Markdown, the code and the kept outputs of a notebook."""
+    """Yield the Markdown, the code and the kept outputs of a notebook."""
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -89,31 +116,36 @@ def blocks_of(notebook: dict[str, Any]) -> Iterator[str]:
 
 
 def page_of(path: Path) -> str:
-    """The Markdown of the page for a file or folder outside of docs/."""
+    """Return the Markdown of the page for a file or folder."""
     name = path.relative_to(ROOT).as_posix()
+    if path == FEATURES:
+        from tests.lightning_matrix.render import page
+
+        return page()
     if path.is_dir():
         files = sorted(file.name for file in path.iterdir() if file.is_file())
-        return with_site_links(
-            f"# {name}\n\n" + "\n".join(f"- [{file}]({file})" for file in files),
-            path / "README.md",
-        )
+        listed = "\n".join(f"- [{file}]({file})" for file in files)
+        return with_site_links(f"# {name}\n\n{listed}", path / "README.md")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return with_site_links(text, path)
+        return with_mathml(with_site_links(text, path))
     if path.suffix == ".ipynb":
-        return with_site_links("\n\n".join(blocks_of(json.loads(text))), path)
+        return with_mathml(with_site_links("\n\n".join(blocks_of(json.loads(text))), path))
     language = LANGUAGES.get(path.suffix, "text")
     return f"{_NO_SEARCH}# {name}\n\n````{language}\n{text.rstrip()}\n````\n"
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file to which a page links, directly or through such a file."""
-    waiting = [DOCS / file.src_uri for file in files.documentation_pages()]
+def write_pages(folder: Path) -> None:
+    """Write all pages, and a page for each file to which one links, also through such a file."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.md", "*.py", "__pycache__"))
+    waiting = sorted(DOCS.rglob("*.md"))
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
-        if not path.is_relative_to(DOCS):
-            files.append(File.generated(config, site_path(path), content=page_of(path)))
+        target = folder / site_path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page_of(path), encoding="utf-8")
         if path.is_dir():
             found = {file for file in path.iterdir() if file.is_file()}
         elif path.suffix == ".md":
@@ -122,40 +154,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             found = set()
         waiting += sorted(found - seen)
         seen |= found
-    return files
-
-
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links of a page in docs/ lead to the pages of this site."""
-    if page.file.generated_by is not None:
-        return markdown
-    return with_site_links(markdown, DOCS / page.file.src_uri)
-
-
-def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Write formulas as MathML."""
-
-    def replace(match: re.Match[str]) -> str:
-        display = "block" if match[1] == "div" else "inline"
-        return convert(html.unescape(match[2]).strip(), display=display)
-
-    return _FORMULA.sub(replace, content)
-
-
-def _annotation_of(parameter: inspect.Parameter) -> str | None:
-    """The type of a parameter, without the modules of names."""
-    if parameter.annotation is parameter.empty:
-        return None
-    annotation = parameter.annotation
-    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written)
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring with Markdown in place of reStructuredText."""
+    """Return a docstring with Markdown in place of reStructuredText."""
     docstring = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", docstring)
-    docstring = _ROLE_OF_MATH.sub(r"$\1$", docstring)
-    docstring = _MATH.sub(lambda math: f"{math[1]}$${' '.join(math[2].split())}$$\n", docstring)
+    docstring = _ROLE_OF_MATH.sub(lambda role: mathml(role[1], "inline"), docstring)
+    docstring = _MATH.sub(lambda math: f"{math[1]}{mathml(math[2], 'block')}\n", docstring)
     docstring = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
 
     def fenced(match: re.Match[str]) -> str:
@@ -165,7 +170,16 @@ def as_markdown(docstring: str) -> str:
     return _CODE_EXAMPLE.sub(fenced, docstring)
 
 
-class RuntimeSignatures(griffe.Extension):
+def _annotation_of(parameter: inspect.Parameter) -> str | None:
+    """Return the type of a parameter, without the modules of names."""
+    if parameter.annotation is parameter.empty:
+        return None
+    annotation = parameter.annotation
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written)
+
+
+class Docstrings(griffe.Extension):
     """Gives griffe what this package has at run time: signatures, and docstrings as Markdown."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
@@ -180,6 +194,9 @@ class RuntimeSignatures(griffe.Extension):
     ) -> None:
         """Take the arguments of a constructor from its signature, as `help` does."""
         constructor = cls.members.get("__init__")
+        if isinstance(constructor, griffe.Alias):  # its class is made by the registry
+            constructor = griffe.Function("__init__")
+            cls.set_member("__init__", constructor)
         if isinstance(constructor, griffe.Function):
             constructor.parameters = griffe.Parameters(
                 *(
@@ -194,3 +211,8 @@ class RuntimeSignatures(griffe.Extension):
                     for parameter in inspect.signature(node.obj.__init__).parameters.values()
                 )
             )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # the table of features is in tests/
+    write_pages(PAGES)
