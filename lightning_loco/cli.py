@@ -100,6 +100,8 @@ def build_callbacks(cfg: DictConfig) -> list[Callback]:
         callbacks.append(WorkerLogs(dirpath=Path(cfg.run_dir) / "workers"))
     if cfg.report:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        for name in ("simulate", "num_workers", "simulation", "network"):  # of a simulated run
+            settings.pop(name, None)
         callbacks.append(ReportCallback(cfg.run_dir, settings))
     return callbacks
 

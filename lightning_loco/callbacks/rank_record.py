@@ -1,4 +1,4 @@
-"""What one rank records of a run, and the record of the whole run that they make in the end."""
+"""Records of single ranks, merged at the end of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_loco.distributed import Statistics, notes
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
 from lightning_loco.links import LinkTimes
-from lightning_loco.report.record import Curve, Drawing, RunRecord
+from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
 from lightning_loco.strategies.base import EngineStrategy, WorkerStrategy, worker_and_place
 from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
 from lightning_loco.topology import Topology, spectral_gap
@@ -40,7 +40,9 @@ Position = tuple[int, float, float | None]
 STEPS = "local steps"
 """Name of their number in a record."""
 
-NOT_MEASURED = "The consensus distance was not measured: the callback ConsensusMonitor does that."
+NOT_MEASURED = (
+    "The consensus distance was not measured in rounds: the callback ConsensusMonitor does that."
+)
 OF_DDP = (
     "DDP's bytes are those of a ring all-reduce of all gradients in every step: 2 (N - 1) / N "
     "times their size, if each of the N workers were one rank."
@@ -52,9 +54,9 @@ ONLY_OWN = "The run has ended early: what the other ranks have recorded is not k
 
 
 class RankRecord:
-    """What one rank records while it trains, and what it makes of that of all ranks in the end.
+    """Records one rank while it trains, and merges the records of all ranks.
 
-    It is made when training starts. Times are those of ``time.monotonic``.
+    It is created when training starts. Times are those of ``time.monotonic``.
 
     Attributes:
         spans: When this rank waited, validated and so on.
@@ -66,6 +68,7 @@ class RankRecord:
         self._trainer = trainer
         self._started_s, self._started = time.monotonic(), time.time()
         self.validation_began_s = self._started_s
+        self._first_step = trainer.global_step
         strategy, world = trainer.strategy, trainer.world_size
         worker, self._place = worker_and_place(strategy)
         self.spans = Spans(max(100, min(1000, MAX_SPANS // world)))
@@ -178,7 +181,6 @@ class RankRecord:
             "left_out": spans.left_out,
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
-            "wait_s": None if statistics is None else statistics.wait_s,
             "link_s": None if statistics is None else statistics.emulated_s,
         }
 
@@ -199,16 +201,19 @@ class RankRecord:
         is_known = bool(sent) and None not in sent
         step = trainer.global_step
         notes_of_run = [OF_DDP] if self._ddp_bytes(step) is not None else []
-        if isinstance(strategy, EngineStrategy) and not self._consensus.points:
-            notes_of_run.append(NOT_MEASURED)
         if trainer.world_size > 1 and not isinstance(strategy, WorkerStrategy):
             notes_of_run.append(WAITS_IN_STEPS)
         if ended and trainer.world_size > len(ranks):
             notes_of_run.append(ONLY_OWN)
         numbers: dict[str, Any] = {STEPS: step}
+        if self._first_step:
+            numbers["resumed at step"] = self._first_step
         if self._statistics is not None:
             numbers["rounds"] = self._statistics.rounds
-        waits = [rank["wait_s"] for rank in ranks if rank["wait_s"] is not None]
+        if isinstance(strategy, EngineStrategy) and not self._consensus.points:
+            notes_of_run.append(NOT_MEASURED)
+            if (distance := strategy.statistics.consensus_distance) is not None:
+                numbers["consensus distance"] = round_to(distance, 4)
         links = [rank["link_s"] for rank in ranks if rank["link_s"] is not None]
         return RunRecord(
             title=title(trainer),
@@ -227,7 +232,6 @@ class RankRecord:
             numbers=numbers,
             bytes_sent=sum(sent) / len(sent) if is_known else None,
             ddp_bytes=self._ddp_bytes(step),
-            wait_s=sum(waits) / len(waits) if waits else None,
             link_s=sum(links) / len(links) if links else None,
             ddp_link_s=self._ddp_link_s(step),
             topology=drawing_of(trainer),

@@ -19,8 +19,9 @@ class Spans:
         limit: How many of the first ones are kept, and how many of the last.
 
     Attributes:
-        seconds: Of all spans, by kind.
-        busy_s: Of all spans but those in the background; where some overlap, they count once.
+        seconds: Of all spans, by kind; time within several spans counts for the innermost one,
+            apart from those in the background.
+        busy_s: Of all spans but those in the background.
         left_out: How many spans between the first and the last ones are not kept.
     """
 
@@ -35,9 +36,11 @@ class Spans:
 
     def add(self, kind: str, start_s: float, end_s: float) -> None:
         """Add a span that has ended, after all that ended before."""
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + end_s - start_s
+        before_s, own_s = self.busy_s, end_s - start_s
         if kind not in IN_BACKGROUND:
             self._count(start_s, end_s)
+            own_s = max(0.0, self.busy_s - before_s)
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + own_s
         if len(self._first) < self.limit:
             self._first.append((kind, start_s, end_s))
             return

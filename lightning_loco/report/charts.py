@@ -17,14 +17,15 @@ from lightning_loco.report.record import Curve, Drawing, Event, Point, merged
 from lightning_loco.values import format_bytes
 
 WIDTH, HEIGHT = 440, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 26, 10, 42
+LEFT, RIGHT, TOP, BOTTOM = 70, 26, 10, 42
 MAX_DRAWN = 250
 """Points of a line."""
 
 SPREAD = 4
 """Factor between the bytes of two curves from which on logarithms are drawn."""
 
-NUM_COLORS = 8
+NUM_COLORS = 6
+"""Colors of lines, which color-blind readers can tell apart, too."""
 
 LARGEST = 1e307
 """End of the largest axis: the difference of two values below it does not overflow."""
@@ -81,11 +82,15 @@ class Axis:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most about so many round values within the range."""
-        if self.is_log:
-            powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            if len(powers) >= 2:
-                return [10.0**power for power in powers][:: math.ceil(len(powers) / most)]
+        """Return round values within the range, about ``most`` of them at most."""
+        if self.is_log and self.high >= 10 * self.low:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for parts in ((1, 2, 5), (1,)):
+                values = [part * 10.0**power for power in powers for part in parts]
+                values = [value for value in values if self.low <= value <= self.high]
+                if len(values) <= most:
+                    return values
+            return values[:: math.ceil(len(values) / most)]
         step = round_step((self.high - self.low) / most)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         values = [number * step for number in range(first, last + 1)]
@@ -117,63 +122,86 @@ def bytes_unit(num_bytes: float) -> tuple[float, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of a chart.
+class Series:
+    """A curve to draw.
 
     Attributes:
         name: In the legend.
+        points: Its points.
         color: Number of the color; -1 for that of the text.
-        points: Positions, as the attribute of a ``<polyline>``.
-        band: Positions of a ``<polygon>`` from the smallest to the largest values; may be empty.
-        is_strong: Whether it has points, and a thick line.
+        is_strong: Whether it has points, and a thick line, and is never smoothed.
         is_dashed: Whether it is dashed.
+        is_worker: Whether it is shown only if the reader asks for the workers.
     """
-
-    name: str
-    color: int
-    points: str
-    band: str = ""
-    is_strong: bool = False
-    is_dashed: bool = False
-
-    @property
-    def dots(self) -> list[list[str]]:
-        """The positions of points to be marked: a line of one point cannot be seen otherwise."""
-        positions = [pair.split(",") for pair in self.points.split()]
-        return positions if len(positions) <= (60 if self.is_strong else 1) else []
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A chart with its lines and ticks; ``x_axis`` and ``y_axis`` are in the units of the ticks."""
-
-    title: str
-    x_label: str
-    x_axis: Axis
-    y_axis: Axis
-    lines: tuple[Line, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """A curve to draw: its points, and how they are drawn (see :class:`Line`)."""
 
     name: str
     points: Sequence[Point]
     color: int = 0
     is_strong: bool = False
     is_dashed: bool = False
+    is_worker: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        series: The curve that it shows.
+        points: Positions, as the attribute of a ``<polyline>``.
+        band: Positions of a ``<polygon>`` from the smallest to the largest values; may be empty.
+    """
+
+    series: Series
+    points: str
+    band: str = ""
+
+    @property
+    def dots(self) -> list[list[str]]:
+        """The positions of points to be marked: a line of one point cannot be seen otherwise."""
+        positions = [pair.split(",") for pair in self.points.split()]
+        return positions if len(positions) <= (60 if self.series.is_strong else 1) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Face:
+    """The lines of a chart on one of its vertical axes, with the ticks of that axis."""
+
+    axis: Axis
+    ticks: tuple[tuple[float, str], ...]
+    lines: tuple[Line, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart; the axes are in the units of the ticks.
+
+    Attributes:
+        title: Its caption.
+        x_label: Label of the horizontal axis, with its unit.
+        y_label: Label of the vertical axis.
+        x_axis: The horizontal axis.
+        x_ticks: Its ticks.
+        faces: With a linear vertical axis; if all values are positive, also with a logarithmic one.
+        starts_log: Whether the second face is the one to show at first.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    x_axis: Axis
+    x_ticks: tuple[tuple[float, str], ...]
+    faces: tuple[Face, ...]
+    starts_log: bool = False
 
 
 def draw(
-    title: str, all_series: Sequence[Series], x: XAxis, *, is_log: bool = False
+    title: str, all_series: Sequence[Series], x: XAxis, y_label: str, *, may_start_log: bool = False
 ) -> Chart | None:
     """Draw curves against local steps, seconds or bytes; None if nothing can be drawn.
 
-    ``is_log`` draws the logarithm of the values. Bytes are drawn as logarithms if some curve has
-    four times as many as another one.
+    With ``may_start_log`` values that differ by more than a factor of 30 are shown as logarithms at
+    first. Bytes are drawn as logarithms if some curve has four times as many as another one.
     """
     drawn = [(series, placed(series.points, x)) for series in all_series]
     drawn = [(series, points) for series, points in drawn if points]
@@ -186,31 +214,28 @@ def draw(
     values = [point[0] / scale for _, points in drawn for point in points]
     x_axis = Axis.around(values, LEFT, WIDTH - RIGHT, x_is_log)
     bounds = [bound for _, points in drawn for point in points for bound in point[2:]]
-    y_axis = Axis.around(bounds, HEIGHT - BOTTOM, TOP, is_log and min(bounds) > 0)
 
-    lines = []
-    for series, points in drawn:
-        shown = [point for point in points if point[0] > 0 or not x_is_log]
-        across = [x_axis.at(point[0] / scale) for point in shown]
-        mean, low, high = ([y_axis.at(point[i]) for point in shown] for i in (1, 2, 3))
-        has_band = any(low < high for *_, low, high in shown) and not series.is_dashed
-        line = Line(
-            series.name,
-            series.color,
-            positions(across, mean),
-            positions([*across, *across[::-1]], [*low, *high[::-1]]) if has_band else "",
-            series.is_strong,
-            series.is_dashed,
-        )
-        lines.append(line)
+    def face(is_log: bool) -> Face:
+        axis = Axis.around(bounds, HEIGHT - BOTTOM, TOP, is_log)
+        lines = []
+        for series, points in drawn:
+            shown = [point for point in points if point[0] > 0 or not x_is_log]
+            across = [x_axis.at(point[0] / scale) for point in shown]
+            mean, low, high = ([axis.at(point[i]) for point in shown] for i in (1, 2, 3))
+            has_band = any(low < high for *_, low, high in shown) and not series.is_dashed
+            band = positions([*across, *across[::-1]], [*low, *high[::-1]]) if has_band else ""
+            lines.append(Line(series, positions(across, mean), band))
+        ticks = tuple((axis.at(tick), tick_text(tick)) for tick in axis.ticks(6))
+        return Face(axis, ticks, tuple(lines))
+
     return Chart(
         title,
         label,
+        y_label,
         x_axis,
-        y_axis,
-        tuple(lines),
         tuple((x_axis.at(tick), tick_text(tick)) for tick in x_axis.ticks(5)),
-        tuple((y_axis.at(tick), tick_text(tick)) for tick in y_axis.ticks(6)),
+        (face(False), face(True)) if min(bounds) > 0 else (face(False),),
+        may_start_log and 0 < 30 * min(bounds) < max(bounds),
     )
 
 
@@ -251,21 +276,30 @@ def reduced(points: Sequence[Point], most: int = MAX_DRAWN) -> list[Point]:
     return [merged(points[start : start + size]) for start in range(0, len(points), size)]
 
 
-def mean_of(curves: Sequence[Curve]) -> list[Point]:
+def mean_of(curves: Sequence[Curve], x: XAxis = "step") -> list[Point]:
     """Return the mean of several workers' curves, with the smallest and largest of their values.
 
-    The range of the steps is cut into parts; the values that fall into one are merged.
+    The range of the steps, seconds or bytes is cut into parts; the values that fall into one are
+    merged.
     """
-    points = sorted((p for curve in curves for p in curve.points), key=lambda point: point[0])
-    longest = max((len(curve.points) for curve in curves), default=0)
+    if len(curves) == 1:
+        return curves[0].points
+    number = ("step", "time", "bytes").index(x)
+    points = [
+        (at, point)
+        for curve in curves
+        for point in curve.points
+        if (at := point[number]) is not None
+    ]
     if not points:
         return []
+    points.sort(key=lambda pair: pair[0])
     first, last = points[0][0], points[-1][0]
-    parts = max(1, min(longest, MAX_DRAWN))
+    parts = min(max(len(curve.points) for curve in curves), MAX_DRAWN)
     width = (last - first) / parts or 1
     found: dict[int, list[Point]] = {}
-    for point in points:
-        found.setdefault(min(parts - 1, int((point[0] - first) / width)), []).append(point)
+    for at, point in points:
+        found.setdefault(min(parts - 1, int((at - first) / width)), []).append(point)
     return [merged(group) for _, group in sorted(found.items())]
 
 

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the page. Returns the exit status."""
     # Imported here, because the other commands shall run where templates cannot be read.
-    from lightning_loco.report.page import PAGE_FILE, render_run, write_comparison
-    from lightning_loco.report.record import RunRecord
+    from lightning_loco.report.page import PAGE_FILE, render_comparison, render_run
+    from lightning_loco.report.record import RunRecord, replace_file
 
     paths = [Path(name) for name in args.runs]
     try:
@@ -34,10 +34,11 @@ def run(args: argparse.Namespace) -> int:
         if len(paths) == 1:
             folder = paths[0] if paths[0].is_dir() else paths[0].parent
             page = Path(args.output or folder / PAGE_FILE)
-            page.write_text(render_run(records[0]), encoding="utf-8")
+            text = render_run(records[0])
         else:
             page = Path(args.output or "comparison.html")
-            write_comparison(dict(zip(names_of(paths), records, strict=True)), page)
+            text = render_comparison(dict(zip(names_of(paths), records, strict=True)))
+        replace_file(page, text)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

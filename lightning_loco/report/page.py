@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from lightning_loco.report.charts import (
     Chart,
     Series,
     Timeline,
+    XAxis,
     draw,
     draw_graph,
     draw_timeline,
     mean_of,
     some_rounds,
 )
-from lightning_loco.report.record import Curve, Point, RunRecord
+from lightning_loco.report.record import Curve, Point, RunRecord, replace_file
 from lightning_loco.report.trace import TRACE_FILE, write_trace
 from lightning_loco.values import format_bytes, format_seconds
 
@@ -43,6 +45,15 @@ KINDS = ("compute", "validation", "checkpoint", "sync point", "wait", "round", "
 
 MAX_LANES = 64
 """Lanes of a timeline."""
+
+MAX_METRICS = 8
+"""Charts of metrics that a validation has logged."""
+
+MAX_COMPARED = 2 * NUM_COLORS
+"""Runs in the charts of a comparison: the second half has dashed lines."""
+
+AXES: dict[str, XAxis] = {"local steps": "step", "time": "time", "bytes": "bytes"}
+"""What losses are drawn against, as in the titles of charts."""
 
 MAX_GRAPH = 64
 """Workers of a topology that is drawn."""
@@ -62,7 +73,7 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"bytes": format_bytes, "seconds": format_seconds, "value": format_value}
+_ENVIRONMENT.filters["value"] = format_value
 _ENVIRONMENT.globals |= {
     "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
     "script": _SCRIPT,
@@ -76,13 +87,8 @@ def write_report(record: RunRecord, folder: Path) -> Path:
     record.save(folder)
     write_trace(record, folder)
     page = folder / PAGE_FILE
-    page.write_text(render_run(record), encoding="utf-8")
+    replace_file(page, render_run(record))
     return page
-
-
-def write_comparison(records: Mapping[str, RunRecord], page: Path) -> None:
-    """Write a page that compares runs, which have names."""
-    page.write_text(render_comparison(records), encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------- one run
@@ -110,7 +116,9 @@ def render_run(record: RunRecord) -> str:
         kinds=kinds,
         below=BELOW,
         kind_class=kind_class,
-        shares=[(name, share_row(own, record.seconds)) for name, own in named_shares(record)],
+        shares=[(name, share_row(own)) for name, own in zip(lanes, record.shares, strict=False)],
+        num_training=len(record.of_kind("train_loss")),
+        num_colors=NUM_COLORS,
         graph=None
         if topology is None or topology.num_workers > MAX_GRAPH
         else draw_graph(topology),
@@ -138,15 +146,20 @@ def kind_class(kind: str) -> str:
     return f"k-{KINDS.index(kind)}" if kind in KINDS else "k-other"
 
 
-def named_shares(record: RunRecord) -> list[tuple[str, dict[str, float]]]:
-    """Return the seconds of each kind of event, by lane."""
-    return list(zip(record.lanes, record.shares, strict=False))[:MAX_LANES]
+def share_row(shares: Mapping[str, float]) -> dict[str, str]:
+    """Format the seconds of each kind, and percentages that add up to 100.
 
-
-def share_row(shares: Mapping[str, float], seconds: float) -> dict[str, str]:
-    """Format the seconds of each kind, and their share of all."""
+    Rounds and messages have none: a worker does something else meanwhile.
+    """
+    seconds = {kind: own for kind, own in shares.items() if kind not in BELOW}
+    total = math.fsum(seconds.values()) or 1.0
+    parts = {kind: 100 * own / total for kind, own in seconds.items()}
+    percent = {kind: math.floor(part) for kind, part in parts.items()}
+    missing = round(math.fsum(parts.values())) - sum(percent.values())
+    for kind in sorted(parts, key=lambda kind: percent[kind] - parts[kind])[:missing]:
+        percent[kind] += 1
     return {
-        kind: f"{format_seconds(own)} ({own / seconds:.0%})" if seconds else format_seconds(own)
+        kind: format_seconds(own) + (f" ({percent[kind]}%)" if kind in percent else "")
         for kind, own in shares.items()
     }
 
@@ -158,6 +171,8 @@ def tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     if train := record.of_kind("train_loss"):
         last = mean_of(train)[-1]
         yield "training loss", format_value(last[3]), f"at step {last[0]:,}"
+    for curve in record.of_kind("consensus")[:1]:
+        yield curve.name, format_value(curve.points[-1][3]), f"at step {curve.points[-1][0]:,}"
     if record.bytes_sent is not None:
         remark = ""
         if record.ddp_bytes:
@@ -165,7 +180,7 @@ def tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
             if record.bytes_sent:
                 remark += f", {format_value(record.ddp_bytes / record.bytes_sent)} times as much"
         yield "sent per worker", format_bytes(record.bytes_sent), remark
-    waited_s = mean_share(record, "wait") if record.wait_s is None else record.wait_s
+    waited_s = mean_share(record, "wait")
     if waited_s is not None:
         part = f"{waited_s / record.seconds:.1%} of the time" if record.seconds else ""
         yield "waited per worker", format_seconds(waited_s), part
@@ -186,24 +201,24 @@ def mean_share(record: RunRecord, kind: str) -> float | None:
 
 
 def loss_charts(record: RunRecord) -> list[Chart]:
-    """Draw the losses against steps, time and bytes."""
+    """Draw the losses against steps, time and bytes: the mean of the workers, and each of them.
+
+    There are no single workers if they are more than there are colors.
+    """
     train = record.of_kind("train_loss")
-    if len(train) > NUM_COLORS:
-        name = f"training, mean of {len(train)} workers, in the range of their values"
-        shown = [Series(name, mean_of(train))]
-    else:
-        shown = [Series(curve.name, curve.points, n) for n, curve in enumerate(train)]
-    validations = record.of_kind("validation")
+    single = train if 1 < len(train) <= NUM_COLORS else []
+    shown = [Series(c.name, c.points, n, is_worker=True) for n, c in enumerate(single)]
     shown += [
         Series(curve.name, curve.points, -1 - number, is_strong=True)
-        for number, curve in enumerate(validations[:2])
+        for number, curve in enumerate(record.of_kind("validation")[:2])
     ]
     of_ddp = ddp_curve(record, mean_of(train))
-    charts = [
-        draw("Loss against local steps", shown, "step"),
-        draw("Loss against time", shown, "time"),
-        draw("Loss against bytes", [*shown, *of_ddp], "bytes"),
-    ]
+    name = f"training, mean of {len(train)} workers" if len(train) > 1 else "training"
+    charts = []
+    for what, x in AXES.items():
+        mean = Series(name, mean_of(train, x))
+        series = [mean, *shown, *(of_ddp if x == "bytes" else [])]
+        charts.append(draw(f"Loss against {what}", series, x, "loss"))
     return [chart for chart in charts if chart is not None]
 
 
@@ -221,31 +236,34 @@ def other_charts(record: RunRecord) -> list[Chart]:
     """Draw learning rates, the consensus distance and other metrics against steps."""
     consensus, rates = record.of_kind("consensus"), record.of_kind("learning_rate")
     charts = [
-        draw("Learning rate", series_of(rates), "step"),
-        draw("Consensus distance", series_of(consensus), "step", is_log=spreads(consensus)),
-        *(draw(curve.name, series_of([curve]), "step") for curve in record.of_kind("metric")[:8]),
+        draw("Learning rate", series_of(rates), "step", "learning rate"),
+        draw(
+            "Consensus distance",
+            series_of(consensus),
+            "step",
+            "distance (root mean square)",
+            may_start_log=True,
+        ),
+        *(
+            draw(curve.name, series_of([curve]), "step", curve.name)
+            for curve in record.of_kind("metric")[:MAX_METRICS]
+        ),
     ]
     return [chart for chart in charts if chart is not None]
 
 
 def series_of(curves: Sequence[Curve]) -> list[Series]:
-    """Return at most so many curves as there are colors."""
+    """Return the curves, at most one per color."""
     return [Series(c.name, c.points, number) for number, c in enumerate(curves[:NUM_COLORS])]
 
 
-def spreads(curves: Iterable[Curve]) -> bool:
-    """Return whether the values are positive and differ by more than a factor of 30."""
-    values = [point[3] for curve in curves for point in curve.points]
-    return bool(values) and 0 < 30 * min(values) < max(values)
-
-
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names of settings, with those of their groups, and their values as text."""
+    """Yield the names of settings that have a value, with their groups, and the values as text."""
     for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", "" if value is None else str(value)
+        elif value is not None and name != "_convert_":
+            yield f"{prefix}{name}", str(value)
 
 
 # ----------------------------------------------------------------------- several runs
@@ -253,19 +271,22 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 def render_comparison(records: Mapping[str, RunRecord]) -> str:
     """Return the page that compares runs."""
-    trained = {name: mean_of(record.of_kind("train_loss")) for name, record in records.items()}
-    validated = {
-        name: curves[0].points if (curves := record.of_kind("validation")) else []
-        for name, record in records.items()
-    }
+    trained = {name: record.of_kind("train_loss") for name, record in records.items()}
+    validated = {name: record.of_kind("validation")[:1] for name, record in records.items()}
     charts = []
-    axes = (("step", "local steps"), ("time", "time"), ("bytes", "bytes"))
     for kind, found in (("Validation loss", validated), ("Training loss", trained)):
-        series = [
-            Series(name, points, number % NUM_COLORS, kind == "Validation loss", number >= 8)
-            for number, (name, points) in enumerate(found.items())
-        ]
-        charts += [draw(f"{kind} against {what}", series, x) for x, what in axes]  # type: ignore[arg-type]
+        for what, x in AXES.items():
+            series = [
+                Series(
+                    name,
+                    mean_of(curves, x),
+                    number % NUM_COLORS,
+                    is_strong=kind == "Validation loss",
+                    is_dashed=number >= NUM_COLORS,
+                )
+                for number, (name, curves) in enumerate(list(found.items())[:MAX_COMPARED])
+            ]
+            charts.append(draw(f"{kind} against {what}", series, x, "loss"))
     rows = {name: {label: value for label, value, _ in compared(r)} for name, r in records.items()}
     return _ENVIRONMENT.get_template("comparison.html").render(
         title="Runs compared",
@@ -273,6 +294,8 @@ def render_comparison(records: Mapping[str, RunRecord]) -> str:
         rows=rows,
         columns=list(dict.fromkeys(label for row in rows.values() for label in row)),
         records=records,
+        num_colors=NUM_COLORS,
+        max_compared=MAX_COMPARED,
         differing=differing_settings(records),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,16 @@ Point = tuple[int, float, float | None, float, float, float]
 
 Event = tuple[int, str, float, float]
 """Number of a lane, kind, start and end in seconds since the start of the run."""
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file atomically: whoever reads it meanwhile finds the old text or the new one."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class Curve:
@@ -185,13 +196,12 @@ class RunRecord:
             have a colour of their own are ``"compute"``, ``"wait"``, ``"sync point"``,
             ``"validation"``, ``"checkpoint"``, and, drawn below the lane, ``"round"`` and
             ``"send"``.
-        shares: For each lane the seconds of each kind, of all events.
+        shares: For each lane the seconds of each kind, of all events. Time within several events
+            counts for the innermost one only, apart from ``"round"`` and ``"send"``.
         events_left_out: How many events are counted in ``shares`` only.
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.
         ddp_bytes: Bytes that DDP would have sent in the same steps; None if that is no comparison.
-        wait_s: Seconds for which a rank was blocked in exchanges, mean over the ranks; None if only
-            ``shares`` have it.
         link_s: Seconds of messages on an emulated link; None without one.
         ddp_link_s: Seconds that DDP's messages would have taken on that link.
         topology: None if all exchange with all, or nobody does.
@@ -213,7 +223,6 @@ class RunRecord:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     bytes_sent: float | None = None
     ddp_bytes: float | None = None
-    wait_s: float | None = None
     link_s: float | None = None
     ddp_link_s: float | None = None
     topology: Drawing | None = None
@@ -238,7 +247,7 @@ class RunRecord:
         if self.topology is not None:
             fields["topology"] = dataclasses.asdict(self.topology)
         text = json.dumps({"format": FORMAT, **fields}, allow_nan=False)
-        (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        replace_file(folder / RECORD_FILE, text + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -275,7 +284,7 @@ class RunRecord:
         ]
         if any(not 0 <= lane < len(lanes) for lane, *_ in events):
             raise ValueError("an event is of no lane")
-        optional = ("bytes_sent", "ddp_bytes", "wait_s", "link_s", "ddp_link_s")
+        optional = ("bytes_sent", "ddp_bytes", "link_s", "ddp_link_s")
         numbers = {name: value.get(name) for name in optional}
         topology = value.get("topology")
         return cls(

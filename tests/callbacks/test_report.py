@@ -31,6 +31,7 @@ from lightning_loco.callbacks.rank_record import computing
 from lightning_loco.callbacks.report import NOT_COMPLETE, RunWarnings
 from lightning_loco.demo.launch import is_no_tip
 from lightning_loco.distributed.statistics import Spans
+from lightning_loco.report.page import mean_share
 from lightning_loco.report.record import RunRecord
 from tests.pool import Pool, make_trainer
 from tests.small_model import (
@@ -100,6 +101,16 @@ def fit_ddp(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def fit_gossip(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return fit(rank, folder, PairwiseGossipStrategy(summary=False))
+
+
+def fit_unmonitored(rank: int, world: int, folder: Path) -> None:
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), sync_every=5),
+        use_distributed_sampler=False,
+        callbacks=[ReportCallback(folder)],
+        max_epochs=1,
+    )
+    trainer.fit(ValidatedModule(), make_loader(rank, STEPS), make_loader(9, 2))
 
 
 # ------------------------------------------------------------------------ what is recorded
@@ -196,6 +207,13 @@ def test_gossip_without_rounds(pool: Pool, tmp_path: Path) -> None:
     assert len(record.of_kind("train_loss")) == 2
 
 
+def test_the_distance_at_the_end_is_shown_without_a_monitor(pool: Pool, tmp_path: Path) -> None:
+    pool.run(fit_unmonitored, tmp_path, world=2)
+    record = RunRecord.load(tmp_path)
+    assert record.numbers["consensus distance"] > 0
+    assert any("not measured in rounds" in note for note in record.notes)
+
+
 def test_workers_of_two_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit_loco, tmp_path, {"replica_size": 2}, world=4)
     record = RunRecord.load(tmp_path)
@@ -282,6 +300,40 @@ def test_a_loss_is_not_read_between_logging_steps() -> None:
         patch.setattr(callback, "_write", lambda *_: None)
         trainer.fit(module, make_loader(0, STEPS), make_loader(9, 2))
     assert read == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+
+
+class WaitedAndSaved(pl.Callback):
+    """Saves a checkpoint after a very long wait."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.statistics.wait_s += 1e6  # type: ignore[attr-defined]
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/saved.ckpt")
+
+
+def fit_and_resume(rank: int, world: int, folder: Path) -> None:
+    path, data = None, (make_loader(rank, STEPS), make_loader(9, 2))
+    for epochs, callback in ((1, WaitedAndSaved()), (2, ReportCallback(folder))):
+        trainer = make_trainer(
+            LocoStrategy(DiLoCo(), sync_every=3, summary=False),
+            use_distributed_sampler=False,
+            callbacks=[callback],
+            max_epochs=epochs,
+            default_root_dir=folder,
+        )
+        trainer.fit(ValidatedModule(), *data, ckpt_path=path)
+        path = folder / "saved.ckpt"
+
+
+@pytest.mark.recovery
+def test_a_resumed_run_counts_the_time_of_its_part(pool: Pool, tmp_path: Path) -> None:
+    pool.run(fit_and_resume, tmp_path, world=2)
+    record = RunRecord.load(tmp_path)
+    assert record.numbers["resumed at step"] == STEPS
+    assert record.numbers["local steps"] == 2 * STEPS
+    assert [step for step, *_ in record.of_kind("train_loss")[0].points][0] == STEPS + 1
+    waited_s = mean_share(record, "wait")
+    assert waited_s is not None
+    assert 0 < waited_s < record.seconds
 
 
 # -------------------------------------------------------------------------- ends of all kinds

@@ -50,12 +50,12 @@ def test_an_axis_of_one_negative_value() -> None:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    chart = draw("Loss", [Series("a", points(10))], "step")
+    chart = draw("Loss", [Series("a", points(10))], "step", "y")
     assert chart is not None
-    drawn = [tuple(map(float, pair.split(","))) for pair in chart.lines[0].points.split()]
+    drawn = [tuple(map(float, pair.split(","))) for pair in chart.faces[0].lines[0].points.split()]
     for (x, y), (step, *_, mean, _, _) in zip(drawn, points(10), strict=True):
         assert x == pytest.approx(chart.x_axis.at(step), abs=0.06)
-        assert y == pytest.approx(chart.y_axis.at(mean), abs=0.06)
+        assert y == pytest.approx(chart.faces[0].axis.at(mean), abs=0.06)
 
 
 def test_a_long_line_keeps_its_extremes() -> None:
@@ -63,9 +63,9 @@ def test_a_long_line_keeps_its_extremes() -> None:
     drawn = placed(spiky, "step")
     assert len(drawn) <= MAX_DRAWN
     assert max(high for *_, high in drawn) == 99
-    chart = draw("Loss", [Series("a", spiky)], "step")
+    chart = draw("Loss", [Series("a", spiky)], "step", "y")
     assert chart is not None
-    assert chart.lines[0].band
+    assert chart.faces[0].lines[0].band
 
 
 def test_values_of_equal_bytes_are_merged() -> None:
@@ -75,21 +75,21 @@ def test_values_of_equal_bytes_are_merged() -> None:
 
 def test_bytes_of_curves_that_differ_much_are_logarithms() -> None:
     small, large = Series("a", points(8)), Series("b", points(8, 100_000))
-    chart = draw("Loss", [small, large], "bytes")
+    chart = draw("Loss", [small, large], "bytes", "y")
     assert chart is not None
     assert chart.x_axis.is_log
-    alike = draw("Loss", [small, Series("b", points(8, 2000))], "bytes")
+    alike = draw("Loss", [small, Series("b", points(8, 2000))], "bytes", "y")
     assert alike is not None
     assert not alike.x_axis.is_log
 
 
 def test_what_cannot_be_drawn_is_left_out() -> None:
     unknown: list[Point] = [(1, 1.0, None, 1, 1, 1)]
-    assert draw("Loss", [], "step") is None
-    assert draw("Loss", [Series("a", [])], "time") is None
-    assert draw("Loss", [Series("a", unknown)], "bytes") is None
-    assert draw("Loss", [Series("a", points(1))], "bytes") is None  # nothing sent
-    assert draw("Loss", [Series("a", unknown)], "step") is not None
+    assert draw("Loss", [], "step", "y") is None
+    assert draw("Loss", [Series("a", [])], "time", "y") is None
+    assert draw("Loss", [Series("a", unknown)], "bytes", "y") is None
+    assert draw("Loss", [Series("a", points(1))], "bytes", "y") is None  # nothing sent
+    assert draw("Loss", [Series("a", unknown)], "step", "y") is not None
 
 
 def test_the_mean_of_workers() -> None:
@@ -102,6 +102,28 @@ def test_the_mean_of_workers() -> None:
     assert [point[3:] for point in found] == [
         (10 * step + 0.5, 10 * step, 10 * step + 1) for step in range(1, 101)
     ]
+
+
+def test_the_mean_over_time_is_of_values_at_one_time() -> None:
+    """A worker of half the speed takes half as many steps."""
+    fast, slow = Curve("train_loss", "a"), Curve("train_loss", "b")
+    for second in range(1, 101):
+        fast.add(2 * second, second, None, 1.0)
+        slow.add(second, second, None, 3.0)
+    for x, at in (("time", 1), ("step", 0)):
+        places = [point[at] for point in mean_of([fast, slow], x)]  # type: ignore[arg-type]
+        assert places == sorted(places)  # type: ignore[type-var]
+    assert {point[3] for point in mean_of([fast, slow], "time")} == {2.0}
+    assert mean_of([fast, slow], "bytes") == []
+
+
+def test_logarithms_are_offered_for_positive_values() -> None:
+    for values, faces, starts in (((1, 9), 2, False), ((1, 99), 2, True), ((0, 9), 1, False)):
+        series = Series("a", [(n, n, None, y, y, y) for n, y in enumerate(values)])
+        chart = draw("Distance", [series], "step", "y", may_start_log=True)
+        assert chart is not None
+        assert [face.axis.is_log for face in chart.faces] == [False, True][:faces]
+        assert chart.starts_log is starts
 
 
 def test_events_outside_of_a_timeline_are_cut_off() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -9,11 +11,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_loco.report.charts import NUM_COLORS
 from lightning_loco.report.page import (
+    flat,
     render_comparison,
     render_run,
-    write_comparison,
+    share_row,
     write_report,
 )
 from lightning_loco.report.record import RunRecord
@@ -21,7 +26,7 @@ from tests.conftest import ROOT
 from tests.programs import environment
 from tests.report.records import EVIL, made_up
 
-VOID = {"meta", "img", "br", "link"}
+VOID = {"meta", "img", "br", "link", "input"}
 TEMPLATES = ROOT / "lightning_loco" / "report" / "templates"
 
 
@@ -70,8 +75,11 @@ def test_a_page_shows_what_is_recorded() -> None:
     ]
     assert [text for text in captions if text not in page.text] == []
     lines = [line["data-name"] for line in page.named("polyline")]
-    assert lines.count("training, worker 0 ring") == 3
-    assert lines.count("training, if every step had sent what DDP sends") == 1
+    # On a linear and a logarithmic axis, against steps, time and bytes.
+    assert lines.count("training, mean of 2 workers") == 6
+    assert lines.count("training, worker 0 ring") == 6
+    assert lines.count("training, if every step had sent what DDP sends") == 2
+    assert "consensus ring0.025at step 40" in page.text.replace("\n", "")
     assert "DDP: 4.0 MB, 400 times as much" in page.text
     assert "Spectral gap 0.25: the distance to the mean shrinks by a factor of 0.75" in page.text
     assert "Of 7 events in between only the sums below are known" in page.text
@@ -111,16 +119,64 @@ def test_a_long_run_of_many_workers_is_a_small_page(tmp_path: Path) -> None:
     assert page.stat().st_size < 5e6
     names = [line["data-name"] for line in Page(page.read_text()).named("polyline")]
     assert "training, worker 0 ring" not in names
+    assert "training, mean of 64 workers" in names
     few = write_report(made_up(num_workers=4, num_steps=10_000), tmp_path)
     assert few.stat().st_size < 1e6
 
 
-def test_runs_are_compared(tmp_path: Path) -> None:
+def test_percentages_add_up() -> None:
+    thirds = share_row({"compute": 1.0, "validation": 1.0, "wait": 1.0, "round": 2.0})
+    assert thirds == {
+        "compute": "1 s (34%)",
+        "validation": "1 s (33%)",
+        "wait": "1 s (33%)",
+        "round": "2 s",
+    }
+    assert share_row({"compute": 0.0}) == {"compute": "0 s (0%)"}
+
+
+def test_settings_without_a_value_are_left_out() -> None:
+    record = RunRecord("x", settings={"a": {"b": None, "c": False, "_convert_": "all"}, "d": {}})
+    assert list(flat(record.settings)) == [("a.c", "False")]
+
+
+EYES = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""What readers see of linear red, green and blue (Machado, Oliveira and Fernandes 2009)."""
+
+
+def oklab(rgb: torch.Tensor) -> torch.Tensor:
+    """Colors in Oklab (Ottosson 2020), where distances are about those that a reader sees."""
+    to_cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+    to_lab = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+    cones = (rgb @ torch.tensor(to_cones).T).clamp(0) ** (1 / 3)
+    return cones @ torch.tensor(to_lab).T
+
+
+def test_colors_can_be_told_apart(subtests: pytest.Subtests) -> None:
+    light, dark = (TEMPLATES / "style.css").read_text().split("prefers-color-scheme: dark")
+    groups = {"lines": r"--c\d", "timeline": "--k-(?:compute|validation|checkpoint|sync|wait)"}
+    for (theme, css), (group, name), (eye, matrix) in itertools.product(
+        {"light": light, "dark": dark}.items(), groups.items(), EYES.items()
+    ):
+        with subtests.test(theme=theme, group=group, eye=eye):
+            found = re.findall(rf"{name}: #(\w{{6}})", css)
+            assert len(found) == (NUM_COLORS if group == "lines" else 5)
+            rgb = torch.tensor([list(bytes.fromhex(color)) for color in found]) / 255
+            rgb = torch.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+            seen = oklab((rgb @ torch.tensor(matrix).float().T).clamp(0, 1))
+            assert torch.pdist(seen).min() > 0.09  # those of Okabe and Ito: 0.076
+
+
+def test_runs_are_compared() -> None:
     first, second = made_up(), made_up(num_steps=80)
     second.settings["strategy"]["sync_every"] = 8
-    write_comparison({"a": first, "b": second}, tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text())
-    assert [line["data-name"] for line in page.named("polyline")] == ["a", "b"] * 6
+    page = Page(render_comparison({"a": first, "b": second}))
+    assert [line["data-name"] for line in page.named("polyline")] == ["a", "b"] * 12
     assert "Settings that differ" in page.text
     assert "strategy.sync_every" in page.text
     assert "DDP would send" in page.text
@@ -176,7 +232,33 @@ svg.dispatchEvent(new PointerEvent("pointermove", at));
     assert complaints == ""
     tip = dom.split('<div class="tip"', 2)[1].split("</figure>")[0]
     assert "local step:" in tip
-    assert "training, worker 1 ring: " in tip
+    assert "training, mean of 2 workers: " in tip
+    assert "training, worker 1 ring: " not in tip
+
+
+@pytest.mark.process
+def test_workers_and_logarithms_are_shown_on_demand(tmp_path: Path) -> None:
+    html = render_run(made_up())
+    policy = html[html.index('<meta http-equiv="Content-Security-Policy"') :].split("\n")[0]
+    look = """<script>
+const visible = (selector) => [...document.querySelectorAll(selector)].filter(
+  (one) => one.getClientRects().length).length;
+const points = () => document.querySelector(".losses polyline").getAttribute("points");
+const found = [visible("polyline.worker"), visible(".face.log"), visible(".face.linear")];
+const before = points(), slider = document.querySelector("#smoothing input");
+document.querySelector("#workers").click();
+document.querySelector(".losses .log-box").click();
+slider.value = 0.9;
+slider.dispatchEvent(new Event("input"));
+found.push(visible("polyline.worker"), visible(".face.log"), visible(".face.linear"));
+found.push(points() !== before);
+document.title = JSON.stringify(found);
+</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(html.replace(policy, "").replace("</body>", f"{look}</body>"))
+    dom, complaints = opened(page, tmp_path)
+    assert complaints == ""
+    assert "<title>[0,0,6,6,1,5,true]</title>" in dom
 
 
 # ------------------------------------------------------------------------ the command

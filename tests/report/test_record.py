@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.report.record import Curve, RunRecord
+from lightning_loco.report.record import Curve, RunRecord, replace_file
 from lightning_loco.report.trace import write_trace
 from tests.report.records import made_up
 
@@ -127,6 +127,43 @@ def test_text_is_no_record(tmp_path: Path) -> None:
             RunRecord.load(file)
     with pytest.raises(FileNotFoundError, match="Name the folder of a run"):
         RunRecord.load(tmp_path / "elsewhere")
+
+
+def test_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "page.html"
+    replace_file(file, "old")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_trace_has_counters(tmp_path: Path) -> None:
+    record = made_up()
+    write_trace(record, tmp_path)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            ((name, value),) = event["args"].items()
+            assert name == event["name"]
+            found.setdefault((event["pid"], name), []).append((event["ts"], value))
+    first, second = record.of_kind("train_loss")
+    (distance,) = record.of_kind("consensus")
+    expected = {
+        (0, distance.name): [(1e6 * point[1], point[3]) for point in distance.points],
+        (0, "loss"): [(1e6 * point[1], point[3]) for point in first.points],
+        (1, "bytes sent"): [(1e6 * point[1], point[2]) for point in second.points],
+    }
+    assert found.keys() == {*expected, (1, "loss"), (0, "bytes sent")}
+    for key, points in expected.items():
+        assert [ts for ts, _ in found[key]] == pytest.approx([ts for ts, _ in points], abs=0.1)
+        assert [value for _, value in found[key]] == [value for _, value in points]
 
 
 def test_the_trace_has_all_events(tmp_path: Path) -> None:

@@ -1,5 +1,26 @@
 "use strict";
-// Shows the values of a chart's lines under the pointer; the charts work without it.
+// Shows the values of a chart's lines under the pointer, and smooths losses; charts work without it.
+const pointsOf = (text) => text.split(" ").filter(Boolean).map((pair) => pair.split(",").map(Number));
+const smoothing = document.querySelector("#smoothing");
+if (smoothing) {
+  smoothing.hidden = false;
+  const input = smoothing.querySelector("input");
+  const losses = [...document.querySelectorAll(".losses .line[points]:not(.strong)")].map((line) => [line, pointsOf(line.getAttribute("points"))]);
+  const smooth = () => {
+    const kept = Number(input.value);
+    smoothing.querySelector("output").textContent = kept;
+    for (const [line, points] of losses) {
+      let sum = 0, weight = 0;
+      line.setAttribute("points", points.map(([x, y]) => {
+        sum = kept * sum + (1 - kept) * y;
+        weight = kept * weight + 1 - kept;
+        return `${x},${(sum / weight).toFixed(1)}`;
+      }).join(" "));
+    }
+  };
+  input.addEventListener("input", smooth);
+  smooth(); // a browser may keep the value of a page that is loaded again
+}
 for (const svg of document.querySelectorAll(".plot > svg")) {
   const tip = svg.parentNode.querySelector(".tip"), rule = svg.querySelector(".rule");
   const axisOf = (text) => {
@@ -9,17 +30,19 @@ for (const svg of document.querySelectorAll(".plot > svg")) {
       return isLog ? low * (high / low) ** part : low + part * (high - low);
     };
   };
-  const xOf = axisOf(svg.dataset.x), yOf = axisOf(svg.dataset.y);
-  const lines = [...svg.querySelectorAll("polyline")].map((line) => ({
-    name: line.dataset.name,
-    color: line.getAttribute("class").split(" ")[1],
-    points: line.getAttribute("points").split(" ").filter(Boolean).map((p) => p.split(",").map(Number)),
-  })).filter((line) => line.points.length);
+  const xOf = axisOf(svg.dataset.x);
+  const visible = (selector) => [...svg.querySelectorAll(selector)].filter((one) => getComputedStyle(one).display !== "none");
   const hide = () => { tip.hidden = true; rule.style.visibility = "hidden"; };
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("pointermove", (event) => {
     const frame = svg.getBoundingClientRect();
     const x = (event.clientX - frame.left) * 440 / frame.width;
+    const [face] = visible(".face"), yOf = axisOf(face.dataset.y);
+    const lines = visible(".line").filter((line) => face.contains(line)).map((line) => ({
+      name: line.dataset.name,
+      color: line.getAttribute("class").split(" ")[1],
+      points: pointsOf(line.getAttribute("points")),
+    })).filter((line) => line.points.length);
     const distance = (point) => Math.abs(point[0] - x);
     const near = lines.map((line) => ({
       ...line, point: line.points.reduce((best, p) => (distance(p) < distance(best) ? p : best)),
