@@ -44,6 +44,9 @@ WAIT_FOR_RANK_0_S = 10
 CHECKPOINT_NAMES = ("last", "best", "hpc", "registry")
 """Values of ckpt_path that are not paths."""
 
+NOT_REPORTED = ("simulate", "num_workers", "simulation", "network", "callbacks", "logger")
+"""Keys of the configuration that are of a simulation, or do not change the training."""
+
 
 def run(cfg: DictConfig) -> float | None:
     """Build everything a configuration names, train, and report; return the validation loss.
@@ -100,9 +103,8 @@ def build_callbacks(cfg: DictConfig) -> list[Callback]:
         callbacks.append(WorkerLogs(dirpath=Path(cfg.run_dir) / "workers"))
     if cfg.report:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
-        for name in ("simulate", "num_workers", "simulation", "network"):  # of a simulated run
-            settings.pop(name, None)
-        callbacks.append(ReportCallback(cfg.run_dir, settings))
+        shown = {name: value for name, value in settings.items() if name not in NOT_REPORTED}
+        callbacks.append(ReportCallback(cfg.run_dir, shown))
     return callbacks
 
 

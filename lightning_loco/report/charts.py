@@ -17,7 +17,7 @@ from lightning_loco.report.record import Curve, Drawing, Event, Point, merged
 from lightning_loco.values import format_bytes
 
 WIDTH, HEIGHT = 440, 290
-LEFT, RIGHT, TOP, BOTTOM = 70, 26, 10, 42
+LEFT, RIGHT, TOP, BOTTOM = 78, 26, 10, 42
 MAX_DRAWN = 250
 """Points of a line."""
 

@@ -203,12 +203,12 @@ def mean_share(record: RunRecord, kind: str) -> float | None:
 def loss_charts(record: RunRecord) -> list[Chart]:
     """Draw the losses against steps, time and bytes: the mean of the workers, and each of them.
 
-    There are no single workers if they are more than there are colors.
+    Each has a color: with more workers than there are colors, only their mean and range are drawn.
     """
     train = record.of_kind("train_loss")
-    single = train if 1 < len(train) <= NUM_COLORS else []
-    shown = [Series(c.name, c.points, n, is_worker=True) for n, c in enumerate(single)]
-    shown += [
+    single = train if 1 < len(train) < NUM_COLORS else []  # the mean has the first color
+    workers = [Series(c.name, c.points, n, is_worker=True) for n, c in enumerate(single, start=1)]
+    validations = [
         Series(curve.name, curve.points, -1 - number, is_strong=True)
         for number, curve in enumerate(record.of_kind("validation")[:2])
     ]
@@ -217,7 +217,7 @@ def loss_charts(record: RunRecord) -> list[Chart]:
     charts = []
     for what, x in AXES.items():
         mean = Series(name, mean_of(train, x))
-        series = [mean, *shown, *(of_ddp if x == "bytes" else [])]
+        series = [*workers, mean, *validations, *(of_ddp if x == "bytes" else [])]
         charts.append(draw(f"Loss against {what}", series, x, "loss"))
     return [chart for chart in charts if chart is not None]
 
