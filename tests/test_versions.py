@@ -68,6 +68,13 @@ def test_the_citation_is_that_of_this_version_and_license() -> None:
     assert f'license = "{CITATION["license"]}"' in PYPROJECT
 
 
+def test_ruff_at_a_commit_is_that_of_the_constraints() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (repository,) = config["repos"]
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"ruff=={repository['rev'].removeprefix('v')}" in constraints
+
+
 def test_a_release_checks_its_tag_against_the_files(tmp_path: Path) -> None:
     """The commands of the workflow pass for the version of the files, and for no other one."""
     build = RELEASE["jobs"]["build"]["steps"]
