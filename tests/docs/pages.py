@@ -87,7 +87,13 @@ class Page:
 README = Page(ROOT / "README.md")
 DOCS = [Page(path) for path in sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [README, *DOCS, *map(Page, sorted((ROOT / "examples").rglob("README.md")))]
-LINKING = [*PAGES, Page(ROOT / "CONTRIBUTING.md"), Page(ROOT / "CHANGELOG.md")]
+LINKING = [
+    *PAGES,
+    *(
+        Page(ROOT / f"{name}.md")
+        for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT")
+    ),
+]
 
 
 def doc(name: str) -> Page:
