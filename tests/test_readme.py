@@ -61,7 +61,7 @@ def test_the_quick_start_gets_no_advice(pool: Pool) -> None:
 @pytest.mark.process
 def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert "max_steps=10_000" in QUICK_START
-    short = QUICK_START.replace("max_steps=10_000", 'accelerator="cpu", max_steps=300')
+    short = QUICK_START.replace("max_steps=10_000", 'accelerator="cpu", max_steps=200')
     (tmp_path / "quick_start.py").write_text(READERS_OWN + short)
     done = subprocess.run(
         [sys.executable, "quick_start.py"],
@@ -74,7 +74,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "max_steps=300` reached" in done.stdout
+    assert "max_steps=200` reached" in done.stdout
     assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))
 
 
