@@ -1,6 +1,6 @@
 """Every method at its defaults on a short first run, beside DDP and workers that never exchange.
 
-A small image classifier with BatchNorm and AdamW is trained by ``Trainer(strategy="NAME_fork",
+A small image classifier with BatchNorm and AdamW is trained by ``Trainer(strategy="NAME_notebook",
 devices=2)`` for 96 local steps, with a validation after each of its three epochs. The images are
 made on the spot.
 
@@ -124,7 +124,7 @@ class Report(Callback, logging.Handler):
 
 def fit(name: str, seed: int) -> list[Result]:
     """Train with a method at its defaults, and return what each worker ends with."""
-    strategy: Any = f"{name}_fork"
+    strategy: Any = f"{name}_notebook"
     if name == "alone":
         strategy = LocalSGDStrategy(10**6, finalize="keep", start_method="fork")
     seed_everything(seed, verbose=False)

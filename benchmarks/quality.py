@@ -29,7 +29,6 @@ workers that talk. With several seeds losses and differences are means with stan
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import shlex
 import statistics
@@ -47,6 +46,7 @@ from omegaconf import OmegaConf
 from lightning_loco.demo.report import read_curve
 from lightning_loco.links import LINKS
 from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.arguments import argument_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,7 +140,7 @@ def command_line(name: str, seed: int, options: argparse.Namespace) -> str:
     ]
     known: set[str] = set()
     if algorithm in METHODS:
-        known = set(inspect.signature(METHODS[algorithm]).parameters)
+        known = argument_names(METHODS[algorithm])
     own_period = any(word.startswith("algorithm.sync_every=") for word in also)
     period = [] if own_period else [f"sync_every={options.sync_every}"]
     for setting in [*period, *options.set]:

@@ -6,17 +6,18 @@
 ``import lightning_loco`` also registers the strategies by name: ``Trainer(strategy="gasloc")``.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from lightning_loco.__about__ import __version__
 from lightning_loco.algorithms import (
+    SPARTA,
     Algorithm,
+    DelayedNesterov,
     DiLoCo,
     EagerDiLoCo,
     GASLoC,
     LocalSGD,
     ModelAverage,
     NeighborAverage,
+    NoLoCo,
     PairwiseAverage,
 )
 from lightning_loco.callbacks import (
@@ -37,18 +38,20 @@ from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
+    DelayedNesterovStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
     LocoModelParallelStrategy,
     LocoStrategy,
+    NoLoCoStrategy,
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
+    SPARTAStrategy,
     StreamingDiLoCoStrategy,
     register_strategies,
 )
-from lightning_loco.strategies.registry import ALGORITHM_STRATEGIES
 from lightning_loco.topology import Topology, get_topology
 
 __all__ = [
@@ -58,6 +61,8 @@ __all__ = [
     "ClockEngine",
     "CommunicationMonitor",
     "ConsensusMonitor",
+    "DelayedNesterov",
+    "DelayedNesterovStrategy",
     "DiLoCo",
     "DiLoCoStrategy",
     "EagerDiLoCo",
@@ -72,6 +77,8 @@ __all__ = [
     "LocoStrategy",
     "ModelAverage",
     "NeighborAverage",
+    "NoLoCo",
+    "NoLoCoStrategy",
     "PairwiseAverage",
     "PairwiseEngine",
     "PairwiseGossipStrategy",
@@ -80,6 +87,8 @@ __all__ = [
     "RemoteOptimizer",
     "RemoteOptimizerStrategy",
     "ReportCallback",
+    "SPARTA",
+    "SPARTAStrategy",
     "Simulation",
     "StepEngine",
     "StragglerSimulator",
@@ -89,19 +98,5 @@ __all__ = [
     "__version__",
     "get_topology",
 ]
-
-# Strategies that the registry makes from algorithms, and these algorithms.
-_generated = {
-    kind.__name__: kind
-    for strategy in ALGORITHM_STRATEGIES.values()
-    for kind in (strategy, strategy.algorithm_type)
-}
-globals().update(_generated)
-__all__ += sorted(_generated.keys() - set(__all__))
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...  # the generated ones
-
 
 register_strategies()

@@ -6,9 +6,9 @@ Everything else is checked when the strategy and the Trainer are built.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import math
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -18,21 +18,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_loco import algorithms
-from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.demo.launch import follow_launcher
-from lightning_loco.engine.constructors import (
-    HiddenRounds,
-    async_diloco,
-    clock_settings,
-    streaming_diloco,
-)
-from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.engine.settings import RoundOptions, RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links import as_links
+from lightning_loco.methods import METHOD_TABLE
 from lightning_loco.parameter_server.tiers import Tiers, check_ranks
-from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology
 from lightning_loco.values import (
     check_common_arguments,
@@ -54,11 +46,6 @@ IMPORTED_EARLY = tuple(
     f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology")
 )
 """Modules that can be imported without Lightning; those of users may need it."""
-
-HIDDEN_ROUNDS: dict[str, Callable[..., HiddenRounds]] = {
-    "AsyncDiLoCoStrategy": async_diloco,
-    "StreamingDiLoCoStrategy": streaming_diloco,
-}
 
 EarlySettings = RoundSettings | PairwiseSettings
 
@@ -146,13 +133,16 @@ def early_settings(cfg: DictConfig) -> EarlySettings | None:
     if a value cannot work.
     """
     package, _, kind = str(cfg.algorithm.get("_target_")).rpartition(".")
+    known = {row.strategy_name: row for row in METHOD_TABLE.values()}
     inner = [*cfg.algorithm.values(), cfg.topology, cfg.compression, cfg.link]
     if (
         package != "lightning_loco"
+        or kind not in known
         or cfg.membership._target_
         or not all(target.startswith(IMPORTED_EARLY) for target in _targets(inner))
     ):
         return None
+    row = known[kind]
     with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with errors_for("algorithm"):
@@ -160,20 +150,25 @@ def early_settings(cfg: DictConfig) -> EarlySettings | None:
         given = dict(hydra.utils.instantiate(arguments))
         if {"timeout_s", "start_method"} <= given.keys():
             check_common_arguments(given["timeout_s"], given["start_method"])
-        if "replica_size" in given and kind != "RemoteOptimizerStrategy":
-            check_replica_size(given["replica_size"])
-        if kind == "RemoteOptimizerStrategy":
+        if row.settings is None:
             _check_tiers(given, ranks_of(cfg))
             return None
-        given["topology"] = "ring" if topology is None and kind == "GASLoCStrategy" else topology
+        if "replica_size" in given:
+            check_replica_size(given["replica_size"])
+        if topology is not None:
+            check_takes_topology(kind, "topology" in row.defaults, topology)
+            given["topology"] = topology
         with errors_for("compression"):
             given["compression"] = codec_of(cfg.compression) if cfg.compression._target_ else None
         with errors_for("link"):
-            given["link"] = hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None
-            given["link"] = as_links(given["link"])
-        settings = _settings(kind, given)
-        if isinstance(settings, RoundSettings) and topology is not None:
-            check_takes_topology(kind, settings.algorithm.exchange == "neighbors", topology)
+            link = hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None
+            given["link"] = as_links(link)
+        make: Callable[..., EarlySettings] = pkgutil.resolve_name(row.settings)
+        settings = make(**{name: given.pop(name, row.defaults[name]) for name in row.defaults})
+        if isinstance(settings, RoundSettings):
+            names = RoundOptions.__annotations__.keys() & given.keys()
+            options: Any = {name: given[name] for name in names}
+            settings = settings.with_options(**options)
         return settings
 
 
@@ -196,45 +191,10 @@ def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
     return codec if feedback is None else ErrorFeedback(codec, feedback)
 
 
-def _settings(kind: str, given: Mapping[str, Any]) -> EarlySettings | None:
-    """Return the settings of a strategy with rounds or peers; None for another one."""
-    if kind == "PairwiseGossipStrategy":
-        own = _of_fields(PairwiseSettings, given)
-        return PairwiseSettings(PairwiseAverage(**_of_fields(PairwiseAverage, given)), **own)
-    try:
-        if kind == "AsyncModelAverageStrategy":
-            return clock_settings(**_arguments_of(clock_settings, given))
-        if kind in HIDDEN_ROUNDS:
-            make = HIDDEN_ROUNDS[kind]
-            algorithm, schedule, merge_policy = make(**_arguments_of(make, given))
-        elif found := getattr(algorithms, kind.removesuffix("Strategy"), None):
-            is_eager = kind == "EagerDiLoCoStrategy"
-            schedule = by_steps(given["sync_every"], is_eager, given.get("warm_start", True))
-            algorithm, merge_policy = found(**_of_fields(found, given)), None
-        else:
-            return None
-    except KeyError:  # an argument that the configuration leaves to the strategy
-        return None
-    return RoundSettings(
-        algorithm, schedule, merge_policy=merge_policy, **_of_fields(RoundSettings, given)
-    )
-
-
-def _of_fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments that are fields of a dataclass."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in given.items() if name in names}
-
-
-def _arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function; KeyError if one is missing."""
-    return {name: given[name] for name in inspect.signature(function).parameters}
-
-
 def _check_tiers(given: Mapping[str, Any], ranks: tuple[int, int] | None) -> None:
     """Raise ValueError for numbers of ranks that a remote optimizer cannot work with."""
     if given.keys() >= set(inspect.signature(check_ranks).parameters):
-        check_ranks(**_arguments_of(check_ranks, given))
+        check_ranks(**{name: given[name] for name in inspect.signature(check_ranks).parameters})
         if ranks is not None:
             counts = given["num_workers"], given["num_servers"], given["replica_size"]
             Tiers.detect(math.prod(ranks), *counts)

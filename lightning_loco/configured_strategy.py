@@ -19,6 +19,7 @@ from lightning_loco.checked_settings import (
     inner_sizes,
 )
 from lightning_loco.strategies import LocoModelParallelStrategy, LocoStrategy
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.base import EngineStrategy
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def with_group(
 
     ValueError, whose text ends with ``instead``, if the strategy has no such argument.
     """
-    if group not in inspect.signature(kind).parameters:
+    if group not in argument_names(kind):
         name = kind.__name__.removesuffix("Strategy")
         raise ValueError(f"{name} {instead.format(group=group)}")
     with errors_for(group):

@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lightning_loco.codecs import CODEC_TABLE, Encoding
 from lightning_loco.links import Array, LinkTimes, Route, TransferTimes, draw, messages_of
+from lightning_loco.methods import METHOD_TABLE
 from lightning_loco.schedules import (
     EverySteps,
     Schedule,
@@ -29,39 +31,8 @@ ExchangeKind = Literal["mean", "gather", "neighbors", "server"]
 """All-reduce, all-gather, messages to the neighbors in a topology, or to a server and back."""
 
 
-class Encoding(NamedTuple):
-    """How many bytes values take in a message.
-
-    Attributes:
-        block: Values that are encoded together.
-        row_bytes: Bytes of an encoded block.
-        is_sparse: Whether sums of messages do not stay that small, so that all send to all.
-    """
-
-    block: int
-    row_bytes: int
-    is_sparse: bool = False
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` values.
-
-        Example:
-            >>> ENCODINGS["int8"].num_bytes(1000)
-            1040
-        """
-        return -(-numel // self.block) * self.row_bytes
-
-
-ENCODINGS = {
-    "none": Encoding(1, 4),
-    "bf16": Encoding(64, 128),
-    "fp16": Encoding(64, 128),
-    "int8": Encoding(256, 260),
-    "int4": Encoding(128, 68),
-    "e3m0": Encoding(128, 68),
-    "sparse": Encoding(4096, 120, is_sparse=True),
-}
-"""The codecs of the package with their default settings, by name; ``"none"`` is float32."""
+ENCODINGS = {name: row.encoding for name, row in CODEC_TABLE.items()}
+"""The sizes of messages by the names of codecs; ``"none"`` is float32."""
 
 
 class Traffic(NamedTuple):
@@ -327,17 +298,8 @@ class Method:
         return self.schedule.num_fragments
 
 
-METHODS: dict[str, ExchangeKind] = {
-    "ddp": "mean",
-    "local_sgd": "mean",
-    "diloco": "mean",
-    "async_diloco": "mean",
-    "streaming_diloco": "mean",
-    "gasloc": "neighbors",
-    "noloco": "neighbors",
-    "remote_optimizer": "server",
-}
-"""Methods whose costs :func:`as_method` knows, and how their messages move."""
+METHODS = {name: row for name, row in METHOD_TABLE.items() if row.costs is not None}
+"""Methods whose costs :func:`as_method` knows."""
 
 
 def as_method(
@@ -369,18 +331,20 @@ def as_method(
     """
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
-    if (fragments, delay) != (None, None) and name not in ("async_diloco", "streaming_diloco"):
+    row = METHODS[name]
+    assert row.exchange != "pull"
+    if (fragments, delay) != (None, None) and row.costs not in ("async", "streaming"):
         raise ValueError(f"{name} has neither fragments nor a delay. Drop them.")
     schedule: Schedule
-    if name == "async_diloco":
+    if row.costs == "async":
         schedule = hidden_rounds(sync_every, fragments or "auto", delay)
-    elif name == "streaming_diloco":
+    elif row.costs == "streaming":
         schedule = streaming_rounds(
             sync_every, fragments or "auto", "auto" if delay is None else delay
         )
     else:
-        schedule = EverySteps(1 if name in ("ddp", "remote_optimizer") else sync_every)
-    return Method(schedule, METHODS[name], topology, encoding)
+        schedule = EverySteps(1 if row.costs == "every_step" else sync_every)
+    return Method(schedule, row.exchange, topology, encoding)
 
 
 @dataclasses.dataclass(frozen=True)

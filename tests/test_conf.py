@@ -33,13 +33,16 @@ from lightning_loco.compression import (
 )
 from lightning_loco.configured_strategy import build_strategy
 from lightning_loco.links import LINKS, NETWORKS, Link, Links
-from lightning_loco.parameter_server.buckets import BUCKET_BYTES
+from lightning_loco.methods import METHOD_TABLE
+from lightning_loco.parameter_server import buckets
 from lightning_loco.plan.planner import make_plan
 from lightning_loco.plan.report import commands
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.topology import TOPOLOGIES, FromGraph, Topology
 from tests.algorithms.toys import Point, assert_close, randn
+from tests.docs.test_tables import common_defaults
 from tests.plan.test_planner import job
 
 CONF = Path(train.conf_dir())
@@ -122,32 +125,26 @@ def test_the_defaults_are_the_demo() -> None:
     assert config("algorithm=gasloc", "topology=none") == config()
 
 
-FOR_SHORT_RUNS: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_lr": 0.9, "outer_momentum": 0.6},
-    "streaming_diloco": {
-        "fragments": 2,
-        "delay": 2,
-        "mix": 0.25,
-        "outer_lr": 0.6,
-        "outer_momentum": 0.8,
-    },
-}
-"""What suits the demo, a run of 600 steps with a round every 10 of them. The defaults of the
-classes are for hundreds of steps per round."""
-
-
 def test_the_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> None:
-    """Every field of every method, in conf/ and in the class of the algorithm."""
+    """Every field of every method, in conf/, in the table and in the class of the algorithm."""
+    common = common_defaults()
     for name, strategy in METHODS.items():
         with subtests.test(name):
-            parameters = inspect.signature(strategy).parameters
             given = OmegaConf.to_container(config(f"algorithm={name}").algorithm)
             assert isinstance(given, dict)
-            fields = {field: given[field] for field in given if field in parameters}
-            assert given.keys() - fields.keys() == {"_target_", "_convert_"}
-            differ = {f: v for f, v in fields.items() if v != parameters[f].default}
-            allowed = {"sync_every": 10, **FOR_SHORT_RUNS.get(name, {})}
-            assert differ.items() <= allowed.items()
+            row, own = METHOD_TABLE[name], inspect.signature(strategy).parameters
+            names = given.keys() - {"_target_", "_convert_"}
+            assert names <= argument_names(strategy)
+            if row.settings is not None:  # a group of its own is no field
+                groups = {"topology", "compression", "link"}
+                assert names & own.keys() == row.defaults.keys() - groups
+            chosen = row.defaults | row.short_rounds
+            for field in names:
+                if field in chosen:
+                    expected = chosen[field]
+                else:
+                    expected = own[field].default if field in own else common[field]
+                assert given[field] == expected, field
             settings = getattr(strategy(), "settings", None)
             if settings is not None and name not in ("async_diloco", "streaming_diloco"):
                 assert settings.algorithm == type(settings.algorithm)()
@@ -161,11 +158,11 @@ def test_the_planner_has_the_same_defaults(subtests: pytest.Subtests) -> None:
             if name not in ("diloco", "streaming_diloco", "async_diloco"):
                 continue
             with subtests.test(option.candidate.title, sync_every=option.sync_every):
-                given: dict[str, Any] = {"sync_every": option.sync_every}
+                row = METHOD_TABLE[name]
+                given: dict[str, Any] = {**(row.short_rounds if option.sync_every < 30 else {})}
+                given["sync_every"] = option.sync_every
                 if compression != "none":
                     given["compression"] = compression
-                if option.sync_every < 30:
-                    given |= FOR_SHORT_RUNS.get(name, {})
                 if name != "diloco":
                     given |= {"fragments": option.fragments, "delay": option.delay}
                 _, python = commands(dataclasses.replace(plan, chosen=option))
@@ -188,7 +185,7 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                 assert hydra.utils.get_class(composed.algorithm._target_) is METHODS[name]
             if name == "remote_optimizer":
                 assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
-                assert strategy.bucket_bytes == BUCKET_BYTES
+                assert strategy.bucket_bytes == buckets.BUCKET_BYTES
             elif name != "ddp":
                 if "sync_every" in composed.algorithm:
                     every = 1 if name == "sparta" else 10

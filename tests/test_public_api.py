@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_loco as loco
+from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.base import EngineStrategy
 
 # Arguments and defaults that stay; more may follow.
@@ -69,10 +71,8 @@ LOCO_DEFAULTS = {
     "sync_every": 100,
     "overlap": False,
     "topology": None,
-    "evaluate": "average",
-    "finalize": "average",
-    "timeout_s": 600,
 }
+COMMON = {"evaluate": "average", "finalize": "average", "timeout_s": 600}
 
 
 def test_all_names_exist() -> None:
@@ -100,18 +100,19 @@ def test_arguments_and_defaults(subtests: pytest.Subtests) -> None:
             parameters = inspect.signature(getattr(loco, name)).parameters
             assert {key: parameters[key].default for key in expected} == expected
             kinds = {key: parameter.kind for key, parameter in parameters.items()}
-            variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-            assert not variable & {*kinds.values()}
-            common = {kinds[key] for key in ("evaluate", "finalize", "timeout_s")}
-            assert common == {inspect.Parameter.KEYWORD_ONLY}
+            assert inspect.Parameter.VAR_POSITIONAL not in kinds.values()
+            assert list(kinds)[-1] == "common"
+            assert argument_names(getattr(loco, name)) >= COMMON.keys()
 
 
 def test_arguments_and_defaults_of_the_composed_strategy() -> None:
-    first, *others = inspect.signature(loco.LocoStrategy).parameters.values()
+    first, *others, _ = inspect.signature(loco.LocoStrategy).parameters.values()
     assert first.name == "algorithm"
     assert {parameter.kind for parameter in others} == {inspect.Parameter.KEYWORD_ONLY}
     defaults = {parameter.name: parameter.default for parameter in others}
     assert {key: defaults[key] for key in LOCO_DEFAULTS} == LOCO_DEFAULTS
+    strategy = loco.LocoStrategy(loco.LocalSGD())
+    assert {key: getattr(strategy, key) for key in COMMON} == COMMON
 
 
 def test_misspelt_arguments_are_refused(subtests: pytest.Subtests) -> None:
@@ -137,20 +138,20 @@ def test_a_trainer_takes_the_registry_string(subtests: pytest.Subtests) -> None:
             assert trainer.strategy.launcher.is_interactive_compatible is False
 
 
-def test_names_of_other_libraries_suggest_ours(subtests: pytest.Subtests) -> None:
-    for name in ("async", "model_average"):
-        with subtests.test(name):
-            pattern = f"There is no strategy={name!r}. Did you mean 'async_model_average'"
-            with pytest.raises(ValueError, match=pattern):
-                Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
-
-
-def test_twins_choose_how_processes_start(subtests: pytest.Subtests) -> None:
+def test_names_for_notebooks_fork(subtests: pytest.Subtests) -> None:
     for cls, (name, _) in STRATEGIES.items():
-        for start_method in ("spawn", "fork"):
-            twin = f"{name}_{start_method}"
-            with subtests.test(twin):
-                assert twin in StrategyRegistry.available_strategies()
-                trainer = Trainer(strategy=twin, accelerator="cpu", devices=2, logger=False)
-                assert type(trainer.strategy) is getattr(loco, cls)
-                assert trainer.strategy.launcher._start_method == start_method
+        with subtests.test(name):
+            trainer = Trainer(
+                strategy=f"{name}_notebook", accelerator="cpu", devices=2, logger=False
+            )
+            assert type(trainer.strategy) is getattr(loco, cls)
+            assert trainer.strategy.launcher._start_method == "fork"
+
+
+def test_the_registry_has_a_name_and_one_for_notebooks_of_each_method() -> None:
+    ours = {
+        name
+        for name, entry in StrategyRegistry.items()
+        if entry["strategy"].__module__.startswith("lightning_loco.")
+    }
+    assert ours == {*METHODS, *(f"{name}_notebook" for name in METHODS), "loco_model_parallel"}

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import State
+from lightning_loco.codecs import CODEC_TABLE
 from lightning_loco.compression.base import Codec
-from lightning_loco.compression.floats import BFloat16, Float16
-from lightning_loco.compression.four_bits import E3M0, Int4
-from lightning_loco.compression.int8 import Int8
-from lightning_loco.compression.sparse import Sparse
 
 CODECS: dict[str, type[Codec]] = {
-    "bf16": BFloat16,
-    "fp16": Float16,
-    "int8": Int8,
-    "int4": Int4,
-    "e3m0": E3M0,
-    "sparse": Sparse,
+    name: pkgutil.resolve_name(row.codec) for name, row in CODEC_TABLE.items() if row.codec
 }
 """The codecs by their names."""
 

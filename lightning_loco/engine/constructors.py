@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
+from typing_extensions import Unpack
 
 from lightning_loco.algorithms import (
+    SPARTA,
     Algorithm,
+    DelayedNesterov,
     DiLoCo,
+    EagerDiLoCo,
+    GASLoC,
+    LocalSGD,
     MergePolicy,
     Mix,
     ModelAverage,
     NeighborAverage,
+    NoLoCo,
 )
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
+from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.membership import Membership
-from lightning_loco.engine.settings import BUCKET_BYTES, WHOLE_MODEL_BYTES, RoundSettings
-from lightning_loco.links import LinkLike, as_links
+from lightning_loco.engine.settings import WHOLE_MODEL_BYTES, RoundOptions, RoundSettings
+from lightning_loco.links import LinkLike
 from lightning_loco.schedules import (
     EveryInterval,
     Schedule,
@@ -47,16 +54,10 @@ class StepEngine(Engine):
         overlap: Apply a round's result one round later, and hide its communication.
         warm_start: With overlap, make the first round a blocking one.
         topology: The neighbours of each worker. Default: the algorithm's own.
-        bucket_bytes: Memory for messages that are being sent, in bytes.
-        compression: How messages are compressed: ``"int8"``, another name of
-            :data:`~lightning_loco.compression.CODECS`, a codec, an ``ErrorFeedback`` or
-            ``Compensated``. Default: not at all.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
-        membership: ``Elastic(...)`` if workers join and leave. This job is then one
-            worker; call :meth:`join` before the first step.
-        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
-        outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory,
-            and send them by gloo. Default: where the parameters are.
+        options: ``compression``, ``bucket_bytes``, ``membership``, ``link`` and ``outer_device``,
+            as in :class:`~lightning_loco.strategies.RoundArguments`. With a ``membership`` this job
+            is one worker; call :meth:`join` before the first step.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -84,27 +85,14 @@ class StepEngine(Engine):
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        compression: Any | None = None,
         group: WorkerGroup | None = None,
-        membership: Membership | None = None,
-        link: LinkLike | None = None,
-        outer_device: Literal["cpu"] | None = None,
+        **options: Unpack[RoundOptions],
     ) -> None:
         def make_settings() -> RoundSettings:
             schedule = by_steps(sync_every, overlap, warm_start)
-            return RoundSettings(
-                algorithm,
-                schedule,
-                topology,
-                compression,
-                bucket_bytes=bucket_bytes,
-                membership=membership,
-                link=as_links(link),
-                outer_device=outer_device,
-            )
+            return RoundSettings(algorithm, schedule, topology).with_options(**options)
 
-        if group is None and outer_device is not None:
+        if group is None and options.get("outer_device") is not None:
             group = WorkerGroup.create(device=CPU)
         super().__init__(model, make_settings, group)
 
@@ -158,37 +146,35 @@ class ClockEngine(Engine):
         link: LinkLike | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
-            return clock_settings(interval_s, warmup_steps, topology, compression, link)
+            return async_model_average(interval_s, warmup_steps, topology, compression, link)
 
         super().__init__(model, make_settings, group)
 
 
-def clock_settings(
-    interval_s: float,
-    warmup_steps: int,
-    topology: Any | None,
-    compression: Any | None = None,
-    link: LinkLike | None = None,
+# ------------------------------------------------ settings of each method, from its own arguments
+
+
+def local_sgd(sync_every: SyncEvery) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.LocalSGDStrategy`."""
+    return RoundSettings(LocalSGD(), by_steps(sync_every))
+
+
+def sparta(sync_every: SyncEvery, fraction: float, seed: int) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.SPARTAStrategy`."""
+    return RoundSettings(SPARTA(fraction, seed), by_steps(sync_every))
+
+
+def diloco(
+    sync_every: SyncEvery,
+    outer_lr: OuterLR,
+    outer_momentum: float,
+    nesterov: bool,
+    outer_optimizer: OuterOptimizer | None,
+    aggregate: Aggregate,
 ) -> RoundSettings:
-    """Settings for averaging over all workers, or with the neighbours of a topology."""
-    algorithm = ModelAverage() if topology is None else NeighborAverage()
-    schedule = EveryInterval(interval_s, warmup_steps)
-    return RoundSettings(
-        algorithm,
-        schedule,
-        topology,
-        compression,
-        bucket_bytes=WHOLE_MODEL_BYTES,
-        link=as_links(link),
-    )
-
-
-class HiddenRounds(NamedTuple):
-    """The parts of the settings that async and streaming DiLoCo determine."""
-
-    algorithm: DiLoCo
-    schedule: Schedule
-    merge_policy: MergePolicy | None
+    """Return the settings of :class:`~lightning_loco.DiLoCoStrategy`."""
+    algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate)
+    return RoundSettings(algorithm, by_steps(sync_every))
 
 
 def async_diloco(
@@ -201,8 +187,8 @@ def async_diloco(
     fragments: int | Literal["auto"] | None,
     delay: int | None,
     mix: float | None,
-) -> HiddenRounds:
-    """Return the parts of :class:`~lightning_loco.AsyncDiLoCoStrategy`."""
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.AsyncDiLoCoStrategy`."""
     is_one_round_late = fragments is None and delay is None
     algorithm = DiLoCo(
         (0.7 if is_one_round_late else 0.6) if outer_lr is None else outer_lr,
@@ -213,7 +199,7 @@ def async_diloco(
     warm_start = is_one_round_late if warm_start is None else warm_start
     schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
     share = (0.0 if is_one_round_late else 0.25) if mix is None else mix
-    return HiddenRounds(algorithm, schedule, _merge_policy(share, schedule))
+    return RoundSettings(algorithm, schedule, merge_policy=_merge_policy(share, schedule))
 
 
 def streaming_diloco(
@@ -226,11 +212,74 @@ def streaming_diloco(
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
     pattern: Literal["strided", "contiguous", "even"] | Sequence[str],
-) -> HiddenRounds:
-    """Return the parts of :class:`~lightning_loco.StreamingDiLoCoStrategy`."""
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.StreamingDiLoCoStrategy`."""
     algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
     schedule = streaming_rounds(sync_every, fragments, delay, pattern)
-    return HiddenRounds(algorithm, schedule, _merge_policy(mix, schedule))
+    return RoundSettings(algorithm, schedule, merge_policy=_merge_policy(mix, schedule))
+
+
+def eager_diloco(
+    sync_every: SyncEvery,
+    outer_lr: OuterLR,
+    outer_momentum: float,
+    nesterov: bool,
+    warm_start: bool,
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.EagerDiLoCoStrategy`."""
+    algorithm = EagerDiLoCo(outer_lr, outer_momentum, nesterov)
+    return RoundSettings(algorithm, by_steps(sync_every, overlap=True, warm_start=warm_start))
+
+
+def delayed_nesterov(
+    sync_every: SyncEvery,
+    outer_lr: OuterLR,
+    outer_momentum: float,
+    every: int,
+    between: float,
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.DelayedNesterovStrategy`."""
+    algorithm = DelayedNesterov(outer_lr, outer_momentum, every, between)
+    return RoundSettings(algorithm, by_steps(sync_every))
+
+
+def gasloc(
+    topology: Any,
+    sync_every: SyncEvery,
+    outer_lr: OuterLR,
+    gossip_step: float | Literal["auto"],
+    momentum: float | Literal["auto"],
+    momentum_on: Literal["local", "gossiped"],
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.GASLoCStrategy`."""
+    algorithm = GASLoC(outer_lr, gossip_step, momentum, momentum_on)
+    return RoundSettings(algorithm, by_steps(sync_every), topology)
+
+
+def noloco(
+    topology: Any | None,
+    sync_every: SyncEvery,
+    outer_momentum: float,
+    outer_lr: float,
+    gossip_step: float | None,
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.NoLoCoStrategy`."""
+    algorithm = NoLoCo(outer_momentum, outer_lr, gossip_step)
+    return RoundSettings(algorithm, by_steps(sync_every), topology)
+
+
+def async_model_average(
+    interval_s: float,
+    warmup_steps: int,
+    topology: Any | None,
+    compression: Any | None,
+    link: LinkLike | None,
+) -> RoundSettings:
+    """Return the settings of :class:`~lightning_loco.AsyncModelAverageStrategy`."""
+    algorithm = ModelAverage() if topology is None else NeighborAverage()
+    schedule = EveryInterval(interval_s, warmup_steps)
+    settings = RoundSettings(algorithm, schedule, topology, bucket_bytes=WHOLE_MODEL_BYTES)
+    return settings.with_options(compression=compression, link=link)
 
 
 def _merge_policy(mix: float, schedule: Schedule) -> MergePolicy | None:

@@ -1,18 +1,24 @@
 """The settings of rounds, checked before any process or tensor exists."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
-from lightning_loco.compression import Compression, as_compression, check_compression
+from lightning_loco.compression import (
+    Codec,
+    Compensated,
+    Compression,
+    ErrorFeedback,
+    as_compression,
+    check_compression,
+)
 from lightning_loco.engine.membership import Membership
-from lightning_loco.links import Links
+from lightning_loco.links import LinkLike, Links, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology, get_topology
@@ -24,6 +30,17 @@ _LARGE = 2**20
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
 """Enough for any model to be one bucket."""
+
+
+# Its annotations are types and not strings, because LightningCLI reads them at run time.
+class RoundOptions(TypedDict):
+    """The fields of :class:`RoundSettings` that users choose whatever the method is."""
+
+    compression: NotRequired[Codec | ErrorFeedback | Compensated | str | None]
+    bucket_bytes: NotRequired[int]
+    membership: NotRequired[Membership | None]
+    link: NotRequired[LinkLike | None]
+    outer_device: NotRequired[Literal["cpu"] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +113,13 @@ class RoundSettings:
                 " (algorithm=async_diloco), GASLoC or ModelAverage, or overlap=False."
             )
 
+    def with_options(self, **options: Unpack[RoundOptions]) -> "RoundSettings":
+        """Return these settings with other options; TypeError for an unknown one."""
+        values: dict[str, Any] = {**options}
+        if "link" in options:
+            values["link"] = as_links(options["link"])
+        return dataclasses.replace(self, **values)
+
     @property
     def is_overlapped(self) -> bool:
         """Whether local steps are made while rounds are pending, at least after the first ones."""
@@ -106,7 +130,7 @@ class RoundSettings:
         """Whether messages are shorter than the parameters."""
         return self.algorithm.message_length(_LARGE) < _LARGE
 
-    def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
+    def prepare(self, num_workers: int, seed: int = 0) -> "RoundSettings":
         """Check everything against the number of workers and resolve ``"auto"`` settings.
 
         ``seed`` is that of the run, equal on all workers, for random default topologies; elastic

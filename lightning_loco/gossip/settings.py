@@ -7,14 +7,14 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.algorithms.pairwise import Interpolation, PairwiseAverage
 from lightning_loco.compression import Codec
 from lightning_loco.gossip.nodes_file import read_nodes
 from lightning_loco.gossip.peer_selection import NodeListDiscovery, Peer, as_peers
 from lightning_loco.gossip.protocol import pull_codec
-from lightning_loco.links import Links
+from lightning_loco.links import LinkLike, Links, as_links
 from lightning_loco.parameters.flat import Cuts
 from lightning_loco.transport import read_certificate
 from lightning_loco.values import plain
@@ -151,3 +151,33 @@ class PairwiseSettings:
             "fetch_timeout_s": self.fetch_timeout_s,
             "compression": plain(self.codec),
         }
+
+
+def pairwise_gossip(
+    fetch_probability: float,
+    interpolation: Literal["constant", "clock", "loss"] | Interpolation,
+    factor: float,
+    divergence_threshold: float,
+    fetch_timeout_s: float,
+    nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None,
+    name: str | None,
+    key_file: str | Path | None,
+    compression: Codec | str | None,
+    keep_progress: bool,
+    config_file: str | Path | None,
+    link: LinkLike | None,
+) -> PairwiseSettings:
+    """Return the settings of :class:`~lightning_loco.PairwiseGossipStrategy`."""
+    algorithm = PairwiseAverage(
+        fetch_probability, interpolation, factor, divergence_threshold, keep_progress
+    )
+    return PairwiseSettings(
+        algorithm,
+        nodes=nodes,
+        name=name,
+        fetch_timeout_s=fetch_timeout_s,
+        compression=compression,
+        key_file=key_file,
+        link=as_links(link),
+        config_file=config_file,
+    )

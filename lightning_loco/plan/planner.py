@@ -13,9 +13,9 @@ import functools
 import math
 from bisect import bisect_left
 
+from lightning_loco.codecs import Encoding
 from lightning_loco.costs import (
     ENCODINGS,
-    Encoding,
     Method,
     StepTimes,
     Traffic,
@@ -23,6 +23,7 @@ from lightning_loco.costs import (
     estimate,
 )
 from lightning_loco.links import Links, LinkTimes
+from lightning_loco.methods import METHOD_TABLE
 from lightning_loco.plan.loss import MAX_SHORT_DELAY, NO_GAP, LossGap, diloco_gap
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring, Topology
@@ -134,49 +135,43 @@ class Candidate:
         method: Its name on the command line.
         compression: Name of the codec; ``"none"`` is float32.
         topology: Name of the topology, for gossip.
-        measured: Loss on the demo, if no law is known.
     """
 
     method: str
     compression: str = "none"
     topology: str = ""
-    measured: str = ""
 
     @property
     def title(self) -> str:
         """What it is called in tables."""
-        words = [TITLES[self.method, self.topology]]
-        return ", ".join(words if self.compression == "none" else [*words, self.compression])
+        words = [METHOD_TABLE[self.method].title]
+        if self.topology:
+            words.append(TOPOLOGY_TITLES[self.topology])
+        if self.compression != "none":
+            words.append(self.compression)
+        return ", ".join(words)
+
+    @property
+    def measured(self) -> str:
+        """Loss relative to DDP on the demo; empty if it is not known."""
+        gaps = METHOD_TABLE[self.method].gaps
+        return gaps.get(self.compression) or gaps.get(self.topology, "")
 
 
-TITLES = {
-    ("ddp", ""): "DDP",
-    ("local_sgd", ""): "Local SGD",
-    ("diloco", ""): "DiLoCo",
-    ("streaming_diloco", ""): "Streaming DiLoCo",
-    ("async_diloco", ""): "Async DiLoCo",
-    ("noloco", "random_matching"): "NoLoCo, random pairs",
-    ("gasloc", "random_matching"): "GASLoC, random pairs",
-    ("gasloc", "ring"): "GASLoC, ring",
-}
-"""Titles by the names of method and topology."""
+TOPOLOGY_TITLES = {"random_matching": "random pairs", "ring": "ring"}
 
 CANDIDATES = (
     Candidate("ddp"),
-    Candidate("local_sgd", measured="+9.7 %"),
+    Candidate("local_sgd"),
     *(Candidate("diloco", one) for one in ("none", "int8", "e3m0")),
     *(Candidate("streaming_diloco", one) for one in ("none", "int8", "e3m0")),
-    Candidate("diloco", "sparse", measured="+3.1 %"),
-    *(Candidate("async_diloco", one, measured="+5.3 %") for one in ("none", "int8", "e3m0")),
+    Candidate("diloco", "sparse"),
+    *(Candidate("async_diloco", one) for one in ("none", "int8", "e3m0")),
     *(Candidate("noloco", one, "random_matching") for one in ("none", "int8")),
-    *(Candidate("gasloc", one, "random_matching", "+2.7 %") for one in ("none", "int8")),
-    Candidate("gasloc", "none", "ring", "+1.7 %"),
+    *(Candidate("gasloc", one, "random_matching") for one in ("none", "int8")),
+    Candidate("gasloc", "none", "ring"),
 )
-"""In the order in which equal ones are preferred: fewer parts first.
-
-``measured`` is from docs/results.md: validation loss relative to DDP of the demo, a GPT of 0.8M
-parameters on 4 workers with 10 local steps per round, where DiLoCo has +3.3 %.
-"""
+"""In the order in which equal ones are preferred: fewer parts first."""
 
 FRAGMENTS = (3, 6, 12)
 """Numbers of fragments that are tried for streaming DiLoCo; a model needs as many layers."""
@@ -298,10 +293,11 @@ def _best(candidate: Candidate, job: Job) -> Option:
         return _data_parallel(candidate, job)
     tried = [every for every in SYNC_EVERY if every <= job.steps // MIN_ROUNDS] or [MIN_SYNC_EVERY]
     options: dict[int, Option] = {}
+    is_streaming = METHOD_TABLE[candidate.method].costs == "streaming"
 
     def utilisation(every: int) -> float:
         parts = [one for one in FRAGMENTS if one <= every]
-        for fragments in parts if candidate.method == "streaming_diloco" else [None]:
+        for fragments in parts if is_streaming else [None]:
             option = _cost(candidate, job, every, fragments)
             if every not in options or option.utilisation > options[every].utilisation + 0.01:
                 options[every] = option
@@ -338,7 +334,8 @@ def _cost(candidate: Candidate, job: Job, sync_every: int, fragments: int | None
         method, job.num_parameters, job.step_times, job.times, rounds, 2 * count if applied else 0
     )
     gap = None
-    if candidate.method.endswith("diloco") and candidate.compression != "sparse":
+    is_diloco = METHOD_TABLE[candidate.method].algorithm == "DiLoCo"
+    if is_diloco and candidate.compression != "sparse":
         per_parameter = job.tokens / job.num_parameters
         gap = diloco_gap(job.num_parameters, job.num_workers, sync_every, per_parameter, applied)
     step_s = float(costs.time_s.mean()) / costs.steps

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from lightning_loco.costs import ENCODINGS
+from lightning_loco.methods import METHOD_TABLE
 from lightning_loco.plan.loss import (
     EXPONENT,
     FITTED_PARAMETERS,
@@ -137,14 +138,6 @@ def _steps(count: int) -> str:
 # ------------------------------------------------------------------------ what to type
 
 
-_STRATEGIES = {
-    "diloco": "DiLoCoStrategy",
-    "streaming_diloco": "StreamingDiLoCoStrategy",
-    "async_diloco": "AsyncDiLoCoStrategy",
-}
-"""Those whose loss can be predicted, so that they may be chosen."""
-
-
 def commands(plan: Plan) -> list[str]:
     """Return what runs the chosen option: a command for each machine, and a Trainer in Python."""
     option, workers = plan.chosen, plan.job.num_workers
@@ -159,7 +152,8 @@ def commands(plan: Plan) -> list[str]:
             overrides.append(f"compression={option.candidate.compression}")
             arguments["compression"] = f'"{option.candidate.compression}"'
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        trainer = f"Trainer(strategy={_STRATEGIES[option.candidate.method]}({given}), {machines})"
+        kind = METHOD_TABLE[option.candidate.method].strategy_name
+        trainer = f"Trainer(strategy={kind}({given}), {machines})"
     launcher = (
         f"torchrun --nnodes={workers} --nproc-per-node=1 --rdzv-backend=c10d "
         "--rdzv-endpoint=HOST:29500 --rdzv-id=NAME"
@@ -169,17 +163,16 @@ def commands(plan: Plan) -> list[str]:
 
 def _arguments(option: Option) -> dict[str, str]:
     """Return the arguments of the strategy; the outer ones are the papers' from H = 30 on."""
-    is_short = option.sync_every < FITTED_SYNC_EVERY
+    row = METHOD_TABLE[option.candidate.method]
     arguments = {"sync_every": f"{option.sync_every}"}
-    if option.candidate.method == "diloco":
-        outer = ("0.9", "0.6") if is_short else ("0.7", "0.9")
-    else:
+    if option.fragments > 1 or option.delay:
         arguments |= {"fragments": f"{option.fragments}", "delay": f"{option.delay}"}
-        is_streaming = option.candidate.method == "streaming_diloco"
-        is_papers = is_streaming and not is_short
-        arguments["mix"] = "0.5" if is_papers else "0.25"
-        outer = ("0.4", "0.9") if is_papers else ("0.6", "0.8")
-    return arguments | {"outer_lr": outer[0], "outer_momentum": outer[1]}
+    is_short = option.sync_every < FITTED_SYNC_EVERY
+    chosen = {**row.defaults, **(row.short_rounds if is_short else {})}
+    for name in ("mix", "outer_lr", "outer_momentum"):
+        if chosen.get(name) is not None:
+            arguments[name] = f"{chosen[name]}"
+    return arguments
 
 
 # ------------------------------------------------------------------------- arithmetic
@@ -267,7 +260,7 @@ def _loss(job: Job, option: Option) -> list[tuple[str, str]]:
     ]
     if option.gap.outside:
         rows += [("* outside the fit", ", ".join(option.gap.outside))]
-    if option.candidate.method == "streaming_diloco":
+    if METHOD_TABLE[option.candidate.method].costs == "streaming":
         rows += [("fragments", f"by layers: the model needs at least {option.fragments}")]
     if option.delay:
         within = f"up to 0.2 % more for a delay of up to {MAX_SHORT_DELAY} (arXiv:2501.18512)"
@@ -303,6 +296,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
     def row(option: Option) -> dict[str, Any]:
         values = dataclasses.asdict(option)
+        values["candidate"]["measured"] = option.candidate.measured
         return values | {
             "title": option.candidate.title,
             "speed": job.one_worker_s / option.time_s,

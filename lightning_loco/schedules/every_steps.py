@@ -17,7 +17,7 @@ number begins to hold."""
 _ROUNDING = 1e-9
 
 
-def by_steps(sync_every: SyncEvery, overlap: bool, warm_start: bool) -> Schedule:
+def by_steps(sync_every: SyncEvery, overlap: bool = False, warm_start: bool = True) -> Schedule:
     """Return the schedule for a user's ``sync_every``: a number, a list or a mapping."""
     if isinstance(sync_every, Mapping):
         return VaryingSteps(sync_every, overlap, warm_start)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco.clock import Clock
-from lightning_loco.costs import Encoding, ExchangeKind, Traffic
+from lightning_loco.codecs import Encoding
+from lightning_loco.costs import ExchangeKind, Traffic
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.costs import Encoding, StepTimes
+from lightning_loco.codecs import Encoding
+from lightning_loco.costs import StepTimes
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.recovery import resume_from_state

@@ -1,23 +1,29 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
+from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, WorkerArguments
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
+    DelayedNesterovStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    NoLoCoStrategy,
+    SPARTAStrategy,
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
-from lightning_loco.strategies.registry import ALGORITHM_STRATEGIES, METHODS, register_strategies
+from lightning_loco.strategies.registry import METHODS, register_strategies
 
 __all__ = [
     "AsyncDiLoCoStrategy",
     "AsyncModelAverageStrategy",
+    "CommonArguments",
+    "DelayedNesterovStrategy",
     "DiLoCoStrategy",
     "EagerDiLoCoStrategy",
     "GASLoCStrategy",
@@ -25,12 +31,12 @@ __all__ = [
     "LocoModelParallelStrategy",
     "LocoStrategy",
     "METHODS",
+    "NoLoCoStrategy",
     "PairwiseGossipStrategy",
     "RemoteOptimizerStrategy",
+    "RoundArguments",
+    "SPARTAStrategy",
     "StreamingDiLoCoStrategy",
+    "WorkerArguments",
     "register_strategies",
 ]
-
-# Strategies that the registry makes from algorithms.
-globals().update(ALGORITHM_STRATEGIES)
-__all__ += sorted(ALGORITHM_STRATEGIES)

@@ -47,7 +47,7 @@ from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
+from lightning_loco.strategies.arguments import WorkerArguments
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
@@ -131,6 +131,8 @@ class WorkerStrategy(LightningStrategy):
 
     def _init_worker(
         self,
+        ddp_arguments: Mapping[str, Any] | None = None,
+        /,
         *,
         timeout_s: float = 600.0,
         summary: bool = True,
@@ -141,9 +143,8 @@ class WorkerStrategy(LightningStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        ddp_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check and set the arguments of every strategy; see :class:`LocoStrategy`.
+        """Check and set the arguments of every strategy; see :class:`RoundArguments`.
 
         ``ddp_arguments`` are for DDP within a worker of several ranks.
         """
@@ -406,10 +407,10 @@ class EngineStrategy(WorkerStrategy):
     engine: AnyEngine | None
     checkpoints: WorkerCheckpoints
 
-    @spelled_out(WorkerStrategy._init_worker)  # noqa: SLF001
     def _init_with(
         self,
         settings: Any,
+        /,
         *,
         evaluate: Literal["average", "outer", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
@@ -425,12 +426,12 @@ class EngineStrategy(WorkerStrategy):
         check_choice("finalize", finalize, ("average", "keep"))
         check_replica_size(replica_size)
         self._init_worker(
-            **common,
-            ddp_arguments={
+            {
                 "find_unused_parameters": find_unused_parameters,
                 "static_graph": static_graph,
                 "gradient_as_bucket_view": gradient_as_bucket_view,
             },
+            **common,
         )
         self.settings = settings
         self._asked_replica_size = replica_size

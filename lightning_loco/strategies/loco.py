@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -12,16 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import Algorithm, MergePolicy
-from lightning_loco.compression import Codec, Compensated, ErrorFeedback
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
-from lightning_loco.engine.membership import Membership
-from lightning_loco.engine.settings import BUCKET_BYTES
-from lightning_loco.links import LinkLike, as_links
+from lightning_loco.engine.settings import RoundOptions
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
-from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
+from lightning_loco.strategies.arguments import RoundArguments
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.membership import TrainerPosition, shard_dataloader
@@ -131,44 +128,8 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
         warm_start: With overlap, make the first round a blocking one.
         topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
-        evaluate: ``"average"`` validates and saves the mean of the workers' local parameters;
-            ``"outer"`` the outer parameters of DiLoCo after the last round, which costs no
-            communication but changes with rounds only; ``"local"`` validates each worker's own
-            parameters and saves the mean.
-        finalize: ``"average"`` leaves the mean in the model after fit, ``"keep"`` each worker's
-            own parameters (until ``Trainer.validate``, which broadcasts worker 0's).
-        checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
-            ``"shared"`` if all see the same folder.
-        replica_size: Number of consecutive ranks that are one worker, or ``"node"`` for the ranks
-            of a node. They average their gradients in every step, as with DDP, and divide the
-            worker's share of the data evenly.
-        find_unused_parameters: As in torch's ``DistributedDataParallel``. This and the next two
-            have no effect on a worker of one rank, which needs no DDP.
-        static_graph: As in ``DistributedDataParallel``.
-        gradient_as_bucket_view: As in ``DistributedDataParallel``.
-        timeout_s: Longest wait for another worker, in seconds.
-        summary: Whether fit ends with a short table of steps, rounds, bytes and seconds.
-        bucket_bytes: Memory for pending messages, in bytes.
-        compression: How messages are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``,
-            ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or
-            ``ErrorFeedback(Sparse(k=32))`` or ``Compensated(Sparse())``. Default: uncompressed.
-        membership: Source of the members, if workers join and leave: ``Elastic("host:port")``.
-            Every job is then one worker, of ``replica_size`` ranks. Default: all ranks, during the
-            whole run.
-        link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
-            ``Link``, a list with one for each worker, or the path of a file that names workers or
-            pairs. Default: no emulation.
-        outer_device: ``"cpu"`` to keep the state of the algorithm (outer parameters, momentum) and
-            all messages in the host's memory, which leaves that of the GPU to training; messages
-            are then sent by gloo. Default: the device of the parameters.
-        accelerator: As in ``DDPStrategy``; usually set by the Trainer.
-        parallel_devices: As in ``DDPStrategy``.
-        cluster_environment: As in ``DDPStrategy``.
-        checkpoint_io: As in ``DDPStrategy``.
-        precision_plugin: As in ``DDPStrategy``.
-        process_group_backend: As in ``DDPStrategy``: ``"nccl"``, ``"gloo"``; None chooses.
-        start_method: How Lightning starts processes: ``"popen"``, ``"spawn"``, ``"fork"`` or
-            ``"forkserver"``.
+        common: The arguments that strategies with rounds share: compression, membership, what is
+            validated, how long to wait and so on; :class:`RoundArguments` lists them.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -180,36 +141,12 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
         trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
     """
 
-    @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
-    def _init_rounds(
-        self,
-        algorithm: Algorithm,
-        schedule: Schedule,
-        merge_policy: MergePolicy | None = None,
-        *,
-        topology: Any | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        compression: Codec | ErrorFeedback | Compensated | str | None = None,
-        membership: Membership | None = None,
-        link: LinkLike | None = None,
-        outer_device: Literal["cpu"] | None = None,
-        **common: Unpack[CommonArguments],
-    ) -> None:
+    def _init_rounds(self, settings: RoundSettings, /, **common: Unpack[RoundArguments]) -> None:
         """Set the arguments of every strategy whose rounds start by local steps."""
-        settings = RoundSettings(
-            algorithm,
-            schedule,
-            topology,
-            compression,
-            merge_policy=merge_policy,
-            bucket_bytes=bucket_bytes,
-            membership=membership,
-            link=as_links(link),
-            outer_device=outer_device,
-        )
-        self._init_with(settings, **common)
+        given: dict[str, Any] = {**common}
+        options = {name: given.pop(name) for name in RoundOptions.__annotations__ if name in given}
+        self._init_with(settings.with_options(**options), **given)
 
-    @spelled_out(_init_rounds)
     def __init__(
         self,
         algorithm: Algorithm,
@@ -221,4 +158,4 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
         **common: Unpack[RoundArguments],
     ) -> None:
         schedule = by_steps(sync_every, overlap, warm_start)
-        self._init_rounds(algorithm, schedule, topology=topology, **common)
+        self._init_rounds(RoundSettings(algorithm, schedule, topology), **common)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
@@ -16,12 +15,19 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import (
     ClockEngine,
     async_diloco,
-    clock_settings,
+    async_model_average,
+    delayed_nesterov,
+    diloco,
+    eager_diloco,
+    gasloc,
+    local_sgd,
+    noloco,
+    sparta,
     streaming_diloco,
 )
 from lightning_loco.links import LinkLike
 from lightning_loco.schedules import SyncEvery
-from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
+from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
@@ -31,34 +37,32 @@ class LocalSGDStrategy(LocoStrategy):
     """Local SGD: average the parameters every ``sync_every`` steps.
 
     See :class:`~lightning_loco.algorithms.LocalSGD` for the formula and
-    :class:`LocoStrategy` for the arguments that all strategies share.
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
 
     Example::
 
         Trainer(strategy=LocalSGDStrategy(sync_every=50), devices=4)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: SyncEvery = 100,
         **common: Unpack[RoundArguments],
     ) -> None:
-        super().__init__(LocalSGD(), sync_every=sync_every, **common)
+        self._init_rounds(local_sgd(sync_every), **common)
 
 
 class DiLoCoStrategy(LocoStrategy):
     """DiLoCo: an outer optimizer follows the mean pseudo-gradient.
 
     See :class:`~lightning_loco.algorithms.DiLoCo` for the formula and the outer arguments, and
-    :class:`LocoStrategy` for the arguments that all strategies share.
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
 
     Example::
 
         Trainer(strategy=DiLoCoStrategy(sync_every=500), devices=8, num_nodes=3)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: SyncEvery = 100,
@@ -69,11 +73,43 @@ class DiLoCoStrategy(LocoStrategy):
         aggregate: Aggregate = "mean",
         **common: Unpack[RoundArguments],
     ) -> None:
-        super().__init__(
-            DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate),
-            sync_every=sync_every,
-            **common,
+        settings = diloco(
+            sync_every, outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate
         )
+        self._init_rounds(settings, **common)
+
+
+class DelayedNesterovStrategy(LocoStrategy):
+    """DiLoCo with plain outer steps, and momentum once in several rounds.
+
+    See :class:`~lightning_loco.algorithms.DelayedNesterov` for the formula, and
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
+
+    Args:
+        sync_every: Local steps between rounds.
+        outer_lr: Outer learning rate of a block of rounds: DiLoCo's times ``every``; or a schedule
+            of rates.
+        outer_momentum: Momentum in [0, 1), from one block to the next.
+        every: Number of rounds in a block, the last of which applies the momentum.
+        between: Share of the momentum in each of the other rounds, up to ``1 / every``.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
+
+    Example::
+
+        Trainer(strategy=DelayedNesterovStrategy(sync_every=50, every=2), devices=4, num_nodes=8)
+    """
+
+    def __init__(
+        self,
+        sync_every: SyncEvery = 100,
+        outer_lr: OuterLR = 1.4,
+        outer_momentum: float = 0.5,
+        every: int = 2,
+        between: float = 0.0,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        settings = delayed_nesterov(sync_every, outer_lr, outer_momentum, every, between)
+        self._init_rounds(settings, **common)
 
 
 class AsyncDiLoCoStrategy(LocoStrategy):
@@ -108,7 +144,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.25; 0
             without fragments. With 0 it replaces them, and the local steps made since the start of
             the round are lost or, without fragments, part of the next message.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
 
     Source:
         Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512;
@@ -120,7 +156,6 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         Trainer(strategy=AsyncDiLoCoStrategy(sync_every=500, fragments=None), devices=4)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: SyncEvery = 100,
@@ -134,7 +169,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         mix: float | None = None,
         **common: Unpack[RoundArguments],
     ) -> None:
-        parts = async_diloco(
+        settings = async_diloco(
             sync_every,
             outer_lr,
             outer_momentum,
@@ -145,7 +180,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
             delay,
             mix,
         )
-        self._init_rounds(*parts, **common)
+        self._init_rounds(settings, **common)
 
 
 class StreamingDiLoCoStrategy(LocoStrategy):
@@ -157,7 +192,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
 
     See :class:`~lightning_loco.algorithms.DiLoCo` for the formula and the outer arguments,
     :class:`~lightning_loco.schedules.Staggered` for when rounds start and end, and
-    :class:`LocoStrategy` for the arguments that all strategies share.
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
 
     Args:
         sync_every: Local steps between the rounds of one fragment, at least ``fragments``; or one
@@ -176,7 +211,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         pattern: ``"strided"`` assigns the layers in turns, ``"contiguous"`` keeps neighbours
             together, ``"even"`` makes equal parts; or a list with a regular expression on parameter
             names for each fragment.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
 
     Source:
         Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512.
@@ -186,7 +221,6 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         Trainer(strategy=StreamingDiLoCoStrategy(sync_every=100, delay=5), devices=4, num_nodes=8)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
@@ -200,7 +234,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         pattern: Literal["strided", "contiguous", "even"] | Sequence[str] = "strided",
         **common: Unpack[RoundArguments],
     ) -> None:
-        parts = streaming_diloco(
+        settings = streaming_diloco(
             sync_every,
             fragments,
             delay,
@@ -211,21 +245,20 @@ class StreamingDiLoCoStrategy(LocoStrategy):
             outer_optimizer,
             pattern,
         )
-        self._init_rounds(*parts, **common)
+        self._init_rounds(settings, **common)
 
 
 class EagerDiLoCoStrategy(LocoStrategy):
     """Async DiLoCo in which each worker applies its own pseudo-gradient without delay.
 
     See :class:`~lightning_loco.algorithms.EagerDiLoCo` for the formula and the outer arguments,
-    and :class:`LocoStrategy` for the arguments that all strategies share.
+    and :class:`RoundArguments` for the arguments that strategies with rounds share.
 
     Example::
 
         Trainer(strategy=EagerDiLoCoStrategy(sync_every=50), devices=4, num_nodes=8)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: SyncEvery = 100,
@@ -235,20 +268,15 @@ class EagerDiLoCoStrategy(LocoStrategy):
         warm_start: bool = True,
         **common: Unpack[RoundArguments],
     ) -> None:
-        super().__init__(
-            EagerDiLoCo(outer_lr, outer_momentum, nesterov),
-            sync_every=sync_every,
-            overlap=True,
-            warm_start=warm_start,
-            **common,
-        )
+        settings = eager_diloco(sync_every, outer_lr, outer_momentum, nesterov, warm_start)
+        self._init_rounds(settings, **common)
 
 
 class GASLoCStrategy(LocoStrategy):
     """GASLoC: local steps, gossip with the neighbours of a topology, and momentum.
 
     See :class:`~lightning_loco.algorithms.GASLoC` for the formula and
-    :class:`LocoStrategy` for the arguments that all strategies share.
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
 
     Args:
         topology: A name (``ring complete star torus grid hypercube exponential
@@ -259,14 +287,13 @@ class GASLoCStrategy(LocoStrategy):
         gossip_step: Factor of the step towards the neighbours, alpha; ``"auto"`` fits the topology.
         momentum: Factor gamma; ``"auto"`` fits the topology.
         momentum_on: ``"gossiped"``, or ``"local"`` as in the paper.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
 
     Example::
 
         Trainer(strategy=GASLoCStrategy("random_matching", sync_every=50), devices=8)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         topology: Topology | str | Any = "ring",
@@ -277,12 +304,75 @@ class GASLoCStrategy(LocoStrategy):
         momentum_on: Literal["local", "gossiped"] = "gossiped",
         **common: Unpack[RoundArguments],
     ) -> None:
-        super().__init__(
-            GASLoC(outer_lr, gossip_step, momentum, momentum_on),
-            sync_every=sync_every,
-            topology=topology,
-            **common,
-        )
+        settings = gasloc(topology, sync_every, outer_lr, gossip_step, momentum, momentum_on)
+        self._init_rounds(settings, **common)
+
+
+class NoLoCoStrategy(LocoStrategy):
+    """NoLoCo: outer momentum without an all-reduce, by gossip in random pairs of workers.
+
+    See :class:`~lightning_loco.algorithms.NoLoCo` for the formula, and
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
+
+    Args:
+        topology: Who exchanges with whom, as in :class:`GASLoCStrategy`. Default: random pairs.
+        sync_every: Local steps between rounds, or one number per worker.
+        outer_momentum: Outer momentum in [0, 1), alpha in the paper.
+        outer_lr: Outer learning rate, beta in the paper.
+        gossip_step: Step towards the mean of the pair, gamma in the paper. Default: ``outer_lr``.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
+
+    Source:
+        Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
+        Models", arXiv:2506.10911.
+
+    Example::
+
+        Trainer(strategy=NoLoCoStrategy(sync_every=50), devices=8, num_nodes=4)
+    """
+
+    def __init__(
+        self,
+        topology: Topology | str | Any | None = None,
+        sync_every: SyncEvery = 100,
+        outer_momentum: float = 0.5,
+        outer_lr: float = 0.7,
+        gossip_step: float | None = None,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        settings = noloco(topology, sync_every, outer_momentum, outer_lr, gossip_step)
+        self._init_rounds(settings, **common)
+
+
+class SPARTAStrategy(LocoStrategy):
+    """SPARTA: average a small random part of the parameters, by default after every local step.
+
+    See :class:`~lightning_loco.algorithms.SPARTA` for the formula, and
+    :class:`RoundArguments` for the arguments that strategies with rounds share.
+
+    Args:
+        sync_every: Local steps between rounds.
+        fraction: Share of the parameters that is averaged in a round, in (0, 1].
+        seed: Of the random parts; equal on all workers.
+        common: The arguments that strategies with rounds share, :class:`RoundArguments`.
+
+    Source:
+        Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter
+        Averaging", https://openreview.net/forum?id=stFPf3gzq1.
+
+    Example::
+
+        Trainer(strategy=SPARTAStrategy(fraction=0.005), devices=8)
+    """
+
+    def __init__(
+        self,
+        sync_every: SyncEvery = 1,
+        fraction: float = 0.005,
+        seed: int = 0,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        self._init_rounds(sparta(sync_every, fraction, seed), **common)
 
 
 class AsyncModelAverageStrategy(LocoStrategy):
@@ -302,9 +392,9 @@ class AsyncModelAverageStrategy(LocoStrategy):
         interval_s: Pause between the end of a round and the next one, in seconds; may be 0.
         warmup_steps: Local steps at the start whose gradients are averaged as in DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
-        compression: How messages are written on the wire, as in :class:`LocoStrategy`.
-        link: A slower link to emulate, as in :class:`LocoStrategy`.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+        compression: How messages are written on the wire, as in :class:`RoundArguments`.
+        link: A slower link to emulate, as in :class:`RoundArguments`.
+        common: The arguments that strategies with workers share, :class:`CommonArguments`.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -315,7 +405,6 @@ class AsyncModelAverageStrategy(LocoStrategy):
         Trainer(strategy=AsyncModelAverageStrategy(interval_s=0.5), devices=8)
     """
 
-    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         interval_s: float = 0.5,
@@ -326,7 +415,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        settings = clock_settings(interval_s, warmup_steps, topology, compression, link)
+        settings = async_model_average(interval_s, warmup_steps, topology, compression, link)
         self._init_with(settings, **common)
 
     def make_engine(self, group: WorkerGroup) -> ClockEngine:

@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip import Peer
 from lightning_loco.gossip.engine import PairwiseEngine
-from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links import LinkLike, as_links
-from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.gossip.settings import PairwiseSettings, pairwise_gossip
+from lightning_loco.links import LinkLike
+from lightning_loco.strategies.arguments import CommonArguments
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
 
@@ -68,7 +67,7 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             ``timeout_ms``, ``interpolation``, ``divergence_threshold`` and ``constant``.
         link: A slower link to emulate, as in :class:`LocoStrategy`. A fetch takes as long as on
             that link, and fails after ``fetch_timeout_s``.
-        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+        common: The arguments that strategies with workers share, :class:`CommonArguments`.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -82,7 +81,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
 
     settings: PairwiseSettings
 
-    @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
     def __init__(
         self,
         fetch_probability: float = 0.1,
@@ -100,18 +98,19 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        algorithm = PairwiseAverage(
-            fetch_probability, interpolation, factor, divergence_threshold, keep_progress
-        )
-        settings = PairwiseSettings(
-            algorithm,
-            nodes=nodes,
-            name=name,
-            fetch_timeout_s=fetch_timeout_s,
-            compression=compression,
-            key_file=key_file,
-            link=as_links(link),
-            config_file=config_file,
+        settings = pairwise_gossip(
+            fetch_probability,
+            interpolation,
+            factor,
+            divergence_threshold,
+            fetch_timeout_s,
+            nodes,
+            name,
+            key_file,
+            compression,
+            keep_progress,
+            config_file,
+            link,
         )
         self._has_returned_loss = False
         self._init_with(settings, **common)

@@ -24,8 +24,7 @@ from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.tiers import check_ranks
 from lightning_loco.parameters.schema import broadcast_model, check_model
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.arguments import WorkerArguments, spelled_out
-from lightning_loco.strategies.base import WorkerStrategy
+from lightning_loco.strategies.arguments import WorkerArguments
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
 from lightning_loco.strategies.service_ranks import ServiceRankStrategy
@@ -65,8 +64,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             not encoded.
         overlap: Send gradients while the backward pass computes them.
         bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
-        timeout_s: As in :class:`LocoStrategy`, like all arguments that follow. The backend is that
-            of the ranks that train.
+        common: The arguments that all strategies share, :class:`WorkerArguments`. The backend is
+            that of the ranks that train.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -83,7 +82,6 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
     checkpoints: RemoteCheckpoints
 
-    @spelled_out(WorkerStrategy._init_worker)  # noqa: SLF001
     def __init__(
         self,
         num_workers: int | None = None,

@@ -268,7 +268,9 @@ def test_the_cells_of_from_a_notebook_run_in_a_kernel(tmp_path: Path) -> None:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    assert "Use DiLoCoStrategy(start_method='fork'), or Trainer(strategy='diloco_fork')" in popen
+    assert (
+        "Use DiLoCoStrategy(start_method='fork'), or Trainer(strategy='diloco_notebook')" in popen
+    )
     assert "sync_every counts optimizer steps" in no_steps
     assert "max_steps=100` reached" in fitted
     assert re.search(r"^tensor\([\d.]+\) b'def ", fitted, re.MULTILINE), fitted

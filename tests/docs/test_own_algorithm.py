@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import Algorithm, DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngine
-from lightning_loco.strategies.registry import of_algorithm
 from tests.docs.pages import doc
 
 PAGE = doc("your_own_algorithm.md")
@@ -75,15 +74,6 @@ def test_engine_and_strategy_take_it(names: dict[str, Any]) -> None:
     assert engine.step()
     engine.close()
     assert model.weight.item() - start == pytest.approx(0.7)
-
-
-@pytest.mark.usefixtures("names")
-def test_one_line_makes_its_strategy() -> None:
-    strategy = of_algorithm("lookahead", "Lookahead")
-    assert strategy.__name__ == "LookaheadStrategy"
-    assert strategy(outer_lr=0.7).settings.algorithm.outer_lr == 0.7
-    with pytest.raises(TypeError, match="outer_learning_rate"):
-        strategy(outer_learning_rate=0.7)
 
 
 def test_the_table_names_what_the_contract_has() -> None:

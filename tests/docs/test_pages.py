@@ -26,6 +26,7 @@ import lightning_loco as loco
 import train
 from lightning_loco import algorithms, compression, parameter_server, topology
 from lightning_loco.configured_strategy import build_method, build_strategy
+from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
@@ -252,6 +253,7 @@ def known_arguments() -> set[str]:
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
     for kind in filter(callable, kinds):
         known |= set(inspect.signature(kind).parameters)
+    known |= set(RoundArguments.__annotations__)
     return known
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.strategies import Strategy
 
 import lightning_loco as loco
+from lightning_loco.strategies.arguments import argument_names
 from tests.conftest import ROOT
 from tests.docs.pages import README, doc
 
@@ -43,7 +45,9 @@ def exists(name: str) -> bool:
     if found is None or (attribute and not hasattr(found, attribute)):
         return False
     called = getattr(found, attribute) if attribute else found
-    known = inspect.signature(called).parameters if arguments else {}
+    known = set(inspect.signature(called).parameters if arguments else {})
+    if isinstance(called, type) and issubclass(called, Strategy):
+        known = argument_names(called)
     return all(argument in known for argument in arguments.split(", ") if argument)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from typing import Any
 
 import pytest
 from torch import nn
@@ -13,9 +14,11 @@ import lightning_loco as loco
 from benchmarks.curves import Curve
 from lightning_loco.algorithms.outer_lr import Linear
 from lightning_loco.distributed import Statistics
-from lightning_loco.engine import StepEngine
+from lightning_loco.engine import RoundSettings, StepEngine
 from lightning_loco.links import LINKS
 from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.arguments import argument_names
+from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, PAGES, README, doc
@@ -53,25 +56,34 @@ def test_a_method_page_names_its_strategy(subtests: pytest.Subtests) -> None:
             assert "$$" in page.text
 
 
+def common_defaults() -> dict[str, Any]:
+    """The defaults of the arguments that strategies have in common."""
+    takes = (EngineStrategy._init_worker, EngineStrategy._init_with, RoundSettings)
+    parameters = [one for each in takes for one in inspect.signature(each).parameters.values()]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
 def test_arguments_of_a_method(subtests: pytest.Subtests) -> None:
     """Those in the table of a page exist and have its defaults, and none is missing."""
     shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
-    of_ddp = set(inspect.signature(loco.LocoStrategy).parameters) - {"topology"}
+    of_ddp = argument_names(loco.LocoStrategy) - {"topology"}
     for page in METHOD_PAGES:
         with subtests.test(str(page)):
-            parameters = inspect.signature(METHODS[page.path.stem]).parameters
+            parameters = inspect.signature(METHODS[page.path.stem]).parameters.values()
+            defaults = common_defaults() | {one.name: one.default for one in parameters}
             listed = page.table("argument") if page.has_table("argument") else []
             for cell, default, _ in listed:
                 name = cell.strip("`")
-                assert ast.literal_eval(default.strip("`")) == parameters[name].default, name
+                assert ast.literal_eval(default.strip("`")) == defaults[name], name
             names = {name.strip("`") for name, *_ in listed}
-            assert set(parameters) - shared - of_ddp <= names
+            assert argument_names(METHODS[page.path.stem]) - shared - of_ddp <= names
 
 
 def test_arguments_of_all_methods() -> None:
-    parameters = inspect.signature(loco.LocoStrategy).parameters
+    parameters = inspect.signature(loco.LocoStrategy).parameters.values()
+    defaults = common_defaults() | {one.name: one.default for one in parameters}
     for name, default, _ in doc("methods/README.md").table("argument"):
-        assert ast.literal_eval(default.strip("`")) == parameters[name.strip("`")].default, name
+        assert ast.literal_eval(default.strip("`")) == defaults[name.strip("`")], name
 
 
 def test_the_table_of_topologies() -> None:
@@ -123,8 +135,9 @@ def test_metrics_exist() -> None:
 
 def test_arguments_that_users_ask_for_are_documented() -> None:
     parameters: set[str] = set()
-    for kind in (*METHODS.values(), loco.LocoStrategy, loco.ConsensusMonitor):
-        parameters |= set(inspect.signature(kind).parameters)
+    parameters |= set(inspect.signature(loco.ConsensusMonitor).parameters)
+    for kind in (*METHODS.values(), loco.LocoStrategy):
+        parameters |= argument_names(kind)
     for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
                  "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
                  "replica_size", "compression", "overlap"):  # fmt: skip

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_loco import CommunicationMonitor, Link
 from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.base import EngineStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, make_loader
@@ -35,7 +36,7 @@ def fit(
 ) -> tuple[list[str], float | None, bool]:
     """Return the messages about the link, the seconds on it, and whether they are logged."""
     kind = METHODS[name]
-    shown = kind.__init__.__annotations__
+    shown = argument_names(kind)
     options = {name: count for name, count in OPTIONS.items() if name in shown}
     strategy = kind(link=link, **options)
     monitor = CommunicationMonitor()

@@ -1,34 +1,117 @@
-"""A new algorithm is one module, one configuration and one line of the table of methods."""
+"""The table of methods agrees with classes, configurations and pages; a new method is a row."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import os
-import pickle
-import pydoc
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from lightning_loco import LocoStrategy, strategies
+import lightning_loco as loco
+from lightning_loco import algorithms, strategies
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.algorithms.base import RoundInfo, State
-from lightning_loco.schedules import SyncEvery
-from lightning_loco.strategies import registry
-from lightning_loco.strategies.registry import AlgorithmStrategy, of_algorithm
+from lightning_loco.codecs import CODEC_TABLE
+from lightning_loco.compression import CODECS
+from lightning_loco.methods import METHOD_TABLE
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology
 from tests.conftest import ROOT
-from tests.pool import Pool, make_trainer
 from tests.programs import python_path
-from tests.small_model import TinyModule, flat, make_loader
+
+
+def test_classes_of_a_row_exist(subtests: pytest.Subtests) -> None:
+    assert list(METHODS) == [name for name in METHOD_TABLE if name != "ddp"]
+    for name, kind in METHODS.items():
+        with subtests.test(name):
+            row = METHOD_TABLE[name]
+            assert kind.__name__ == row.strategy_name
+            assert getattr(loco, row.strategy_name) is getattr(strategies, kind.__name__) is kind
+            if row.algorithm is not None:
+                algorithm = getattr(algorithms, row.algorithm)
+                assert type(kind().settings.algorithm) is algorithm  # type: ignore[attr-defined]
+                assert algorithm.exchange == row.exchange
+                assert row.topology == (row.defaults.get("topology") or algorithm.default_topology)
+
+
+def test_a_row_has_the_defaults_of_the_class(subtests: pytest.Subtests) -> None:
+    for name, kind in METHODS.items():
+        with subtests.test(name):
+            row = METHOD_TABLE[name]
+            if row.settings is None:
+                assert row.exchange == "server"
+                continue
+            own = dict(inspect.signature(kind).parameters)
+            del own["common"]
+            assert {key: one.default for key, one in own.items()} == row.defaults
+            assert row.short_rounds.keys() <= row.defaults.keys()
+
+
+def test_the_function_of_a_row_makes_the_settings_of_the_class(subtests: pytest.Subtests) -> None:
+    for name, row in METHOD_TABLE.items():
+        if row.settings is not None:
+            with subtests.test(name):
+                make = pkgutil.resolve_name(row.settings)
+                assert list(inspect.signature(make).parameters) == list(row.defaults)
+                settings = METHODS[name]().settings  # type: ignore[attr-defined]
+                assert make(**row.defaults) == settings
+
+
+def test_a_row_has_a_configuration_and_a_page(subtests: pytest.Subtests) -> None:
+    files = {file.stem for file in (ROOT / "conf" / "algorithm").glob("*.yaml")}
+    assert files == METHOD_TABLE.keys()
+    for name, kind in METHODS.items():
+        with subtests.test(name):
+            given = OmegaConf.load(ROOT / "conf" / "algorithm" / f"{name}.yaml")
+            assert given._target_ == f"lightning_loco.{kind.__name__}"
+            page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+            assert page.startswith(f"# {METHOD_TABLE[name].title}\n")
+
+
+def test_measured_gaps_are_those_of_their_page(subtests: pytest.Subtests) -> None:
+    for name, row in METHOD_TABLE.items():
+        page = (ROOT / row.source).read_text(encoding="utf-8")
+        rows = re.findall(r"^\| ([^|]+?) \| ([\d.]+) \|", page, re.MULTILINE)
+        losses = {title: float(loss) for title, loss in reversed(rows)}  # the first of each title
+        for key, gap in row.gaps.items():
+            with subtests.test(name, key=key):
+                if key == "sparse":
+                    loss = losses["sparse, compensated (1.5, momentum 0.5)"]
+                    assert gap == f"{100 * (loss / losses['DDP, every step'] - 1):+.1f} %"
+                else:
+                    title = ", ".join([row.title, *([key.replace("_", " ")] if key else [])])
+                    row_of = rf"^\| {title}\b[^|]* \| [\d.]+ \| (\S+ %) \|"
+                    assert gap in re.findall(row_of, page, re.MULTILINE)
+
+
+def test_rows_of_codecs_are_those_of_their_classes(subtests: pytest.Subtests) -> None:
+    files = {file.stem for file in (ROOT / "conf" / "compression").glob("*.yaml")}
+    assert files == CODEC_TABLE.keys() == {"none", *CODECS}
+    for name, kind in CODECS.items():
+        with subtests.test(name):
+            row, codec = CODEC_TABLE[name], kind()
+            assert row.encoding == (codec.block, codec.row_bytes, codec.is_sparse)
+            file = ROOT / "conf" / "compression" / f"{name}.yaml"
+            assert row.title in file.read_text(encoding="utf-8")
+            given = OmegaConf.load(file)
+            assert given._target_ == f"lightning_loco.compression.{kind.__name__}"
+            fields = dataclasses.fields(codec)  # type: ignore[arg-type]
+            for field in fields:
+                assert given[field.name] == getattr(codec, field.name)
+
+
+# ---------------------------------------------------------------------- a method that is new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,127 +156,6 @@ class Blend(Algorithm):
         return torch.lerp(params, received, self.part, out=state["start"])
 
 
-@dataclasses.dataclass(frozen=True)
-class MeanBlend(Blend):
-    exchange = "mean"
-
-
-@dataclasses.dataclass(frozen=True)
-class Undecided(Blend):
-    much: float = dataclasses.field(kw_only=True)
-
-
-@pytest.fixture
-def blend(monkeypatch: pytest.MonkeyPatch) -> type[AlgorithmStrategy]:
-    """Make the strategy, and add it to the package as the registry does."""
-    made = of_algorithm(__name__, "Blend")
-    monkeypatch.setattr(strategies, "BlendStrategy", made, raising=False)
-    return made
-
-
-def test_its_arguments_are_those_of_the_algorithm_and_the_common_ones(
-    blend: type[AlgorithmStrategy],
-) -> None:
-    parameters = inspect.signature(blend).parameters
-    general = inspect.signature(LocoStrategy).parameters
-    for name, annotation, default in (
-        ("topology", general["topology"].annotation, None),
-        ("sync_every", SyncEvery, 100),
-        ("part", float, 0.5),
-        ("kind", Literal["plain", "fancy"], "plain"),
-        ("is_loud", bool, False),
-    ):
-        assert (parameters[name].annotation, parameters[name].default) == (annotation, default)
-    positional = ["topology", "sync_every", "part", "kind"]
-    assert list(parameters)[:4] == positional
-    for name, parameter in parameters.items():
-        keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert keyword_only == (name not in positional)
-    assert parameters.keys() - {*positional, "is_loud"} == general.keys() - {
-        "algorithm", "sync_every", "overlap", "warm_start", "topology",
-    }  # fmt: skip
-
-
-def test_an_exchange_without_neighbours_has_no_topology() -> None:
-    parameters = inspect.signature(of_algorithm(__name__, "MeanBlend")).parameters
-    assert list(parameters)[:2] == ["sync_every", "part"]
-    assert "topology" not in parameters
-
-
-def test_its_values_are_in_the_settings(blend: type[AlgorithmStrategy]) -> None:
-    strategy = blend("star", 5, 0.25, is_loud=True, timeout_s=3)
-    assert isinstance(strategy, LocoStrategy)
-    assert strategy.settings.algorithm == Blend(0.25, is_loud=True)
-    assert (strategy.settings.topology, strategy.settings.schedule.sync_every) == ("star", 5)
-    assert strategy.timeout_s == 3
-    assert blend().settings == LocoStrategy(Blend()).settings
-
-
-def test_other_arguments_are_refused(
-    blend: type[AlgorithmStrategy], subtests: pytest.Subtests
-) -> None:
-    hints = {"prat": ". Did you mean part?", "num_neighbors": "", "overlap": "", "algorithm": ""}
-    for name, hint in hints.items():
-        with subtests.test(name):
-            with pytest.raises(TypeError) as caught:
-                blend(**{name: 1})
-            text = f"BlendStrategy.__init__() got an unexpected keyword argument '{name}'"
-            assert str(caught.value) == text + hint
-
-
-def test_values_are_checked_at_construction(blend: type[AlgorithmStrategy]) -> None:
-    with pytest.raises(ValueError, match="part must be in"):
-        blend(part=2.0)
-    with pytest.raises(ValueError, match="timeout_s must be positive"):
-        blend(timeout_s=0)
-
-
-def test_a_field_needs_a_default() -> None:
-    with pytest.raises(TypeError, match="Undecided.much needs a default"):
-        of_algorithm(__name__, "Undecided")
-
-
-def test_help_shows_the_arguments(blend: type[AlgorithmStrategy]) -> None:
-    assert blend.__doc__ is not None
-    assert blend.__doc__.startswith("Move a part of the way to the mean of the neighbours.\n\nSee")
-    assert f":class:`~{__name__}.Blend` for the formula" in blend.__doc__
-    text = pydoc.plain(pydoc.render_doc(blend))
-    signature = text[text.index("BlendStrategy(") : text.index(" -> None")]
-    assert "part: float = 0.5" in signature
-    assert "timeout_s: float = 600.0" in signature
-
-
-def test_it_can_be_sent_to_other_processes(blend: type[AlgorithmStrategy]) -> None:
-    strategy = blend("star", part=0.25)
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert type(copy) is blend
-    assert copy.settings == strategy.settings
-
-
-def test_a_trainer_accepts_it(blend: type[AlgorithmStrategy]) -> None:
-    trainer = Trainer(strategy=blend(sync_every=7), accelerator="cpu", devices=2, logger=False)
-    assert type(trainer.strategy) is blend
-    assert trainer.strategy.num_workers == 2
-
-
-def train(rank: int, world: int, made: bool) -> list[float]:
-    strategy: LocoStrategy
-    if made:
-        strategy = of_algorithm(__name__, "Blend")("ring", 2, part=0.25)
-    else:
-        strategy = LocoStrategy(Blend(0.25), topology="ring", sync_every=2)
-    module = TinyModule()
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, make_loader(rank, 6))
-    return flat(module).tolist()
-
-
-def test_it_trains_like_the_composed_strategy(pool: Pool) -> None:
-    assert pool.run(train, True, world=2) == pool.run(train, False, world=2)
-
-
-# --------------------------------------------------------- one module, one config, one line
-
 MODULE = f"""
 from __future__ import annotations
 
@@ -208,7 +170,45 @@ from lightning_loco.topology import Topology
 
 
 {inspect.getsource(Blend)}"""
-LINE = '    "blend": of_algorithm("lightning_loco.algorithms.blend", "Blend"),\n'
+SETTINGS = '''
+
+def blend(
+    topology: Any | None, sync_every: SyncEvery, part: float, kind: Literal["plain", "fancy"]
+) -> RoundSettings:
+    """Return the settings of BlendStrategy."""
+    from lightning_loco.algorithms.blend import Blend
+
+    return RoundSettings(Blend(part, kind), by_steps(sync_every), topology)
+'''
+STRATEGY = '''
+
+class BlendStrategy(LocoStrategy):
+    """Move a part of the way to the mean of the neighbours."""
+
+    def __init__(
+        self,
+        topology: Topology | str | Any | None = None,
+        sync_every: SyncEvery = 100,
+        part: float = 0.5,
+        kind: Literal["plain", "fancy"] = "plain",
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        from lightning_loco.engine.constructors import blend
+
+        self._init_rounds(blend(topology, sync_every, part, kind), **common)
+'''
+ROW = """
+METHOD_TABLE["blend"] = KnownMethod(
+    title="Blend",
+    strategy=f"{_NAMED}.BlendStrategy",
+    algorithm="Blend",
+    exchange="neighbors",
+    defaults={"topology": None, "sync_every": 100, "part": 0.5, "kind": "plain"},
+    settings=f"{_ROUNDS}.blend",
+    topology="ring",
+)
+"""
+EXPORT = "\nfrom lightning_loco.strategies.named import BlendStrategy\n"
 CONFIG = """
 _target_: lightning_loco.BlendStrategy
 _convert_: all
@@ -221,34 +221,34 @@ import pickle
 
 from lightning.pytorch import Trainer
 import lightning_loco as loco
-from lightning_loco import Blend, BlendStrategy, algorithms, strategies
 
-for package, names in [
-    (loco, {"Blend", "BlendStrategy"}), (algorithms, {"Blend"}), (strategies, {"BlendStrategy"})
-]:
-    assert names <= set(package.__all__) <= set(dir(package)), package
-    assert len(set(package.__all__)) == len(package.__all__)
-assert algorithms.Blend is Blend
-assert strategies.BlendStrategy is BlendStrategy
-assert strategies.METHODS["blend"] is BlendStrategy
-for name, start_method in [("blend", "popen"), ("blend_spawn", "spawn"), ("blend_fork", "fork")]:
+assert loco.strategies.METHODS["blend"] is loco.BlendStrategy
+for name, start_method in [("blend", "popen"), ("blend_notebook", "fork")]:
     strategy = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
-    assert type(pickle.loads(pickle.dumps(BlendStrategy()))) is type(strategy) is BlendStrategy
+    assert type(pickle.loads(pickle.dumps(loco.BlendStrategy()))) is type(strategy)
+    assert type(strategy) is loco.BlendStrategy
     assert strategy._start_method == start_method
+assert loco.BlendStrategy("star", 5, 0.25, timeout_s=3).settings.topology == "star"
 """
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the package with one more algorithm."""
+    """A copy of the package with one more method."""
     for folder in ("lightning_loco", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__py*"))
     shutil.copy(ROOT / "train.py", tmp_path)
-    (tmp_path / "lightning_loco" / "algorithms" / "blend.py").write_text(MODULE)
+    package = tmp_path / "lightning_loco"
+    (package / "algorithms" / "blend.py").write_text(MODULE)
     (tmp_path / "conf" / "algorithm" / "blend.yaml").write_text(CONFIG)
-    table = tmp_path / "lightning_loco" / "strategies" / "registry.py"
-    before, row, after = table.read_text().partition('    "async_model_average": ')
-    table.write_text(before + LINE + row + after)
+    for path, text in (
+        ("engine/constructors.py", SETTINGS),
+        ("strategies/named.py", STRATEGY),
+        ("methods.py", ROW),
+        ("__init__.py", EXPORT),
+    ):
+        file = package / path
+        file.write_text(file.read_text(encoding="utf-8") + text, encoding="utf-8")
     return tmp_path
 
 
@@ -269,15 +269,9 @@ def run(*arguments: str, cwd: Path) -> str:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_a_module_a_config_and_a_line_are_enough(checkout: Path) -> None:
+def test_an_algorithm_a_class_a_row_and_a_config_are_enough(checkout: Path) -> None:
     run("-c", USE, cwd=checkout)
     printed = run(
         "train.py", "experiment=smoke", "algorithm=blend", "trainer.devices=1", cwd=checkout
     )
     assert "No topology chosen: BlendStrategy uses that of its algorithm." in printed
-
-
-def test_every_strategy_of_the_table_is_in_the_package() -> None:
-    for kind in registry.METHODS.values():
-        found: Any = getattr(strategies, kind.__name__)
-        assert found is kind

@@ -18,6 +18,7 @@ from lightning_loco import (
 from lightning_loco.demo.report import measure
 from lightning_loco.report.page import tiles
 from lightning_loco.report.record import RunRecord
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import describe
 from lightning_loco.values import format_bytes
@@ -41,7 +42,7 @@ def test_the_first_line_says_which_momentum_gasloc_has() -> None:
 
 def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
     kind = METHODS[name]
-    shown = kind.__init__.__annotations__
+    shown = argument_names(kind)
     options = {key: value for key, value in OPTIONS.items() if key in shown}
     strategy = kind(summary=summary, **options)
     with messages_of(RANK_ZERO) as texts:
@@ -65,7 +66,7 @@ def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) 
                 assert rows["rounds"] == str(STEPS)
             else:
                 assert float(rows["consensus distance"]) > 0
-            if "sync_every" in METHODS[name].__init__.__annotations__:
+            if "sync_every" in argument_names(METHODS[name]):
                 assert rows["rounds"] == {"async_diloco": "4", "streaming_diloco": "4"}.get(
                     name, "2"
                 )
