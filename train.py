@@ -237,6 +237,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
             file.relative_to(folder / key).with_suffix("").as_posix()
             for folder in folders
             for file in (folder / key).rglob("*.yaml")
+            if not file.stem.startswith("_")  # a part of choices
         }
         for value in values.split(",") if key in groups else ():
             if value not in choices and not (value in nothing and "none" not in choices):

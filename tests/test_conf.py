@@ -50,7 +50,8 @@ TARGETS = {"lightning_loco.", "lightning.pytorch."}
 
 
 def names(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    """Return the choices of a group; a file whose name starts with ``_`` is a part of some."""
+    return sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
 
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
