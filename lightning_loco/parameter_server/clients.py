@@ -131,7 +131,7 @@ class Clients:
             self.active.remove(client)
             if message.kind == MessageKind.FAIL:
                 raise RuntimeError(f"{client.name} failed: {message.content['text']}")
-            if client in self.in_progress:
+            if client in self.pending or client in self.in_progress:
                 raise RuntimeError(f"{client.name} has left before the end of its step.")
             self.farewell = message.content or self.farewell
         elif message.kind == MessageKind.STEP_REQUEST:

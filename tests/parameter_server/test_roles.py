@@ -233,6 +233,26 @@ def test_different_sync_points_are_an_error_on_every_rank(pool: Pool) -> None:
         assert "worker 1 at checkpoint" in message.lower()
 
 
+def leave_within_a_step(rank: int, world: int) -> None:
+    net = nn.Linear(2, 2)
+
+    def work(remote: RemoteOptimizer) -> None:
+        remote.expect_backward()
+        net(torch.ones(1, 2)).sum().backward()
+        if rank == 1:
+            remote.step()
+
+    run_role(work, net.parameters(), OPTIMIZERS["SGD"], 2)
+
+
+def test_a_worker_that_leaves_within_a_step_is_named(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(leave_within_a_step, world=3)
+    assert set(caught.value.failures) == {1, 2}
+    for failure in caught.value.failures.values():
+        assert "Worker 0 has left before the end of its step" in failure.message
+
+
 def lose_worker(rank: int, world: int, victim: int) -> str:
     net = nn.Linear(4, 3)
     tiers = Tiers.detect(world, 2)
