@@ -86,8 +86,7 @@ class CommunicationMonitor(RoundMonitor):
     last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
     optimizer a round is a step, and only the first three change. If workers join and leave, also
     ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted); if they
-    change, ``loco/outer_lr`` and ``loco/sync_every``; with ``link=...`` ``loco/emulated_s``
-    (seconds that messages took on the link, waited for or hidden).
+    change, ``loco/outer_lr`` and ``loco/sync_every``.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -124,8 +123,6 @@ class CommunicationMonitor(RoundMonitor):
             own = engine.settings.algorithm.metrics(engine.fragments[0].state)
             own |= engine.settings.schedule.metrics(engine.worker.round_index)
             metrics |= {f"loco/{name}": value for name, value in own.items()}
-        if statistics.emulated_s is not None:
-            metrics["loco/emulated_s"] = statistics.emulated_s
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
             metrics["loco/train_loss_mean"] = sum(known) / len(known)

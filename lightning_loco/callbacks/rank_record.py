@@ -18,7 +18,6 @@ from lightning_loco.__about__ import __version__
 from lightning_loco.distributed import Statistics, notes
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
-from lightning_loco.links import LinkTimes
 from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
 from lightning_loco.strategies.base import EngineStrategy, WorkerStrategy, worker_and_place
 from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
@@ -181,7 +180,6 @@ class RankRecord:
             "left_out": spans.left_out,
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
-            "link_s": None if statistics is None else statistics.emulated_s,
         }
 
     def record_of_run(
@@ -214,7 +212,6 @@ class RankRecord:
             notes_of_run.append(NOT_MEASURED)
             if (distance := strategy.statistics.consensus_distance) is not None:
                 numbers["consensus distance"] = round_to(distance, 4)
-        links = [rank["link_s"] for rank in ranks if rank["link_s"] is not None]
         return RunRecord(
             title=title(trainer),
             started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._started)),
@@ -232,8 +229,6 @@ class RankRecord:
             numbers=numbers,
             bytes_sent=sum(sent) / len(sent) if is_known else None,
             ddp_bytes=self._ddp_bytes(step),
-            link_s=sum(links) / len(links) if links else None,
-            ddp_link_s=self._ddp_link_s(step),
             topology=drawing_of(trainer),
             settings={**self.settings_of_strategy(), **settings},
             versions=versions(trainer),
@@ -254,17 +249,6 @@ class RankRecord:
         if not isinstance(strategy, WorkerStrategy) or strategy.statistics.members is not None:
             return None
         return bytes_of_ddp(strategy.num_workers, self._num_bytes, steps) or None
-
-    def _ddp_link_s(self, steps: int) -> float | None:
-        """Return how long the all-reduces of DDP would take on the emulated link, all together."""
-        strategy = self._trainer.strategy
-        engine = strategy.engine if isinstance(strategy, EngineStrategy) else None
-        if engine is None or engine.settings.link is None:
-            return None
-        workers = engine.worker.group.num_workers
-        times = LinkTimes(engine.settings.link, workers)
-        per_step = bytes_of_ddp(workers, self._num_bytes, 1)
-        return steps * times.mean(per_step, 2 * (workers - 1), 0).seconds
 
 
 def computing(spans: Spans, start_s: float, end_s: float) -> Iterator[Span]:

@@ -15,7 +15,7 @@ from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.loco import RoundStrategy
-from lightning_loco.strategies.summary import bytes_of_ddp, format_link_time
+from lightning_loco.strategies.summary import bytes_of_ddp
 from lightning_loco.topology import as_topology
 from lightning_loco.values import format_bytes, format_seconds
 
@@ -37,9 +37,6 @@ class RunReport:
         bytes_sent: Bytes that all ranks of a worker sent, mean over the workers.
         bytes_saved: Bytes that compression has saved, mean over the workers.
         wait_s: Seconds that a rank was blocked in exchanges, mean over the ranks.
-        emulated_s: Seconds that a rank's messages took on an emulated link, mean over the ranks;
-            None without one.
-        hidden_s: Those of them for which it was not blocked.
         train_s: Seconds from the first local step to the last, with validation and checkpoints.
         consensus_distance: Root mean square distance of the workers' parameters to their mean, as
             measured last.
@@ -55,8 +52,6 @@ class RunReport:
     bytes_sent: int | None = None
     bytes_saved: int | None = None
     wait_s: float | None = None
-    emulated_s: float | None = None
-    hidden_s: float | None = None
     train_s: float | None = None
     consensus_distance: float | None = None
 
@@ -74,9 +69,6 @@ class RunReport:
             "training time": "-" if self.train_s is None else format_seconds(self.train_s),
             "consensus distance": _number(self.consensus_distance, ".3g"),
         }
-        if self.emulated_s is not None and self.hidden_s is not None:
-            waited_s = self.emulated_s - self.hidden_s
-            lines["on the link"] = format_link_time(self.emulated_s, waited_s)
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
@@ -149,13 +141,10 @@ def measure(
     if trainer.world_size > 1 and not torch.distributed.is_initialized():
         return report  # a server rank, or the workers were other processes (spawn)
     statistics = strategy.statistics
-    link_s, link_wait_s = statistics.emulated_s, statistics.emulated_wait_s
-    bytes_moved = [statistics.bytes_sent, statistics.bytes_saved]
-    mine = [steps, *bytes_moved, statistics.wait_s, link_s or 0.0, link_wait_s]
+    mine = [steps, statistics.bytes_sent, statistics.bytes_saved, statistics.wait_s]
     own = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
     totals = strategy.reduce(own, reduce_op="sum").tolist()
-    total_steps, total_bytes, total_saved, *seconds = totals
-    wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
+    total_steps, total_bytes, total_saved, total_wait_s = totals
     if isinstance(strategy, LocoModelParallelStrategy):
         total_steps /= strategy.tensor_parallel_size  # these ranks read the same data
         report = replace(report, algorithm=type(strategy.settings.algorithm).__name__)
@@ -167,9 +156,7 @@ def measure(
         rounds=statistics.rounds,
         bytes_sent=round(total_bytes / strategy.num_workers),
         bytes_saved=round(total_saved / strategy.num_workers),
-        wait_s=wait_s,
-        emulated_s=None if link_s is None else emulated_s,
-        hidden_s=None if link_s is None else emulated_s - emulated_wait_s,
+        wait_s=total_wait_s / trainer.world_size,
         train_s=train_s,
         consensus_distance=statistics.consensus_distance,
     )

@@ -81,10 +81,6 @@ class Statistics:
         losses: Last training loss of each worker at the last round; NaN if unknown.
         members: Number of workers in the last round of an elastic group; None without one.
         repaired: How often a member had drifted from the others and has received their state.
-        emulated_s: Seconds that messages spent on emulated links; None if none are emulated.
-        emulated_wait_s: The part of them for which this worker was blocked.
-        emulated_bytes: Bytes of these messages: bytes sent in rounds, bytes received in fetches.
-            Unlike ``bytes_sent`` it excludes messages of validation and checkpoints.
         spans: When this rank waited, made rounds and was at sync points; None unless recorded.
     """
 
@@ -98,9 +94,6 @@ class Statistics:
     losses: list[float] = dataclasses.field(default_factory=list)
     members: int | None = None
     repaired: int = 0
-    emulated_s: float | None = None
-    emulated_wait_s: float = 0.0
-    emulated_bytes: int = 0
     other_ranks_bytes_sent: int = 0
     longest_wait_s: float = 0.0
     spans: Spans | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -120,9 +113,6 @@ class Statistics:
         state = {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
         if self.bytes_saved:
             state["bytes_saved"] = self.bytes_saved
-        if self.emulated_s is not None:
-            names = ("emulated_s", "emulated_wait_s", "emulated_bytes")
-            state |= {name: getattr(self, name) for name in names}
         return state
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -131,10 +121,6 @@ class Statistics:
         self.bytes_sent = int(state["bytes_sent"])
         self.bytes_saved = int(state.get("bytes_saved", 0))
         self.wait_s = float(state["wait_s"])
-        if self.emulated_s is not None:
-            self.emulated_s = float(state.get("emulated_s", 0.0))
-            self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
-            self.emulated_bytes = int(state.get("emulated_bytes", 0))
 
     def record(self, kind: str, start_s: float, end_s: float) -> None:
         """Record what this rank did between two times of the clock, if that is recorded."""
@@ -150,13 +136,3 @@ class Statistics:
         """Count a message that was sent in ``num_bytes``, because it was compressed."""
         self.bytes_sent += num_bytes
         self.bytes_saved += num_bytes_uncompressed - num_bytes
-
-    def start_emulation(self) -> None:
-        """Count messages on emulated links from now on."""
-        self.emulated_s = self.emulated_s or 0.0
-
-    def count_emulated(self, seconds: float, waited_s: float, num_bytes: int = 0) -> None:
-        """Count messages that took ``seconds``, and for which this worker waited ``waited_s``."""
-        self.emulated_bytes += num_bytes
-        self.emulated_s = (self.emulated_s or 0.0) + seconds
-        self.emulated_wait_s += min(seconds, waited_s)

@@ -87,7 +87,8 @@ class LinkEmulator:
         self._times = LinkTimes(links, group.num_workers)
         self._group = group
         self._topology = topology if not exchange.is_weighted else None
-        self._link = LinkUse(statistics)
+        self._statistics = statistics
+        self._link = LinkQueue()
         self._send_times = SendTimes(group)
         self._count = 0
 
@@ -96,17 +97,16 @@ class LinkEmulator:
         group, number = self._group, self._count
         self._count += 1
         label, began = f"round {round_index}", group.clock.wall_time()
-        send_time = self._link.queue.departure(began)
+        send_time = self._link.departure(began)
         with ExplainErrors(group, label):
             self._send_times.record(number, send_time)
-        before = self._link.statistics.bytes_sent
+        before = self._statistics.bytes_sent
         handle = self._exchange.start(bucket, round_index)
-        num_bytes = self._link.statistics.bytes_sent - before
+        num_bytes = self._statistics.bytes_sent - before
         others = self._others(round_index)
 
         def span(part_bytes: int) -> TransferTime:
             found = self._span(part_bytes, bucket.wire.nbytes, round_index)
-            self._link.statistics.emulated_bytes += part_bytes
             if found.seconds > group.timeout_s:
                 raise RuntimeError(
                     f"{label} would take {found.seconds:.1f} s on the link that is emulated, "
@@ -119,8 +119,10 @@ class LinkEmulator:
                 return self._send_times.latest(number, others, send_time)
 
         first = span(num_bytes)
-        self._link.queue.send(send_time, first)
-        return EmulatedHandle(handle, self._link, group, first, began, span, last_send_time)
+        self._link.send(send_time, first)
+        return EmulatedHandle(
+            handle, self._link, group, self._statistics, first, began, span, last_send_time
+        )
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Return the results of the exchange itself: a link does not change numbers."""
@@ -172,25 +174,6 @@ class LinkEmulator:
         return self._times.neighbors(own, message, self._topology, round_index)
 
 
-class LinkUse:
-    """The use of one worker's link: how much of its time was waited for, and when it is free.
-
-    Times of the ``queue`` are those of the clock's ``wall_time``.
-    """
-
-    def __init__(self, statistics: Statistics) -> None:
-        self.statistics = statistics
-        self.queue = LinkQueue()
-        self._counted_until = 0.0
-        statistics.start_emulation()
-
-    def count(self, began: float, end: float, waited_from: float) -> None:
-        """Count the time of a transfer and the waiting for it; overlapping times count once."""
-        began, waited_from = max(began, self._counted_until), max(waited_from, self._counted_until)
-        self.statistics.count_emulated(max(0.0, end - began), max(0.0, end - waited_from))
-        self._counted_until = max(self._counted_until, end)
-
-
 class EmulatedHandle:
     """The handle of a bucket whose result may have arrived, but is not available yet.
 
@@ -203,8 +186,9 @@ class EmulatedHandle:
     def __init__(
         self,
         handle: Any,
-        link: LinkUse,
+        link: LinkQueue,
         group: WorkerGroup,
+        statistics: Statistics,
         first: TransferTime,
         began: float,
         span: Callable[[int], TransferTime],
@@ -213,6 +197,7 @@ class EmulatedHandle:
         self._handle = handle
         self._link = link
         self._group = group
+        self._statistics = statistics
         self._clock = group.clock
         self._parts = [(began, first)]
         self._span = span
@@ -241,15 +226,12 @@ class EmulatedHandle:
     def wait(self) -> Tensor:
         """Wait until the result would have arrived and return it; may be called repeatedly."""
         if self._received is None:
-            entered = self._clock.wall_time()
             received: Tensor = self._watched(self._handle.wait)
             arrival = self._arrival()
-            with WaitTimer(self._link.statistics, self._clock):
+            with WaitTimer(self._statistics, self._clock):
                 self._sleep_until(arrival)
-            self._link.count(self._sent_at, arrival, entered)
             shift_s = self._clock.now() - self._clock.wall_time()
-            times = self._sent_at + shift_s, arrival + shift_s
-            self._link.statistics.record("send", *times)
+            self._statistics.record("send", self._sent_at + shift_s, arrival + shift_s)
             self._received = received
         return self._received
 
@@ -260,10 +242,9 @@ class EmulatedHandle:
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         """Call a function that may send, and record the bytes that it has sent."""
-        statistics, now = self._link.statistics, self._clock.wall_time()
-        before = statistics.bytes_sent
+        now, before = self._clock.wall_time(), self._statistics.bytes_sent
         result = call()
-        if (more := statistics.bytes_sent - before) > 0:
+        if (more := self._statistics.bytes_sent - before) > 0:
             self._parts.append((now, self._span(more)))
             self._is_known = False
         return result
@@ -273,7 +254,7 @@ class EmulatedHandle:
         if not self._is_known:
             end = self._sent_at = self._last_send_time()
             for sent_at, span in self._parts:
-                end = self._link.queue.send(max(end, sent_at), span)
+                end = self._link.send(max(end, sent_at), span)
             self._arrives_at, self._is_known = end, True
         return self._arrives_at
 

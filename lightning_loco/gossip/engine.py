@@ -194,8 +194,6 @@ class PairwiseEngine:
             group.close(error)
             raise
         self.statistics = self.worker.statistics
-        if self.settings.link is not None:
-            self.statistics.start_emulation()
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0
@@ -317,13 +315,9 @@ class PairwiseEngine:
         if not self._fetching:
             return
         self._fetching = False
-        before_s = self.statistics.wait_s
         with WaitTimer(self.statistics):
-            self._received = received = self.node.wait()
+            self._received = self.node.wait()
         self.statistics.record("round", self._fetch_began_s, self.worker.group.clock.now())
-        if received is not None and received.emulated_s:
-            waited_s = self.statistics.wait_s - before_s
-            self.statistics.count_emulated(received.emulated_s, waited_s, received.received_bytes)
 
     def _agree(self) -> None:
         """Decide with the other ranks of this worker whether there is a peer to blend in.

@@ -63,7 +63,6 @@ class Received(NamedTuple):
         peer: Name of the peer.
         fetch_s: Duration of the fetch in seconds.
         received_bytes: Size of the encoded parameters.
-        emulated_s: Duration of the fetch on the emulated link in seconds; 0 without one.
     """
 
     params: Tensor
@@ -71,7 +70,6 @@ class Received(NamedTuple):
     peer: str
     fetch_s: float
     received_bytes: int
-    emulated_s: float = 0.0
 
 
 @dataclasses.dataclass
@@ -179,8 +177,6 @@ class Fetcher:
         certificate: Certificate of the job. Default: no encryption.
         own: This worker's snapshots, with which the norm of received parameters is compared.
         pinned: Whether to receive into pinned memory.
-        emulated_duration: Duration of a fetch on an emulated link. The parameters are returned
-            when they would have arrived there, or not at all if that exceeds ``fetch_timeout_s``.
         clock: Clock of the deadlines.
     """
 
@@ -194,7 +190,6 @@ class Fetcher:
         certificate: JobCertificate | None = None,
         own: Snapshots | None = None,
         pinned: bool = False,
-        emulated_duration: FetchDuration | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         if not fetch_timeout_s > 0:
@@ -224,8 +219,6 @@ class Fetcher:
         self._certificate = certificate
         self._clients: dict[str, Client] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._emulated_duration = emulated_duration
-        self._num_emulated = 0
         self._clock = clock
         self._stopped = threading.Event()
 
@@ -245,10 +238,7 @@ class Fetcher:
             outcome = self._try_peer(name, deadline)
             if outcome is _Outcome.DONE:
                 fetch_s = self._clock.now() - started
-                received = Received(self._params, self._tag, name, fetch_s, self._total_bytes)
-                if self._emulated_duration is None:
-                    return received
-                return self._delay(received, self._emulated_duration, deadline)
+                return Received(self._params, self._tag, name, fetch_s, self._total_bytes)
             if outcome in (_Outcome.NOT_FINITE, _Outcome.TOO_LARGE):
                 break
         return None
@@ -375,23 +365,6 @@ class Fetcher:
             client.close()
         self._discovery.forget(name)
 
-    def _delay(
-        self, received: Received, emulated_duration: FetchDuration, deadline: float
-    ) -> Received | None:
-        """Wait until the parameters would have arrived over the emulated link."""
-        emulated_s = emulated_duration(received.peer, received.received_bytes, self._num_emulated)
-        self._num_emulated += 1
-        arrival = self._clock.now() - received.fetch_s + emulated_s
-        left_s = min(arrival, deadline) - self._clock.now()
-        if self._clock.wait(self._stopped, max(0.0, left_s)):
-            raise FetcherStopped
-        if arrival > deadline:
-            self.counts.fetches -= 1
-            self.counts.timeouts += 1
-            return None
-        fetch_s = max(emulated_s, received.fetch_s)
-        return received._replace(fetch_s=fetch_s, emulated_s=emulated_s)
-
     def _log_refusal(self, name: str, header: ReplyHeader) -> None:
         if header.model_id.schema_checksum == self._model_id.schema_checksum:
             text = "it uses another compression. Give all peers the same one"
@@ -427,6 +400,55 @@ class Fetcher:
         self._clients.clear()
 
 
+class DelayedFetcher:
+    """A fetcher that returns parameters when they would have arrived over the emulated link.
+
+    If that is after the deadline, they are not returned, and the fetch counts as a timeout.
+
+    Args:
+        fetcher: Fetches the parameters.
+        duration: How long a fetch takes on the emulated link.
+        clock: That of the fetcher.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, duration: FetchDuration, clock: Clock = REAL_CLOCK
+    ) -> None:
+        self.counts = fetcher.counts
+        self.fetch_timeout_s = fetcher.fetch_timeout_s
+        self._fetcher = fetcher
+        self._duration = duration
+        self._clock = clock
+        self._count = 0
+        self._stopped = threading.Event()
+
+    def fetch(self, deadline: float) -> Received | None:
+        """Fetch, and wait until the parameters would have arrived; see :meth:`Fetcher.fetch`."""
+        received = self._fetcher.fetch(deadline)
+        if received is None:
+            return None
+        seconds = self._duration(received.peer, received.received_bytes, self._count)
+        self._count += 1
+        arrival = self._clock.now() - received.fetch_s + seconds
+        left_s = min(arrival, deadline) - self._clock.now()
+        if self._clock.wait(self._stopped, max(0.0, left_s)):
+            raise FetcherStopped
+        if arrival > deadline:
+            self.counts.fetches -= 1
+            self.counts.timeouts += 1
+            return None
+        return received._replace(fetch_s=max(seconds, received.fetch_s))
+
+    def stop(self) -> None:
+        """Abort the current fetch, and every later one. Thread-safe."""
+        self._stopped.set()
+        self._fetcher.stop()
+
+    def close(self) -> None:
+        """Close all connections; see :meth:`Fetcher.close`."""
+        self._fetcher.close()
+
+
 class FetchingThread(BackgroundThread):
     """Runs the fetches that the training thread starts, and hands over the results.
 
@@ -434,7 +456,7 @@ class FetchingThread(BackgroundThread):
     thread uses the fetcher, and closes it at the end.
     """
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher | DelayedFetcher) -> None:
         super().__init__("loco-peer-fetching")
         self._fetcher = fetcher
         self._fetch_timeout_s = fetcher.fetch_timeout_s

@@ -18,6 +18,7 @@ from lightning_loco.distributed.devices import has_streams
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.fault_points import reach
 from lightning_loco.gossip.fetcher import (
+    DelayedFetcher,
     FetchCounts,
     FetchDuration,
     Fetcher,
@@ -155,9 +156,10 @@ class PeerNode:
             certificate=certificate,
             own=self.snapshots,
             pinned=pinned,
-            emulated_duration=emulated_duration,
         )
-        self._fetching = FetchingThread(fetcher)
+        self._fetching = FetchingThread(
+            fetcher if emulated_duration is None else DelayedFetcher(fetcher, emulated_duration)
+        )
         try:
             self._server = SnapshotServer(
                 self.wire_format,

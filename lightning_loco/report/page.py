@@ -184,10 +184,6 @@ def tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     if waited_s is not None:
         part = f"{waited_s / record.seconds:.1%} of the time" if record.seconds else ""
         yield "waited per worker", format_seconds(waited_s), part
-    if record.link_s is not None:
-        ddp_s = record.ddp_link_s
-        remark = "" if ddp_s is None else f"DDP: {format_seconds(ddp_s)}"
-        yield "messages on the emulated link", format_seconds(record.link_s), remark
     yield "time", format_seconds(record.seconds), ""
     for name, value in record.numbers.items():
         yield name, f"{value:,}" if isinstance(value, (int, float)) else str(value), ""

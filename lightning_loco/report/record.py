@@ -202,8 +202,6 @@ class RunRecord:
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.
         ddp_bytes: Bytes that DDP would have sent in the same steps; None if that is no comparison.
-        link_s: Seconds of messages on an emulated link; None without one.
-        ddp_link_s: Seconds that DDP's messages would have taken on that link.
         topology: None if all exchange with all, or nobody does.
         settings: Settings by name, maybe in groups.
         versions: Versions of programs by name.
@@ -223,8 +221,6 @@ class RunRecord:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     bytes_sent: float | None = None
     ddp_bytes: float | None = None
-    link_s: float | None = None
-    ddp_link_s: float | None = None
     topology: Drawing | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -284,7 +280,7 @@ class RunRecord:
         ]
         if any(not 0 <= lane < len(lanes) for lane, *_ in events):
             raise ValueError("an event is of no lane")
-        optional = ("bytes_sent", "ddp_bytes", "link_s", "ddp_link_s")
+        optional = ("bytes_sent", "ddp_bytes")
         numbers = {name: value.get(name) for name in optional}
         topology = value.get("topology")
         return cls(

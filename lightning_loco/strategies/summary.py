@@ -181,23 +181,20 @@ def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[St
     Bytes are those of all ranks of a worker, seconds the mean over the ranks. Worker 0 warns of
     workers without local steps. All ranks must call it.
     """
-    mine = [steps, own.bytes_sent, own.wait_s, own.emulated_s or 0.0, own.emulated_wait_s]
+    mine = [steps, own.bytes_sent, own.wait_s]
     ranks = group.gather_from_ranks(mine, "the summary of training")
     idle = [name for name, rank in zip(group.rank_names, ranks, strict=True) if rank[0] == 0]
     if 0 < len(idle) < len(ranks):
         rank_zero_warn(
             f"Made no local step: {', '.join(idle)}. The training data had no batches there."
         )
-    mean_steps, sent, *seconds = (
+    mean_steps, sent, wait_s = (
         math.fsum(values) / len(ranks) for values in zip(*ranks, strict=True)
     )
-    wait_s, emulated_s, emulated_wait_s = seconds
     means = dataclasses.replace(
         own,
         bytes_sent=round(sent * group.replica_size),
         wait_s=wait_s,
-        emulated_s=None if own.emulated_s is None else emulated_s,
-        emulated_wait_s=emulated_wait_s,
     )
     return means, round(mean_steps)
 
@@ -214,8 +211,6 @@ def summarize(statistics: Statistics, steps: int, of_ddp: int, whose: str = "On 
         "sent": f"{sent} (DDP: {format_bytes(of_ddp)})" if of_ddp else sent,
         "waited": format_seconds(statistics.wait_s),
     }
-    if statistics.emulated_s is not None:
-        rows["on the link"] = format_link_time(statistics.emulated_s, statistics.emulated_wait_s)
     if statistics.consensus_distance is not None:
         rows["consensus distance"] = f"{statistics.consensus_distance:.3g}"
     lines = [f"  {name:<20}{value}" for name, value in rows.items()]
@@ -228,9 +223,3 @@ def bytes_of_ddp(num_ranks: int, num_bytes: int, steps: int) -> int:
     A ring all-reduce over ``R`` ranks sends ``2 (R - 1) / R`` times the bytes of the gradients.
     """
     return 2 * (num_ranks - 1) * num_bytes * steps // num_ranks
-
-
-def format_link_time(sent_s: float, waited_s: float) -> str:
-    """Format the seconds that messages took on an emulated link, and how many were waited for."""
-    hidden, waited = format_seconds(max(0.0, sent_s - waited_s)), format_seconds(waited_s)
-    return f"{format_seconds(sent_s)}: {hidden} hidden, {waited} waited"

@@ -184,9 +184,6 @@ def test_a_worker_computes_during_overlapped_rounds(pool: Pool, tmp_path: Path) 
 def test_messages_on_an_emulated_link(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit_loco, tmp_path, {"link": {"mbit_per_s": 100}}, world=2)
     record = RunRecord.load(tmp_path)
-    assert record.link_s is not None
-    # An all-reduce of two workers sends as many bytes as there are: 26 of 8 bytes, in each step.
-    assert record.ddp_link_s == pytest.approx(STEPS * 26 * 8 * 8 / 100e6)
     assert {event[0] for event in record.events if event[1] == "send"} == {0, 1}
 
 

@@ -44,12 +44,6 @@ def test_missing_values_are_dashes() -> None:
     assert [line.split()[-1] for line in lines] == ["DDP", "-", "1", *"-------"]
 
 
-def test_link_time() -> None:
-    report = dataclasses.replace(REPORT, emulated_s=12.26, hidden_s=11.04)
-    assert "on the link         12.3 s: 11 s hidden, 1.22 s waited" in report.table().splitlines()
-    assert "on the link" not in REPORT.table()
-
-
 def test_files(tmp_path: Path) -> None:
     REPORT.write(tmp_path / "run")
     assert (tmp_path / "run/report.txt").read_text() == REPORT.table() + "\n"

@@ -34,25 +34,6 @@ def test_an_incomplete_checkpoint_is_an_error() -> None:
         Statistics().load_state_dict({"rounds": 1, "bytes_sent": 1})
 
 
-def test_times_of_emulated_links_are_counted_and_resumed() -> None:
-    old = Statistics(emulated_s=4.0, emulated_wait_s=1.0)
-    old.count_emulated(2.0, 0.5, 100)
-    old.count_emulated(1.0, 3.0)  # the wait started before the message
-    state = old.state_dict()
-    counted = [state[f"emulated_{name}"] for name in ("s", "wait_s", "bytes")]
-    assert counted == [7.0, 2.5, 100]
-    new = Statistics()
-    new.load_state_dict(state)  # resumed without a link
-    assert new.emulated_s is None
-    assert "emulated_s" not in new.state_dict()
-    new.start_emulation()
-    assert new.emulated_s == 0.0
-    new.load_state_dict(state)
-    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (7.0, 2.5, 100)
-    new.load_state_dict(Statistics().state_dict())  # of a run without a link
-    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (0.0, 0.0, 0)
-
-
 def test_statistics_of_two_workers_are_independent() -> None:
     first, second = Statistics(), Statistics()
     first.losses.append(1.0)

@@ -44,8 +44,6 @@ def made_up(num_workers: int = 2, num_steps: int = 40, text: str = "ring") -> Ru
         numbers={"local steps": num_steps, text: text},
         bytes_sent=250.0 * num_steps,
         ddp_bytes=100_000.0 * num_steps,
-        link_s=1.5,
-        ddp_link_s=30.0,
         topology=Drawing(text, num_workers, ((0, num_workers - 1),), 0.25, text),
         settings={"strategy": {text: text, "sync_every": 4}},
         versions={"torch": "2", text: text},
