@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.algorithms import LocalSGD
+from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.parameters.flat import Cuts
-from lightning_loco.worker import Worker
+from lightning_loco.worker import EarlierRun, Worker
 from tests.pool import Pool, PoolError
 from tests.small_model import flat, norm_model
 
@@ -237,3 +237,16 @@ def test_a_state_is_where_the_worker_was() -> None:
 
 def test_a_distance_to_a_mean_of_one_worker_is_none() -> None:
     assert joined(nn.Linear(2, 2)).measure_consensus(100) == 0.0
+
+
+def test_what_another_algorithm_drops_is_said() -> None:
+    state: dict[str, Any] = {
+        "fragments": [{"pending": None}, {"pending": {"index": 3}}],
+        "shared": [{"state": {"outer": 1, "momentum": 2}}],
+    }
+    start, pending = "all workers start from the consensus", "a pending round is dropped"
+    saved = EarlierRun(state, "DiLoCo", {}, has_same_workers=True)
+    dropped = "the state of DiLoCo (momentum, outer) is dropped"
+    assert saved.dropped_by(GASLoC()) == [start, dropped, pending]
+    assert saved.dropped_by(DiLoCo()) == [start, pending]
+    assert EarlierRun({}, "DiLoCo", {}, has_same_workers=True).dropped_by(GASLoC()) == [start]

@@ -27,7 +27,6 @@ from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import PeerNode, open_node
@@ -37,7 +36,7 @@ from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_pub
 from lightning_loco.links import LinkLike, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
 from lightning_loco.parameters.schema import broadcast_inside
-from lightning_loco.worker import Worker
+from lightning_loco.worker import EarlierRun, Worker
 
 _MAX_KEPT = 1000
 _SHARING = "sharing a blend between the ranks of a worker"

@@ -40,7 +40,6 @@ from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.gossip import PairwiseEngine
@@ -84,6 +83,7 @@ from lightning_loco.values import (
     check_replica_size,
     ranks_per_worker,
 )
+from lightning_loco.worker import EarlierRun
 
 if TYPE_CHECKING:
     # All strategies of Lightning that a subclass may have as a base class offer what is used here.

@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip import Peer
 from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.settings import PairwiseSettings, pairwise_gossip
@@ -26,6 +25,7 @@ from lightning_loco.links import LinkLike
 from lightning_loco.strategies.arguments import CommonArguments
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
+from lightning_loco.worker import EarlierRun
 
 
 class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):

@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:You're res
 
 
 def saved_round(path: Path) -> int:
-    return int(torch.load(path, weights_only=False)["lightning_loco"]["round_index"])
+    (file,) = Path(f"{path}.loco").glob("*/worker_00000.pt")
+    return int(torch.load(file)["engine"]["round_index"])
 
 
 def newest(folder: Path, index: int) -> Path:

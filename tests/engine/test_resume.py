@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, EagerDiLoCo, GASLoC
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.schedules import EverySteps
+from lightning_loco.worker import EarlierRun
 from tests.conftest import cover
 from tests.engine.toys import (
     SMALL_BUCKET,

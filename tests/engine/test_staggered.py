@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_loco import Simulation
 from lightning_loco.algorithms import DiLoCo, GASLoC, Mix, ModelAverage
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
+from lightning_loco.worker import EarlierRun
 from tests.algorithms.toys import assert_close
 from tests.conftest import cover
 from tests.engine.fragments import SIZES, Layers, simulate, slices_of, stream, train

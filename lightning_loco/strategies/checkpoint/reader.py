@@ -14,7 +14,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.schedules.base import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
@@ -23,8 +22,12 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     is_archive,
     local_path,
 )
-from lightning_loco.strategies.checkpoint.position import DataShares, Position
-from lightning_loco.strategies.checkpoint.rank_states import READERS, take_rank_state
+from lightning_loco.strategies.checkpoint.position import (
+    READERS,
+    DataShares,
+    Position,
+    take_rank_state,
+)
 from lightning_loco.strategies.checkpoint.shards import OWN_SHARDS, SHARED_SHARDS, damage_in
 from lightning_loco.strategies.checkpoint.side_files import (
     AFTER_ERROR,
@@ -37,6 +40,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
     plain_parts,
     steps_of,
 )
+from lightning_loco.worker import EarlierRun
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine
@@ -46,7 +50,6 @@ _LABEL = "the choice of a checkpoint"
 READING = "reading the checkpoint"
 """What all ranks wait for while each reads, in words."""
 
-_REQUIRED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
 _NO_STAMP = ""
 """Instead of a stamp: a main file without side files."""
 
@@ -196,8 +199,6 @@ def _has_all_shards(folder: str, file: str) -> bool:
 
 # --------------------------------------------- the choice of a save on disks of their own
 
-Complete = Callable[[dict[str, Any], SideFiles, str, int], dict[str, Any]]
-
 Found = dict[str, list[int]]
 """The stamps of saves on a worker's disk, with the workers whose side files are there."""
 
@@ -335,7 +336,6 @@ class SavedRun:
 
     ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``.
     ``writers`` are the workers whose side files exist; None if those of all must exist.
-    ``complete`` adds to the state of an engine, read from the file of a worker, what is elsewhere.
     ValueError if a file is missing, is damaged, belongs to another save, or is incomplete.
     """
 
@@ -345,48 +345,31 @@ class SavedRun:
         files: SideFiles,
         path: str | Path,
         worker: int,
-        place: int = 0,
-        weights_only: bool | None = None,
-        writers: set[int] | None = None,
-        complete: Complete | None = None,
+        place: int,
+        weights_only: bool | None,
+        writers: set[int] | None,
     ) -> None:
-        self._manifest = Manifest.from_state_dict(entry, path)
-        self._files = files
-        self._weights_only = weights_only
+        manifest = Manifest.from_state_dict(entry, path)
         self._is_after_error = AFTER_ERROR in entry
         if writers is None and self._is_after_error:
             writers = {0}
-        self._complete = complete
-        self.stamp = self._manifest.stamp
-        self.num_workers = self._manifest.num_workers
+        self.stamp, self.num_workers = manifest.stamp, manifest.num_workers
+        self.algorithm, self._settings = manifest.algorithm, manifest.settings
         everyone = range(self.num_workers)
         self._missing = [] if writers is None else [n for n in everyone if n not in writers]
-        self.algorithm = self._manifest.algorithm
-        is_new_worker = worker >= self.num_workers or worker in self._missing
-        self.worker = number = 0 if is_new_worker else worker
-        self.name = files.path_of(self._manifest.stamp, number)
-        self.own = self._read(number)
+        is_new_worker = worker not in everyone or worker in self._missing
+        self.worker = 0 if is_new_worker else worker
+        self.name = files.path_of(self.stamp, self.worker)
+        own, shared = files.load(self.stamp, self.worker, manifest.has_shared, weights_only)
         with errors_naming(self.name):
-            self.replica_size = take_rank_state(self.own, place)
+            own["engine"].update(shared)
+            self.own = own
+            self.replica_size = take_rank_state(own, place)
             self.is_new = is_new_worker or place >= self.replica_size
             if self.is_new:
-                self.own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
+                own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
         if writers is None:
-            files.find(self._manifest.stamp, self.num_workers - 1)
-
-    def _read(self, worker: int) -> dict[str, Any]:
-        stamp, has_shared = self._manifest.stamp, self._manifest.has_shared
-        own, shared = self._files.load(stamp, worker, has_shared, self._weights_only)
-        file = self._files.path_of(stamp, worker)
-        with errors_naming(file):
-            for key, entries in _REQUIRED:
-                for name in ("", *entries):
-                    if key not in own or (name and name not in own[key]):
-                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
-            own["engine"].update(shared)
-        if self._complete is not None:
-            own["engine"] = self._complete(own["engine"], self._files, stamp, worker)
-        return own
+            files.find(self.stamp, self.num_workers - 1)
 
     def position(self) -> Position:
         """Return where the worker resumes; a new worker keeps its own random states."""
@@ -395,7 +378,7 @@ class SavedRun:
 
     def shares(self) -> DataShares:
         """Return in what proportion its workers shared the data."""
-        every = self._manifest.settings.get("sync_every")
+        every = self._settings.get("sync_every")
         by_worker = reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
         return DataShares(by_worker, self.replica_size, self.own.get(READERS, self.replica_size))
 
@@ -404,13 +387,13 @@ class SavedRun:
         return (
             self._has_same_workers(engine)
             and self.algorithm == type(engine.settings.algorithm).__name__
-            and self._manifest.settings == engine.settings.describe()
+            and self._settings == engine.settings.describe()
         )
 
     def earlier_run(self, engine: AnyEngine) -> EarlierRun:
         """Return what an engine with other settings or other workers resumes from."""
-        state, settings = self.own["engine"], self._manifest.settings
-        return EarlierRun(state, self.algorithm, settings, self._has_same_workers(engine))
+        is_same = self._has_same_workers(engine)
+        return EarlierRun(self.own["engine"], self.algorithm, self._settings, is_same)
 
     def _has_same_workers(self, engine: AnyEngine) -> bool:
         return self.num_workers == engine.worker.group.num_workers and not self._missing

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.strategies.checkpoint.atomic_io import META, local_path
 from lightning_loco.strategies.checkpoint.position import DataShares
-from lightning_loco.strategies.checkpoint.reader import READING, read_main
+from lightning_loco.strategies.checkpoint.reader import READING, SavedRun, read_main
 from lightning_loco.strategies.checkpoint.shards import (
     SHARED_SHARDS,
     ShardFolder,
@@ -54,14 +53,6 @@ class ShardedCheckpoints(WorkerCheckpoints):
     def __init__(self, strategy: EngineStrategy, *, saves_folders: bool) -> None:
         super().__init__(strategy)
         self._saves_folders = saves_folders
-
-    def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the consensus, of which each rank of worker 0 may have its shards."""
-        with self.consensus_shown():
-            return {
-                name: value.detach().to(CPU, copy=True) if isinstance(value, Tensor) else value
-                for name, value in read().items()
-            }
 
     def start_fit(self) -> None:
         """Prepare a fit; ValueError for folders of callbacks that are not on a file system."""
@@ -182,16 +173,14 @@ class ShardedCheckpoints(WorkerCheckpoints):
         folder = self._folder(self._engine, files, run.stamp, run.worker)
         folder.read_optimizers(model, self._strategy.optimizers)
 
-    def _complete(
-        self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
-    ) -> dict[str, Any]:
+    def _complete(self, state: dict[str, Any], files: SideFiles, run: SavedRun) -> dict[str, Any]:
         if not isinstance(state.get("params"), dict):
             raise ValueError(
                 f"{files.path} was written by workers whose ranks hold the whole model. Resume "
                 f"with the strategy that has written it. {NEW_RUN}"
             )
         assert self._engine is not None
-        return self._folder(self._engine, files, stamp, worker).read(state)
+        return self._folder(self._engine, files, run.stamp, run.worker).read(state)
 
     def _folder(self, engine: AnyEngine, files: SideFiles, stamp: str, worker: int) -> ShardFolder:
         folders = files.shards(stamp, worker), files.shards(stamp, None)

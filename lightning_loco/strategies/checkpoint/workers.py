@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,8 +19,14 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
 from lightning_loco.engine.whole_state import gather_state, own_state
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
-from lightning_loco.strategies.checkpoint.rank_states import OTHER_RANKS, READERS, RankState
+from lightning_loco.strategies.checkpoint.position import (
+    OTHER_RANKS,
+    READERS,
+    DataShares,
+    Position,
+    RankState,
+    ResumedPosition,
+)
 from lightning_loco.strategies.checkpoint.reader import (
     READING,
     SavedRun,
@@ -46,9 +52,6 @@ from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.base import AnyEngine, EngineStrategy
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _SAVING = "a checkpoint"
@@ -112,7 +115,8 @@ class WorkerCheckpoints:
         """Return the consensus for the main file; during ``fit`` all workers must call it."""
         with self.consensus_shown():
             state = read()
-            if self._engine is not None and self._strategy.is_global_zero:
+            is_writer = self._engine is not None and self._strategy.is_global_zero
+            if self._has_shards or is_writer:
                 state = {
                     name: value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
                     for name, value in state.items()
@@ -173,8 +177,7 @@ class WorkerCheckpoints:
         if "optimizer_states" in checkpoint:
             stopped = engine.worker.stop_agreed
             self._saved_on_stop = checkpoint["global_step"] if stopped else None
-            manifest = Manifest.of(engine, stamp).state_dict()
-            checkpoint[KEY] = {**manifest, "round_index": engine.worker.round_index}
+            checkpoint[KEY] = Manifest.of(engine, stamp).state_dict()
             own, shared = self._worker_state(engine, checkpoint, files, stamp)
             save = save._replace(own=own, shared=shared)
         self._write_parts(checkpoint, files.staged_main(stamp) if files.can_stage else str(path))
@@ -209,8 +212,7 @@ class WorkerCheckpoints:
             failed.drop_pending()
         files = SideFiles(self._strategy.checkpoint_io, path)
         stamp, before = new_stamp(failed.worker.steps), files.stamps()
-        manifest = Manifest.of(failed, stamp).state_dict()
-        checkpoint[KEY] = {**manifest, AFTER_ERROR: True}
+        checkpoint[KEY] = {**Manifest.of(failed, stamp).state_dict(), AFTER_ERROR: True}
         own, shared = self._worker_state(failed, checkpoint, files, stamp)
         assert own is not None
         save = Save(files, stamp, own, shared, write_main)
@@ -247,7 +249,7 @@ class WorkerCheckpoints:
             state, position = engine.state_dict(), Position.of(module.trainer)
         of_rank = RankState(position._asdict(), checkpoint["loops"], state["statistics"])
         with _errors_shared_inside(group):
-            others = of_rank.gather_others(group, _SAVING)
+            others = group.gather_states_inside(of_rank._asdict(), _SAVING)[1:]
         if has_shared and group.worker > 0 and not self._is_private:
             del state["shared"]  # worker 0 writes it
             has_shared = False
@@ -356,9 +358,10 @@ class WorkerCheckpoints:
     ) -> None:
         strategy, writers = self._strategy, self._writers
         rank = strategy.worker, strategy.place
-        run = SavedRun(loaded[KEY], files, path, *rank, weights_only, writers, self._complete)
         with errors_naming(path):
+            run = SavedRun(loaded[KEY], files, path, *rank, weights_only, writers)
             before = run.shares()
+        run.own["engine"] = self._complete(run.own["engine"], files, run)
         with errors_naming(run.name):
             loaded.update(run.own["lightning"])
             position = ResumedPosition(run.position(), before, shares, strategy.worker)
@@ -366,9 +369,7 @@ class WorkerCheckpoints:
             position.prepare_loops(loaded["loops"], strategy.lightning_module.trainer)
         self._resumed = run, position
 
-    def _complete(
-        self, state: dict[str, Any], files: SideFiles, stamp: str, worker: int
-    ) -> dict[str, Any]:
+    def _complete(self, state: dict[str, Any], files: SideFiles, run: SavedRun) -> dict[str, Any]:
         """Return the state of an engine in a side file with its vectors; ValueError without."""
         if isinstance(state.get("params"), dict):
             raise ValueError(
@@ -410,11 +411,14 @@ class WorkerCheckpoints:
         engine, notes = self._engine, []
         assert engine is not None
         if run.equals(engine):
-            with engine.worker.group.errors_shared("the start of training"):
-                own = own_state(run.own["engine"], engine.worker.replica)
-                self._load_engine(run, engine.load_state_dict, own)
+            with (
+                engine.worker.group.errors_shared("the start of training"),
+                errors_naming(run.name),
+            ):
+                engine.load_state_dict(own_state(run.own["engine"], engine.worker.replica))
         else:
-            notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run(engine))
+            with errors_naming(run.name):
+                notes += self._strategy.resume_from(run.earlier_run(engine))
         connection = self._strategy.member_connection
         notes += position.restore(trainer, divides=connection is None)
         if connection is not None:
@@ -431,14 +435,6 @@ class WorkerCheckpoints:
                 f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
                 f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
             )
-
-    def _load_engine(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
-        with errors_naming(run.name):
-            try:
-                return load(state)
-            except KeyError as missing:
-                text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
-                raise ValueError(text) from missing
 
 
 def _errors_shared_inside(group: WorkerGroup) -> AbstractContextManager[None]:
