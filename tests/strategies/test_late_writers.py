@@ -19,7 +19,11 @@ from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import META, WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import choose_save
-from lightning_loco.strategies.checkpoint.shards import check_folder, read_folder, write_folder
+from lightning_loco.strategies.checkpoint.shard_folder import (
+    check_folder,
+    read_folder,
+    write_folder,
+)
 from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save
 from tests.strategies.kill_before_write import before_each_change

@@ -28,7 +28,7 @@ from lightning_loco.strategies.checkpoint.position import (
     Position,
     take_rank_state,
 )
-from lightning_loco.strategies.checkpoint.shards import OWN_SHARDS, SHARED_SHARDS, damage_in
+from lightning_loco.strategies.checkpoint.shard_folder import OWN_SHARDS, SHARED_SHARDS, damage_in
 from lightning_loco.strategies.checkpoint.side_files import (
     AFTER_ERROR,
     KEY,

@@ -16,7 +16,7 @@ from lightning_loco.distributed.devices import CPU
 from lightning_loco.strategies.checkpoint.atomic_io import META, local_path
 from lightning_loco.strategies.checkpoint.position import DataShares
 from lightning_loco.strategies.checkpoint.reader import READING, SavedRun, read_main
-from lightning_loco.strategies.checkpoint.shards import (
+from lightning_loco.strategies.checkpoint.shard_folder import (
     SHARED_SHARDS,
     ShardFolder,
     check_folder,
@@ -45,7 +45,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
     The main file is an ordinary checkpoint of the consensus: one file, or a folder to which each
     rank of worker 0 writes its shards, as Lightning's ``ModelParallelStrategy`` does. A side file
     has the state of a worker without vectors and the states of optimizers, which are in a folder
-    beside it (:class:`~lightning_loco.strategies.checkpoint.shards.ShardFolder`).
+    beside it (:class:`~lightning_loco.strategies.checkpoint.shard_folder.ShardFolder`).
     """
 
     _has_shards = True
