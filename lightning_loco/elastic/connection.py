@@ -21,7 +21,7 @@ from lightning_loco.distributed.worker_status import (
     statuses_in,
 )
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
-from lightning_loco.elastic.exchanges import GossipExchange, MemberExchange, SumExchange
+from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.membership import Elastic
@@ -54,15 +54,14 @@ class ElasticConnection:
     """Connects one engine with the other members of an elastic run.
 
     Implements :class:`lightning_loco.engine.membership.MemberConnection`. A round of the engine
-    calls :meth:`send_status` with its status, then :meth:`start` with its message. Messages are
-    summed if it ``is_weighted``, and else mixed by a topology. ``last_round`` is the
-    last round whose result was received; None before the first one.
+    calls :meth:`send_status` with its status, then :meth:`start` with its message. ``last_round``
+    is the last round whose result was received; None before the first one.
     """
 
+    is_weighted = True
     carries_status = False
 
     def __init__(self, elastic: Elastic, settings: RoundSettings, group: WorkerGroup) -> None:
-        self.is_weighted = settings.algorithm.exchange == "mean"
         self.data_shard = DataShard(group.place, group.replica_size)
         # A rank may wait for the first one while that waits for the lighthouse.
         self._places = Places(group, group.timeout_s + elastic.timeout_s)
@@ -131,8 +130,6 @@ class ElasticConnection:
         name = f"{elastic.name or socket.gethostname()}-{secrets.token_hex(4)}"
         lighthouse = Lighthouse(elastic.lighthouse, places.gather(name)[0])
         group = MemberGroup(elastic.host or address_towards(elastic.lighthouse), elastic.timeout_s)
-        exchange: MemberExchange
-        exchange = SumExchange(group, engine) if self.is_weighted else GossipExchange(group, engine)
         check_every = elastic.check_every or 0
         run = {
             **_describe(engine),
@@ -150,7 +147,7 @@ class ElasticConnection:
             places,
             lambda: stop.requested is not None or stop.is_seen,
             group,
-            exchange,
+            SumExchange(group, engine),
             run,
             data_shard=self.data_shard,
             min_workers=elastic.min_workers,
@@ -224,10 +221,10 @@ class ElasticConnection:
         return self._handle_of(request)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Return what each worker would receive: the weighted mean, or its mix."""
+        """Return what each worker would receive: the weighted mean."""
         settings, alone = self._settings, WorkerGroup(0, 1)
         exchange = make_exchange(
-            settings.algorithm, alone, Statistics(), settings.topology, settings.compression
+            settings.algorithm, alone, Statistics(), None, settings.compression
         )
         return exchange.simulate(messages, round_index)
 
@@ -330,10 +327,7 @@ class ElasticConnection:
         sync.pending = PendingRound(index, False, sync.began_at, statuses, handles)
         sync.pending.is_overlapped = engine.settings.schedule.is_overlapped(index)
         for message in [bucket.message for bucket in sync.memory.buckets]:
-            if self.is_weighted or request.received is None:
-                message.zero_()
-            else:
-                message.copy_(request.received)
+            message.zero_()
         return sync
 
 
@@ -392,7 +386,7 @@ class RoundHandle:
         return self.request.is_done()
 
     def wait(self) -> Tensor:
-        """Wait for the sum or mix of the messages, and return it."""
+        """Wait for the sum of the messages, and return it."""
         request, statistics = self.request, self._engine.statistics
         with WaitTimer(statistics):
             request.wait()

@@ -7,20 +7,13 @@ import importlib.util
 import logging
 import os
 import re
-import warnings
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
-from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
-
-TYPICAL_MEMBERS = 8
-"""Number of members for which ``"auto"`` settings are chosen, unless another one needs less."""
-
-MAX_CHECKED_MEMBERS = 32
-"""Settings are checked for every number of members up to this one; there may be more."""
+from lightning_loco.topology import Topology
 
 _TORCHFT_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
 
@@ -37,11 +30,10 @@ class Elastic:
     The job may have several ranks (``replica_size``, or a ``LocoModelParallelStrategy``).
 
     A lighthouse (of torchft) tracks which workers are alive and decides before every exchange which
-    of them take part. A worker that joins receives the state of the run from another one, or with
-    gossip the mean of the others' states, and takes part in the next exchange with weight 0. If a
-    worker is lost during an exchange, the remaining ones repeat it with the same messages. There is
-    one exchange at a time: with fragments or a delay, a result must be applied before the next
-    round starts.
+    of them take part. A worker that joins receives the state of the run from another one, and
+    takes part in the next exchange with weight 0. If a worker is lost during an exchange, the
+    remaining ones repeat it with the same messages. There is one exchange at a time: with fragments
+    or a delay, a result must be applied before the next round starts.
 
     Args:
         lighthouse: ``"host:port"`` of the lighthouse, which ``lightning-loco lighthouse`` starts.
@@ -99,7 +91,7 @@ class Elastic:
             )
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
-        """Fill in ``"auto"``; see :class:`lightning_loco.engine.membership.Membership`."""
+        """Check the algorithm; see :class:`lightning_loco.engine.membership.Membership`."""
         return prepare_for_members(algorithm, topology, is_late)
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
@@ -128,8 +120,11 @@ def prepare_for_members(
     algorithm: Algorithm, topology: Topology | None, is_late: bool
 ) -> Algorithm:
     """Prepare an algorithm for members that come and go; ValueError if it is not for them."""
-    if algorithm.exchange == "neighbors" and topology is not None:
-        return prepare_for_any_number(algorithm, topology)
+    if algorithm.exchange != "mean":
+        raise ValueError(
+            "membership=Elastic(...) needs an algorithm that averages over all workers, got "
+            f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, or Local SGD."
+        )
     prepared = algorithm.prepare(1, topology, is_late=is_late)
     if prepared != algorithm.prepare(3, topology):
         raise ValueError(
@@ -143,62 +138,13 @@ def check_settings(settings: RoundSettings) -> None:
     """Raise ValueError for algorithms and schedules that members cannot follow."""
     algorithm = settings.algorithm
     sends_scalars = type(algorithm).scalars is not Algorithm.scalars
-    is_pull = algorithm.exchange == "pull"
-    if is_pull or algorithm.gathers or sends_scalars or settings.is_partial:
+    if algorithm.gathers or sends_scalars or settings.is_partial:
         raise ValueError(
-            "membership=Elastic(...) needs an algorithm that averages over all workers or "
-            "neighbours, sends all parameters, and exchanges no numbers of its own, got "
-            f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
+            "membership=Elastic(...) needs an algorithm that averages over all workers, sends all "
+            f"parameters, and exchanges no numbers of its own, got {algorithm}. Use DiLoCo, Async "
+            "or Streaming DiLoCo, or Local SGD."
         )
     check_schedule(settings)
-
-
-def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
-    """Prepare an algorithm that exchanges with neighbours for 1 to 32 workers.
-
-    ``"auto"`` becomes what suits 8 of them, or if gossip then diverges with another number of
-    workers, what suits that number. ValueError if the algorithm does not work with one of these
-    numbers, or the topology does not exist for it; the message names topologies that do.
-    """
-    if (problem := _why_not_any_number(topology)) is not None:
-        raise ValueError(
-            "Where workers come and go, the topology must exist for any number of them. "
-            f"{problem} Those that do: {', '.join(topologies_for_any_number())}."
-        ) from problem
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        prepared = algorithm.prepare(TYPICAL_MEMBERS, topology)
-        numbers = range(1, MAX_CHECKED_MEMBERS + 1)
-        if diverging := next((n for n in numbers if not _works(prepared, n, topology)), None):
-            prepared = algorithm.prepare(diverging, topology)
-        for num_members in numbers:
-            prepared.prepare(num_members, topology)
-    if caught:
-        warnings.warn(caught[0].message, stacklevel=2)
-    return prepared
-
-
-def _works(prepared: Algorithm, num_members: int, topology: Topology) -> bool:
-    try:
-        prepared.prepare(num_members, topology)
-    except ValueError:
-        return False
-    return True
-
-
-def topologies_for_any_number() -> list[str]:
-    """Return the names of the topologies that exist for any number of workers."""
-    return [name for name in TOPOLOGIES if _why_not_any_number(get_topology(name)) is None]
-
-
-def _why_not_any_number(topology: Topology) -> ValueError | None:
-    """Return the error for the first number of workers for which a topology does not exist."""
-    try:
-        for num_members in range(1, MAX_CHECKED_MEMBERS + 1):
-            topology.check_num_workers(num_members)
-    except ValueError as error:
-        return error
-    return None
 
 
 def check_schedule(settings: RoundSettings) -> None:

@@ -208,12 +208,12 @@ class Commit(NamedTuple):
 
     Attributes:
         plan: Plan of the exchange.
-        received: The sum or mix of the messages; None if this worker needs the state as well.
+        received: The sum of the messages.
         statuses: Statuses of all members.
     """
 
     plan: Plan
-    received: Tensor | None
+    received: Tensor
     statuses: Tensor
 
     @property

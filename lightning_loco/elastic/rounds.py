@@ -27,7 +27,7 @@ from lightning_loco.background import BackgroundThread, run_in_thread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
-from lightning_loco.elastic.exchanges import MemberExchange
+from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import UNRESPONSIVE_S, MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
 from lightning_loco.elastic.places import Places
@@ -78,7 +78,7 @@ class RoundRequest:
         is_overlapped: Whether the training thread makes local steps meanwhile.
         message_ready: To be set once message and position are there, and the state will not change
             until the result is applied.
-        received: Sum or mix of the messages; None if the run has only begun.
+        received: Sum of the messages; None if the run has only begun.
         statuses: Statuses of all members, of shape ``(members, width)``.
         residual: What compression removed from the message, if there is error feedback.
         bytes_sent: Bytes of messages that this worker sent.
@@ -170,7 +170,7 @@ class RoundThread(BackgroundThread):
         places: Places,
         is_stopping: Callable[[], bool],
         group: MemberGroup,
-        exchange: MemberExchange,
+        exchange: SumExchange,
         run: dict[str, Any],
         *,
         data_shard: DataShard,
@@ -384,7 +384,7 @@ class RoundThread(BackgroundThread):
         if not self._exchange.sends_state(plan):
             return None
         request.message_ready.wait()
-        return self._exchange.copy_state(request.position, request.message, plan)
+        return self._exchange.copy_state(request.position, request.message)
 
     def _compare_states(self, plan: Plan) -> Plan:
         """Return a plan in which members whose state has drifted receive that of the others."""
@@ -419,10 +419,7 @@ class RoundThread(BackgroundThread):
             received, statuses = commit.received, commit.statuses
             together(self._group.confirm)
         if plan.is_joining:
-            request.state, received_with_state = together(
-                lambda: self._exchange.receive_state(plan)
-            )
-            received = received if received_with_state is None else received_with_state
+            request.state = together(lambda: self._exchange.receive_state(plan))
         elif received is not None:
             received = self._settle(request, received)
         self._finish(request, plan, received, statuses)
@@ -453,7 +450,7 @@ class RoundThread(BackgroundThread):
         A worker that also needs the state asks for it in another round.
         """
         plan, received = commit.plan, commit.received
-        if plan.is_joining or received is None:
+        if plan.is_joining:
             return
         self._warn("Round %d counts: all members that are left have received it.", plan.round_index)
         self._finish(request, plan, self._settle(request, received), commit.statuses)
@@ -463,11 +460,7 @@ class RoundThread(BackgroundThread):
 
         Only with overlap, since it saves time only if it is done during local steps.
         """
-        if (
-            not self._exchange.result_fits_message
-            or not request.is_overlapped
-            or request.message is None
-        ):
+        if not request.is_overlapped or request.message is None:
             return received
         return request.message.copy_(received)
 

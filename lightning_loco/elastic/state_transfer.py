@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +22,6 @@ _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.float16, torc
 }
 
 
-def _all(tensor: Tensor) -> bool:
-    return True
-
-
 class RunState(NamedTuple):
     """The state of a run, as a joining worker receives it.
 
@@ -38,32 +33,23 @@ class RunState(NamedTuple):
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
-    def send(self, group: MemberGroup, to: int, is_sent: Callable[[Tensor], bool] = _all) -> None:
-        """Send the state to the member ``to``.
-
-        Of tensors that are not ``is_sent`` the receiver learns dtype and shape.
-        """
+    def send(self, group: MemberGroup, to: int) -> None:
+        """Send the state to the member ``to``."""
         kept = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
         text = notes.write({"tensors": kinds, "values": self.values})
         description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sent = [tensor.reshape(-1) for tensor in kept.values() if is_sent(tensor)]
+        sent = [tensor.reshape(-1) for tensor in kept.values()]
         group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
         group.send([description], to)
         reach("sending the state")
         group.send(sent, to)
 
     @classmethod
-    def receive(
-        cls,
-        group: MemberGroup,
-        source: int,
-        max_bytes: int,
-        is_sent: Callable[[Tensor], bool] = _all,
-    ) -> Self:
+    def receive(cls, group: MemberGroup, source: int, max_bytes: int) -> Self:
         """Receive the state from the member ``source``; RuntimeError if it is not valid.
 
-        Tensors take at most ``max_bytes`` together; those that are not ``is_sent`` are zero.
+        Tensors take at most ``max_bytes`` together.
         """
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         group.receive([length], source)
@@ -78,7 +64,7 @@ class RunState(NamedTuple):
             name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
             for name, (dtype, shape) in _checked(description, max_bytes).items()
         }
-        received = [tensor.view(-1) for tensor in tensors.values() if is_sent(tensor)]
+        received = [tensor.view(-1) for tensor in tensors.values()]
         reach("receiving the state")
         group.receive(received, source)
         return cls(tensors, description["values"])

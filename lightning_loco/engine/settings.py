@@ -133,13 +133,12 @@ class RoundSettings:
     def prepare(self, num_workers: int, seed: int = 0) -> "RoundSettings":
         """Check everything against the number of workers and resolve ``"auto"`` settings.
 
-        ``seed`` is that of the run, equal on all workers, for random default topologies; elastic
-        members, whose seeds differ, take 0. ValueError if settings do not fit each other or the
-        number of workers.
+        ``seed`` is that of the run, equal on all workers, for random default topologies. ValueError
+        if settings do not fit each other or the number of workers.
         """
         topology = None if self.topology is None else as_topology(self.topology)
         if topology is None and (name := self.algorithm.default_topology) is not None:
-            topology = get_topology(name, seed if self.membership is None else 0)
+            topology = get_topology(name, seed)
         self.schedule.check(num_workers)
         if self.link is not None:
             self.link.check(num_workers)

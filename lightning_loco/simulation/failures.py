@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-import torch
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.membership import check_settings, prepare_for_members
-from lightning_loco.elastic.recovery import copy_state, position_of
-from lightning_loco.elastic.state_transfer import RunState
-from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.topology import Topology
@@ -138,7 +134,7 @@ class MembersOfSimulation:
             alive_from[failure.worker] = math.inf if failure.back_s is None else failure.back_s
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
-        """Fill in ``"auto"`` for any number of workers, as for elastic members."""
+        """Check the algorithm, as for elastic members."""
         return prepare_for_members(algorithm, topology, is_late)
 
     def check_settings(self, settings: RoundSettings) -> None:
@@ -148,19 +144,3 @@ class MembersOfSimulation:
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
         """Raise RuntimeError: simulated workers exchange through the hub."""
         raise RuntimeError("Simulated workers do not connect to a lighthouse.")
-
-
-def state_of_run(donor: Engine, members: Sequence[Engine], round_index: int) -> RunState:
-    """Return the state at the start of a round, for workers that join in it.
-
-    It is that of the ``donor``; with gossip, where the workers differ, numbers are the mean over
-    all ``members``.
-    """
-    position = position_of(donor, None, round_index)
-    state = copy_state(donor, position, with_saved_rounds=False)
-    if donor.settings.algorithm.exchange == "neighbors":
-        states = [copy_state(engine, position, with_saved_rounds=False) for engine in members]
-        for name, tensor in state.tensors.items():
-            if tensor.is_floating_point():
-                state.tensors[name] = torch.stack([one.tensors[name] for one in states]).mean(0)
-    return state

@@ -17,7 +17,7 @@ from lightning_loco.codecs import Encoding
 from lightning_loco.costs import StepTimes
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.elastic.recovery import resume_from_state
+from lightning_loco.elastic.recovery import copy_state, position_of, resume_from_state
 from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.settings import RoundSettings
@@ -26,7 +26,7 @@ from lightning_loco.links import LinkLike, LinkTimes, as_links
 from lightning_loco.parameters.ownership import find_ownership
 from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
-from lightning_loco.simulation.failures import Failure, MembersOfSimulation, state_of_run
+from lightning_loco.simulation.failures import Failure, MembersOfSimulation
 from lightning_loco.simulation.hub import Hub, VirtualClock
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
 from lightning_loco.worker import Worker, exchanged_parameters, make_replica
@@ -481,8 +481,8 @@ class Simulation:
             return []
         joining = sorted(self._returned)
         self._returned.clear()
-        members = [self.engines[worker] for worker in sorted(self._hub.present)]
-        state = state_of_run(self.engines[donor], members, round_index)
+        position = position_of(self.engines[donor], None, round_index)
+        state = copy_state(self.engines[donor], position, with_saved_rounds=False)
         for worker in joining:
             self._earlier_rounds[worker] = self._rounds_of(worker)
             group = WorkerGroup(worker, self.num_workers, clock=self._clocks[worker])

@@ -116,23 +116,3 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
         workers.wait_for_success(0, 1)
         assert workers.check_rounds() == 15
         check_samples(workers, 0, 1)
-
-
-@pytest.mark.soak
-def test_gossip_continues_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
-    settings = ("--max-steps=240", "--gossip")
-    with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
-        workers.start_all(2)
-        workers.join(2, rounds=4)
-        workers.kill(0)
-        workers.wait_for_success(1, 2)
-        check_samples(workers, 0, 1, 2)
-        lines = [by_round(workers, index) for index in range(3)]
-        for round_index, line in lines[2].items():
-            assert line["lr"] == lines[1][round_index]["lr"]
-            assert line["logged_step"] == lines[1][round_index]["logged_step"]
-            assert line["steps"] == lines[1][round_index]["steps"]
-        assert {len(line["members"]) for line in workers.lines(1)} >= {2, 3}
-        ends = [line[max(line)] for line in lines[1:]]
-        assert [end["steps"] for end in ends] == [240, 240]
-        assert ends[0]["checksum"] != ends[1]["checksum"]

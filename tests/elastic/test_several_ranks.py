@@ -21,11 +21,10 @@ SCHEDULES = {
     "blocking": (),
     "overlap": ("--overlap",),
     "fragments": ("--fragments=2", "--delay=1", "--mix=0.5"),
-    "gossip": ("--algorithm=gasloc",),
     "int8": ("--compression=int8",),
 }
 
-OTHERS = [name for name in SCHEDULES if name not in ("fragments", "gossip")]
+OTHERS = [name for name in SCHEDULES if name != "fragments"]
 
 
 def vectors_by_round(workers: Cluster, worker: int) -> dict[int, dict[str, list[float]]]:
@@ -49,7 +48,7 @@ def run_two(folder: Path, ranks: int, *settings: str) -> list[dict[int, Any]]:
 
 @pytest.mark.parametrize(
     "schedule",
-    ["fragments", "gossip", *(pytest.param(one, marks=pytest.mark.soak) for one in OTHERS)],
+    ["fragments", *(pytest.param(one, marks=pytest.mark.soak) for one in OTHERS)],
 )
 def test_two_workers_of_two_ranks_equal_two_of_one(tmp_path: Path, schedule: str) -> None:
     """In every round, up to the rounding of vectorized sums."""

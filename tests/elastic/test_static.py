@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_loco.engine import StepEngine
 from tests.elastic.cluster import cluster
-from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of, checksum, compression_of
+from tests.elastic.worker import PULL, algorithm_of, checksum, compression_of
 from tests.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -30,7 +30,6 @@ def run_of_ranks(
         sync_every=4,
         overlap=overlap,
         warm_start=False,
-        topology=TOPOLOGIES.get(algorithm),
         compression=compression_of(compression),
     )
     found = [checksum(engine)]
@@ -48,15 +47,10 @@ def run_of_ranks(
     [
         ("diloco", 2, False, None),
         pytest.param("diloco", 2, True, None, marks=pytest.mark.soak),
-        ("gasloc", 3, True, None),
-        pytest.param("noloco", 3, False, None, marks=pytest.mark.soak),
-        pytest.param("gasloc", 4, False, None, marks=pytest.mark.soak),
-        pytest.param("noloco", 4, True, None, marks=pytest.mark.soak),
         pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.soak),
         pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.soak),
         pytest.param("diloco", 3, True, "senders", marks=pytest.mark.soak),
         pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.soak),
-        pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.soak),
     ],
 )
 def test_it_equals_a_run_of_ranks(

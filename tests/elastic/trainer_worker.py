@@ -24,7 +24,6 @@ from lightning_loco import (
     AsyncDiLoCoStrategy,
     CommunicationMonitor,
     DiLoCoStrategy,
-    GASLoCStrategy,
     LocoModelParallelStrategy,
     LocoStrategy,
     StreamingDiLoCoStrategy,
@@ -168,7 +167,6 @@ def main(arguments: list[str]) -> None:
     """Fit."""
     parser = make_parser()
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--gossip", action="store_true")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--num-loaders", type=int, default=0)
     parser.add_argument("--epoch-steps", type=int)
@@ -187,8 +185,6 @@ def main(arguments: list[str]) -> None:
     kind = DiLoCoStrategy
     if args.overlap:
         kind = functools.partial(AsyncDiLoCoStrategy, fragments=None)
-    if args.gossip:
-        kind = GASLoCStrategy
     if args.stream:
         kind = functools.partial(StreamingDiLoCoStrategy, fragments=2, delay=1)
     strategy: LocoStrategy | LocoModelParallelStrategy

@@ -16,16 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.algorithms import (
-    Algorithm,
-    DiLoCo,
-    GASLoC,
-    Linear,
-    LocalSGD,
-    Mix,
-    NeighborAverage,
-    NoLoCo,
-)
+from lightning_loco.algorithms import Algorithm, DiLoCo, Linear, LocalSGD, Mix
 from lightning_loco.compression import ErrorFeedback, Sparse
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
@@ -35,7 +26,6 @@ from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.faults.failing import KINDS, failing_at, lose_connection
 
-TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
 
 
@@ -71,9 +61,6 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
         "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
         "diloco_schedule": DiLoCo(Linear(0.2, 0.9, rounds=30), 0.0 if overlap else 0.5),
         "local_sgd": LocalSGD(),
-        "gasloc": GASLoC(momentum=0.3, momentum_on="local"),
-        "noloco": NoLoCo(),
-        "neighbor_average": NeighborAverage(),
     }[name]
 
 
@@ -123,7 +110,6 @@ def make_engine(args: argparse.Namespace) -> Engine:
         sync_every=args.sync_every,
         overlap=args.overlap,
         warm_start=False,
-        topology=TOPOLOGIES.get(args.algorithm),
         compression=compression_of(args.compression),
         membership=elastic_of(args),
         group=group_of(args),

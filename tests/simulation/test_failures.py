@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation
-from lightning_loco.algorithms import DelayedNesterov, KeepProgress, ModelAverage, NeighborAverage
+from lightning_loco.algorithms import DelayedNesterov, KeepProgress, ModelAverage
 from lightning_loco.engine import RoundSettings
 from lightning_loco.links import Link
 from lightning_loco.schedules import EveryInterval, EverySteps, hidden_rounds
@@ -135,26 +135,6 @@ def test_a_worker_that_returns_joins_overlapped_rounds(subtests: pytest.Subtests
             assert simulation.costs[1].rounds < simulation.costs[0].rounds
 
 
-def test_gossip_gives_a_worker_that_returns_the_mean_of_the_others() -> None:
-    """So the mean over those present stays what it is. Rounds are on a ring of four meanwhile."""
-    failures = [Failure(2, at_s=14.0, back_s=35.0)]
-    others = [0, 1, 3, 4]
-    for algorithm in (NeighborAverage(), GASLoC(1.0, 1.0, 0.0)):
-        run = Run(algorithm, failures, num_workers=5, topology="ring").go(4)
-        [(worker, value)] = run.returned
-        values = torch.stack([run.value(other) for other in others])
-        assert worker == 2
-        assert_close(value, values.mean(0))
-        assert run.simulation.consensus_distance() > 0.1
-        first = Run(algorithm, [], num_workers=5, topology="ring").go(1)
-        kept = torch.stack([first.value(other) for other in others]).mean(0)
-        assert_close(values.mean(0), kept + 3 * added_by(others))
-        before = torch.stack([run.value(w) for w in range(5)]).mean(0)
-        run.go(1)
-        after = torch.stack([run.value(w) for w in range(5)]).mean(0)
-        assert_close(after, before + added_by([0, 1, 2, 3, 4]))
-
-
 def test_a_worker_that_returns_waits_for_the_state_on_its_link() -> None:
     link = Link(1.0, 0.0)
     failures = [Failure(3, at_s=14.0, back_s=35.0)]
@@ -221,7 +201,7 @@ def test_methods_that_elastic_members_refuse_are_refused(subtests: pytest.Subtes
             RoundSettings(DiLoCo(aggregate="geometric_median")),
             "an algorithm that averages over all workers",
         ),
-        (RoundSettings(GASLoC(), topology="hypercube"), "must exist for any number of them"),
+        (RoundSettings(GASLoC()), "averages over all workers, got GASLoC"),
         (
             RoundSettings(DiLoCo(), hidden_rounds(8, 2, 8), merge_policy=KeepProgress()),
             "a result must be applied before the next round starts",
