@@ -1,4 +1,4 @@
-"""What all benchmarks share: worker processes on this machine, medians, and the printed table."""
+"""What all benchmarks share: processes, turns, medians and ratios, arguments, the printed table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import pickle
 import platform
+import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 # One thread per process, here and in the processes started below. torch reads it when imported.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 HOST = "127.0.0.1"
+T = TypeVar("T")
 QUICK_SIZES = {"num_layers": 1, "num_heads": 1, "width": 16, "context": 16}
 """A ByteGPT for ``--quick``."""
 
@@ -80,7 +82,11 @@ class Worker:
 
 
 def run_workers(
-    fn: Callable[..., Any], num_workers: int, *args: Any, device: str = "cpu"
+    fn: Callable[..., Any],
+    num_workers: int,
+    *args: Any,
+    device: str = "cpu",
+    start_method: Literal["spawn", "fork"] = "spawn",
 ) -> list[Any]:
     """Call ``fn(worker, *args)`` in ``num_workers`` new processes and return the results by rank.
 
@@ -89,9 +95,12 @@ def run_workers(
             the others are ended.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    barrier = multiprocessing.get_context("spawn").Barrier(num_workers)
-    torch.multiprocessing.spawn(
-        _work, args=(num_workers, store.port, barrier, device, fn, args), nprocs=num_workers
+    barrier = multiprocessing.get_context(start_method).Barrier(num_workers)
+    torch.multiprocessing.start_processes(
+        _work,
+        args=(num_workers, store.port, barrier, device, fn, args),
+        nprocs=num_workers,
+        start_method=start_method,
     )
     return [pickle.loads(store.get(f"result{rank}")) for rank in range(num_workers)]
 
@@ -115,6 +124,45 @@ def _work(
 def let_nccl_share_the_gpu(rank: int) -> None:
     """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
     os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+
+def in_turns(
+    kinds: Mapping[str, Callable[[], T]], turns: int, warm_up: int = 1
+) -> dict[str, list[T]]:
+    """Call each once a turn, and return the results of all turns but the first by name.
+
+    The order changes from turn to turn, so that no kind is always the first, and is the same on
+    all workers.
+    """
+    order = random.Random(0)
+    found: dict[str, list[T]] = {name: [] for name in kinds}
+    for _ in range(warm_up + turns):
+        for name in order.sample(list(kinds), len(kinds)):
+            found[name].append(kinds[name]())
+    return {name: values[warm_up:] for name, values in found.items()}
+
+
+def slowest(results: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Return by name when the last worker was done in each turn.
+
+    Example:
+        >>> slowest([{"round": [1.0, 4.0]}, {"round": [2.0, 3.0]}])
+        {'round': [2.0, 4.0]}
+    """
+    return {
+        name: [max(values) for values in zip(*(r[name] for r in results), strict=True)]
+        for name in results[0]
+    }
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratios turn by turn."""
+    return [a / b for a, b in zip(values, others, strict=True)]
+
+
+def ms(seconds: Sequence[float], digits: int = 1) -> str:
+    """Return the median in milliseconds."""
+    return f"{1000 * statistics.median(seconds):.{digits}f}"
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:

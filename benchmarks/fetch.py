@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import socket
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from common import (
     HOST,
     Worker,
     at_least,
+    in_turns,
     make_parser,
     print_machine,
     print_table,
+    ratios,
     run_workers,
     spread,
 )
@@ -55,17 +58,18 @@ def time_turns(
         node = open_node(worker, ports, numel, settings)
         stack.callback(node.close)
         read = open_socket(worker, ports[2], num_bytes, stack)
-        fetch = functools.partial(fetch_once, node) if worker.rank == 0 else lambda: None
-        seconds: dict[str, list[float]] = {"socket": [], "fetch": []}
+        fetch = partial(fetch_once, node) if worker.rank == 0 else lambda: None
+
+        def timed(work: Callable[[], None]) -> float:
+            worker.wait_for_all()
+            started = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - started
+            worker.wait_for_all()
+            return seconds
+
         kinds = {"socket": read, "fetch": fetch}
-        for turn in range(1 + turns):
-            for name in sorted(kinds, reverse=bool(turn % 2)):
-                worker.wait_for_all()
-                started = time.perf_counter()
-                kinds[name]()
-                seconds[name].append(time.perf_counter() - started)
-                worker.wait_for_all()
-    return {name: values[1:] for name, values in seconds.items()}
+        return in_turns({name: partial(timed, work) for name, work in kinds.items()}, turns)
 
 
 def numel_of(num_bytes: int, compression: str | None) -> int:
@@ -167,12 +171,12 @@ def main() -> None:
                 settings["key_file"] = new_key_file(folder)
             arguments = (free_ports(3), num_bytes, options.turns, settings)
             seconds = run_workers(time_turns, 2, *arguments)[0]
-        ratios = [a / b for a, b in zip(seconds["socket"], seconds["fetch"], strict=True)]
+        of_socket = ratios(seconds["socket"], seconds["fetch"])
         has_bound = compression == "float32" and not has_key_file
         name = f"{options.megabytes} MB of {compression}" + ", key file" * has_key_file
         rates = (num_bytes / MB / statistics.median(seconds[kind]) for kind in ("socket", "fetch"))
-        bound = at_least(statistics.median(ratios), BOUND) if has_bound else "-"
-        rows.append([name, *(f"{rate:.0f}" for rate in rates), spread(ratios), bound])
+        bound = at_least(statistics.median(of_socket), BOUND) if has_bound else "-"
+        rows.append([name, *(f"{rate:.0f}" for rate in rates), spread(of_socket), bound])
         print(f"done: {name}", flush=True)
     print_table(["one fetch", "socket MB/s", "fetch MB/s", "fetch/socket", "bound"], rows)
 

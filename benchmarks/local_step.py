@@ -31,7 +31,9 @@ from common import (
     Worker,
     add_device,
     against,
+    in_turns,
     make_parser,
+    ms,
     print_machine,
     print_table,
     run_workers,
@@ -59,33 +61,16 @@ class Clock(Callback):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.started: list[float] = []
-        self.used: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.worker.wait_for_device()
         self.started.append(time.perf_counter())
-        self.used.append(time.process_time())
-
-    @property
-    def seconds(self) -> list[float]:
-        """From the start of each batch to that of the next."""
-        return [later - earlier for earlier, later in itertools.pairwise(self.started)]
-
-    @property
-    def cpu_seconds(self) -> list[float]:
-        """The same in CPU time of all threads of this process."""
-        return [later - earlier for earlier, later in itertools.pairwise(self.used)]
 
 
-def time_fit(
-    worker: Worker,
-    strategy: Strategy | str,
-    num_ranks: int,
-    sizes: dict[str, int],
-    steps: int,
-    clip_val: float | None = None,
-) -> Clock:
-    """When the batches of a fit of ByteGPT with so many ranks have started."""
+def time_fit(worker: Worker, is_plain: bool, sizes: dict[str, int], steps: int) -> list[float]:
+    """Seconds from the start of each batch of a fit of ByteGPT to that of the next."""
+    num_ranks = 1 if is_plain else worker.num_workers
+    strategy: Strategy | str = "auto" if is_plain else DiLoCoStrategy(sync_every=10**6)
     # Each is a machine of its own to Lightning, which starts no processes then.
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -102,7 +87,7 @@ def time_fit(
         num_nodes=num_ranks,
         accelerator=worker.device,
         max_steps=steps,
-        gradient_clip_val=clip_val,
+        gradient_clip_val=1.0,
         callbacks=[clock],
         use_distributed_sampler=False,
         logger=False,
@@ -115,31 +100,18 @@ def time_fit(
     with worker.process_group(num_ranks) if num_ranks > 1 else contextlib.nullcontext():
         trainer.fit(model, loader)
     worker.wait_for_all()
-    return clock
-
-
-def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
-    """Seconds of the local steps of one fit."""
-    if kind == "diloco":
-        strategy, num_ranks = DiLoCoStrategy(sync_every=10**6), worker.num_workers
-        return time_fit(worker, strategy, num_ranks, settings, steps, clip_val=1.0).seconds
-    return time_fit(worker, "auto", 1, settings, steps, clip_val=1.0).seconds
+    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
 
 
 def time_pairs(
-    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int
-) -> list[dict[str, float]]:
-    """Median seconds of a step, one pair of fits after the other; the first pair is dropped."""
-    medians = []
-    for pair in range(1 + pairs):
-        kinds = ("plain", "diloco") if pair % 2 else ("diloco", "plain")
-        medians.append(
-            {
-                kind: statistics.median(fit(worker, kind, settings, steps)[warm_up:])
-                for kind in kinds
-            }
-        )
-    return medians[1:]
+    worker: Worker, sizes: dict[str, int], steps: int, warm_up: int, pairs: int
+) -> dict[str, list[float]]:
+    """Median seconds of a step of each fit; the first pair is dropped."""
+
+    def step_s(is_plain: bool) -> float:
+        return statistics.median(time_fit(worker, is_plain, sizes, steps)[warm_up:])
+
+    return in_turns({"plain": lambda: step_s(True), "diloco": lambda: step_s(False)}, pairs)
 
 
 def main() -> None:
@@ -158,16 +130,15 @@ def main() -> None:
         results = run_workers(
             time_pairs, options.workers, settings, steps, warm_up, pairs, device=options.device
         )
-        medians = [pair for result in results for pair in result]
-        plain_s = statistics.median(pair["plain"] for pair in medians)
-        extra_s = [pair["diloco"] - pair["plain"] for pair in medians]
+        plain, diloco = ([s for r in results for s in r[kind]] for kind in ("plain", "diloco"))
+        plain_s = statistics.median(plain)
+        extra_s = [b - a for a, b in zip(plain, diloco, strict=True)]
         demo_step_s = demo_step_s or plain_s
         ratio = 1 + statistics.median(extra_s) / demo_step_s
         rows.append(
             [
                 f"{name}, {options.workers} workers",
-                f"{1000 * plain_s:.2f}",
-                f"{1000 * statistics.median(pair['diloco'] for pair in medians):.2f}",
+                *(ms(plain, 2), ms(diloco, 2)),
                 spread([1e6 * extra for extra in extra_s], digits=0),
                 f"{1 + statistics.median(extra_s) / plain_s:.3f}",
                 f"{ratio:.3f}",

@@ -6,11 +6,6 @@ The first table is measured on a model without activations, in units of its para
   owned    tensors that are alive between rounds and were not before there was an engine
   rounds   the largest size of all tensors that torch allocated, above the level before the engine,
            while rounds are made
-  set-up   the same while the engine is built
-  shown    the same while the consensus stands in the model for a validation
-  RSS      growth of the process's resident memory from before the engine to the end of the rounds,
-           at its highest, in processes without a profiler: it includes the set-up, gloo's own
-           buffers and what the allocator keeps (Linux only; not with --quick)
 
 The second table is about DiLoCo with AdamW, on workers of one rank, and of two ranks with DDP or
 FSDP2 inside. It says for one rank, in the same units:
@@ -19,13 +14,13 @@ FSDP2 inside. It says for one rank, in the same units:
   outer    what the rounds add: outer parameters, momentum, and the bucket
   total    their sum: what is allocated between steps
   formula  the total as docs/workers_of_several_ranks.md has it
-  RSS      growth of the resident memory, at its highest, during steps and rounds after the set-up:
-           it includes gathered layers, and results that the ranks of a worker share. The allocator
-           returns what is released (glibc only)
+  RSS      growth of the resident memory, at its highest, during steps and rounds after the set-up,
+           in processes without a profiler: it includes gathered layers, results that the ranks of a
+           worker share, and gloo's buffers. The allocator returns what is released (Linux with
+           glibc only; not with --quick)
 
 How to read it: ``owned`` and ``rounds`` should be at most 2 x P float32 plus one bucket for DiLoCo,
-and one bucket for Local SGD. What torch does not see (gloo's buffers) is in RSS only. In the second
-table the total should be within 5 % of the formula.
+and one bucket for Local SGD. In the second table the total should be within 5 % of the formula.
 """
 
 from __future__ import annotations
@@ -42,8 +37,9 @@ os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
 import torch
 import torch.distributed as dist
 from common import Worker, make_parser, print_machine, print_table, run_workers
-from local_phase import shard
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -138,33 +134,14 @@ def tensors_of(worker: Worker, name: str, num_layers: int, width: int) -> dict[s
         model = make_model(num_layers, width)
         group = WorkerGroup.create()
         before = living_bytes()
-        engines: list[StepEngine] = []
-        set_up = highest_rise(lambda: engines.append(make_engine(model, name, group)))
-        engine = engines[0]
+        engine = make_engine(model, name, group)
         for _ in range(2):  # some memory is made at the first use
             engine.step()
         owned = living_bytes() - before
         rounds = owned + highest_rise(engine.step)
-        shown = owned + highest_rise(engine.worker.show_consensus)
-        engine.worker.show_local()
         engine.finish()
         engine.close()
-    return {"owned": owned, "rounds": rounds, "set-up": set_up, "shown": shown}
-
-
-def measure_resident(worker: Worker, name: str, num_layers: int, width: int) -> int:
-    """Highest growth of the resident memory of one worker."""
-    with worker.process_group():
-        model = make_model(num_layers, width)
-        group = WorkerGroup.create()
-        started = resident_bytes("VmRSS")
-        engine = make_engine(model, name, group)
-        for _ in range(4):
-            engine.step()
-        rise = resident_bytes("VmHWM") - started
-        engine.finish()
-        engine.close()
-    return rise
+    return {"owned": owned, "rounds": rounds}
 
 
 class Rank:
@@ -188,7 +165,10 @@ class Rank:
         """Make the model; with FSDP2 each rank keeps its shards."""
         self.model = make_model(*self.sizes)
         if self.inside == "FSDP2":
-            shard(self.model, self.num_ranks, self.size)
+            ranks = torch.arange(self.num_ranks).view(-1, self.size)
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "data_parallel"))
+            for layer in [*self.model.children(), self.model]:
+                fully_shard(layer, mesh=mesh["data_parallel"])
 
     def make_gradients(self) -> None:
         """Wrap the model, and make gradients; DDP makes other buckets after the first ones."""
@@ -323,23 +303,8 @@ def main() -> None:
             most = vectors * unit + BUCKET_BYTES
             kept = max(found["owned"], found["rounds"]) <= most + SLACK_BYTES
             bound = f"<= {most / unit:.2f} ({vectors} P + bucket) {'ok' if kept else 'MISSED'}"
-        resident = "-"
-        if not options.quick:
-            rise = run_workers(measure_resident, options.workers, name, *size)[0]
-            resident = f"{rise / unit:.2f}"
-        rows.append(
-            [
-                name,
-                *(f"{found[key] / unit:.2f}" for key in ("owned", "rounds")),
-                bound,
-                *(f"{found[key] / unit:.2f}" for key in ("set-up", "shown")),
-                resident,
-            ]
-        )
-        print(f"done: {name}", flush=True)
-    print_table(
-        ["in units of 4 P bytes", "owned", "rounds", "bound", "set-up", "shown", "RSS"], rows
-    )
+        rows.append([name, *(f"{found[key] / unit:.2f}" for key in ("owned", "rounds")), bound])
+    print_table(["in units of 4 P bytes", "owned", "rounds", "bound"], rows)
     print_table(
         ["a rank; inside a worker", *PARTS, "total", "formula", "apart", "RSS"],
         rows_of_ranks(size, unit, not options.quick),

@@ -14,50 +14,50 @@ hides on a CPU.
 from __future__ import annotations
 
 import statistics
+import time
+from functools import partial
 
 import torch
-from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
-from local_phase import SYNC_EVERY, make_model, make_round
+from common import (
+    Worker,
+    against,
+    in_turns,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
+from torch import nn
 
 from lightning_loco import DiLoCo, StepEngine
 
 BOUND = 0.10
+SYNC_EVERY = 5
 PHASE_IN_ROUNDS = 5.0
 SHORTEST_PHASE_S = 0.05
 KINDS = ("blocking", "overlap")
+Waits = list[tuple[float, float]]
+"""Seconds waited, and seconds at the boundary, of every counted round."""
 
 
-def time_turns(
-    worker: Worker, width: int, turns: int, rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """(seconds waited, seconds at the boundary) of every counted round, for both kinds."""
-    measured: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+def time_turns(worker: Worker, width: int, turns: int, rounds: int) -> dict[str, Waits]:
+    """Time both kinds, with local phases that are several blocking rounds long."""
     with worker.process_group():
-        phase_s = SHORTEST_PHASE_S
-        for turn in range(turns):
-            for kind in KINDS if turn % 2 else KINDS[::-1]:
-                found = run_turn(worker, kind, width, rounds, phase_s)
-                if turn:  # the first turn only shows how long a round takes
-                    measured[kind] += found
-            if turn == 0:
-                round_s = statistics.median(s for _, s in run_turn(worker, "blocking", width, 5, 0))
-                phase_s = max(SHORTEST_PHASE_S, PHASE_IN_ROUNDS * share(worker, round_s))
-    return measured
+        blocking = run_turn(worker, "blocking", width, 5, 0.0)
+        longest = torch.tensor([statistics.median(seconds for _, seconds in blocking)])
+        torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
+        phase_s = max(SHORTEST_PHASE_S, PHASE_IN_ROUNDS * longest.item())
+        kinds = {kind: partial(run_turn, worker, kind, width, rounds, phase_s) for kind in KINDS}
+        found = in_turns(kinds, turns)
+    return {kind: sum(values, []) for kind, values in found.items()}
 
 
-def share(worker: Worker, seconds: float) -> float:
-    """The largest of the workers' numbers."""
-    longest = torch.tensor([seconds])
-    torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
-    return longest.item()
-
-
-def run_turn(
-    worker: Worker, kind: str, width: int, rounds: int, phase_s: float
-) -> list[tuple[float, float]]:
-    """Several rounds of one kind, from a new engine on."""
+def run_turn(worker: Worker, kind: str, width: int, rounds: int, phase_s: float) -> Waits:
+    """Several rounds of one kind, with a new engine."""
+    torch.manual_seed(0)
     engine = StepEngine(
-        make_model(width),
+        nn.Sequential(*(nn.Linear(width, width) for _ in range(20))),
         DiLoCo(outer_momentum=0.0),
         sync_every=SYNC_EVERY,
         overlap=kind == "overlap",
@@ -66,7 +66,11 @@ def run_turn(
     worker.wait_for_all()
     for _ in range(rounds + 2):
         waited_s = engine.statistics.wait_s
-        boundary_s = make_round(engine, phase_s)
+        for _ in range(SYNC_EVERY):
+            time.sleep(phase_s / SYNC_EVERY)
+            started = time.perf_counter()
+            engine.step()
+        boundary_s = time.perf_counter() - started
         found.append((engine.statistics.wait_s - waited_s, boundary_s))
     engine.finish()
     engine.close()
@@ -85,15 +89,13 @@ def main() -> None:
     print_machine()
     rows = []
     for num_workers in options.workers:
-        results = run_workers(
-            time_turns, num_workers, options.width, 1 + options.turns, options.rounds
-        )
+        results = run_workers(time_turns, num_workers, options.width, options.turns, options.rounds)
         waited_ms, boundary_ms = (
             {
-                kind: [1000 * pair[index] for result in results for pair in result[kind]]
+                kind: [1000 * pair[i] for result in results for pair in result[kind]]
                 for kind in KINDS
             }
-            for index in (0, 1)
+            for i in (0, 1)
         )
         ratio = statistics.mean(waited_ms["overlap"]) / statistics.mean(waited_ms["blocking"])
         num_millions = 20 * options.width * (options.width + 1) / 1e6

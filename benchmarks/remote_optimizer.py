@@ -18,10 +18,10 @@ momentum: one vector for the mean gradient, one for the momentum, and the messag
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,12 @@ from common import (
     Worker,
     against,
     at_least,
+    in_turns,
     make_parser,
+    ms,
     print_machine,
     print_table,
+    ratios,
     run_workers,
     spread,
 )
@@ -47,7 +50,6 @@ BOUND_BYTES = 1.01
 SERVER = NUM_WORKERS
 BOUND_RAW = 1.5
 BOUND_NAIVE = 2.0
-KINDS = ("raw", "ours", "naive")
 
 
 def make_params(numel: int) -> list[Tensor]:
@@ -64,13 +66,12 @@ def time_turns(worker: Worker, numel: int, turns: int, steps: int) -> dict[str, 
     params = make_params(numel)
     for param in params:
         param.grad = torch.ones_like(param)
-    run = {"raw": run_raw, "ours": run_ours, "naive": run_naive}
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for turn in range(1 + turns):
-        for kind in random.Random(turn).sample(KINDS, len(KINDS)):
-            with worker.process_group():
-                seconds[kind].append(run[kind](worker, params, steps))
-    return {kind: values[1:] for kind, values in seconds.items()}
+
+    def timed(run: Callable[[Worker, list[Tensor], int], float]) -> float:
+        with worker.process_group():
+            return run(worker, params, steps)
+
+    return in_turns({name: partial(timed, run) for name, run in KINDS.items()}, turns)
 
 
 def timed(step: Callable[[], object], steps: int) -> float:
@@ -158,6 +159,9 @@ def run_naive(worker: Worker, params: list[Tensor], steps: int) -> float:
     return timed(serve if worker.rank == SERVER else work, steps)
 
 
+KINDS = {"raw": run_raw, "ours": run_ours, "naive": run_naive}
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, default=9)
@@ -170,13 +174,12 @@ def main() -> None:
     rows, counts = [], []
     for name, numel in sizes.items():
         seconds = run_workers(time_turns, NUM_WORKERS + 1, numel, options.turns, options.steps)[0]
-        medians = [f"{1000 * statistics.median(seconds[kind]):.1f}" for kind in KINDS]
-        raw = [a / b for a, b in zip(seconds["ours"], seconds["raw"], strict=True)]
-        naive = [a / b for a, b in zip(seconds["naive"], seconds["ours"], strict=True)]
+        raw = ratios(seconds["ours"], seconds["raw"])
+        naive = ratios(seconds["naive"], seconds["ours"])
         rows.append(
             [
                 name,
-                *medians,
+                *(ms(seconds[kind]) for kind in KINDS),
                 spread(raw),
                 against(statistics.median(raw), BOUND_RAW),
                 spread(naive),

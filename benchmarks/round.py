@@ -22,10 +22,10 @@ idle machine with at least as many cores as workers, or read the ratios only.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,14 @@ from common import (
     Worker,
     add_device,
     against,
+    in_turns,
     make_parser,
+    ms,
     print_machine,
     print_table,
+    ratios,
     run_workers,
+    slowest,
     spread,
 )
 from torch import Tensor, nn
@@ -153,23 +157,25 @@ def time_rounds(
             "naive": make_naive(params),
             "ours": engine.step,
         }
-        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
         samples: dict[str, Tensor] = {}
-        order = random.Random(0)  # the same on all workers
-        for _ in range(NUM_WARM_UP + repetitions):
-            for name in order.sample(VARIANTS, len(VARIANTS)):
-                torch._foreach_copy_(params, local)
-                worker.wait_for_device()
-                worker.wait_for_all()
-                started = time.perf_counter()
-                rounds[name]()
-                worker.wait_for_device()
-                seconds[name].append(time.perf_counter() - started)
-                samples[name] = torch.cat([p.reshape(-1)[:1000] for p in params])
+
+        def timed(name: str) -> float:
+            torch._foreach_copy_(params, local)
+            worker.wait_for_device()
+            worker.wait_for_all()
+            started = time.perf_counter()
+            rounds[name]()
+            worker.wait_for_device()
+            seconds = time.perf_counter() - started
+            samples[name] = torch.cat([p.reshape(-1)[:1000] for p in params])
+            return seconds
+
+        kinds = {name: partial(timed, name) for name in rounds}
+        found = in_turns(kinds, repetitions, NUM_WARM_UP)
         for name in ("naive", "ours"):
             torch.testing.assert_close(samples[name], samples["fused"], rtol=1e-4, atol=1e-4)
         engine.close()
-    return {name: values[NUM_WARM_UP:] for name, values in seconds.items()}
+    return found
 
 
 def main() -> None:
@@ -195,29 +201,18 @@ def main() -> None:
                 options.repetitions or repetitions,
                 device=options.device,
             )
-            # A round is over when the last worker is done.
-            seconds = {
-                variant: [
-                    max(values) for values in zip(*(r[variant] for r in results), strict=True)
-                ]
-                for variant in VARIANTS
-            }
-            ratios = {
-                variant: [a / b for a, b in zip(seconds["ours"], seconds[variant], strict=True)]
-                for variant in VARIANTS
-            }
+            seconds = slowest(results)
+            ours = {name: ratios(seconds["ours"], seconds[name]) for name in VARIANTS}
             rows.append(
                 [
                     f"{name}, {len(shapes)} tensors, {num_workers} workers",
-                    *(f"{1000 * statistics.median(seconds[v]):.1f}" for v in VARIANTS),
-                    spread(ratios["fused"]),
-                    against(statistics.median(ratios["fused"]), BOUND_FUSED),
-                    spread(ratios["naive"]),
-                    against(statistics.median(ratios["naive"]), BOUND_NAIVE[options.device]),
-                    spread(ratios["raw"]),
-                    spread(
-                        [a / b for a, b in zip(seconds["fused"], seconds["naive"], strict=True)]
-                    ),
+                    *(ms(seconds[name]) for name in VARIANTS),
+                    spread(ours["fused"]),
+                    against(statistics.median(ours["fused"]), BOUND_FUSED),
+                    spread(ours["naive"]),
+                    against(statistics.median(ours["naive"]), BOUND_NAIVE[options.device]),
+                    spread(ours["raw"]),
+                    spread(ratios(seconds["fused"], seconds["naive"])),
                 ]
             )
             print(f"done: {rows[-1][0]}", flush=True)

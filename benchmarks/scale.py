@@ -2,21 +2,19 @@
 number.
 
 The model is tiny (10 thousand parameters), so that what is left is the agreement between workers.
-Workers are forked after all imports; worker 0 hosts the key-value store, as in a user's job.
-Measured are the seconds from a common barrier until the last worker is done: medians over the
-repetitions, which take everything once in random order, and over the jobs for the set-up.
+Workers are forked after all imports. Measured are the seconds from a common barrier until the last
+worker is done: medians over the repetitions, which take everything once in random order, and over
+the jobs for the set-up.
 
-  init         torch.distributed.init_process_group, which has connected all to the store
-  connect      one more connection of each worker to the store: the set-up contains one, too
   groups       two process groups of gloo and nothing else: the set-up contains as many
-  set-up       StepEngine(model, DiLoCo()): all of that, comparisons of the workers' settings and
-               models, worker 0's parameters
+  set-up       StepEngine(model, DiLoCo()): these, one more connection to the store, comparisons of
+               the workers' settings and models, worker 0's parameters
   all-reduce   one of a flat vector of the same bytes
   round        a blocking round of DiLoCo: StepEngine.step() with sync_every=1
   ring         a blocking round of GASLoC on a ring: the number of workers should not matter
   one-peer     the same on the one-peer exponential graph
   gather       one all-gather of the rows that a sync point exchanges
-  sync point      Engine.sync_point(), as before every validation
+  sync point   Engine.sync_point(), as before every validation
   checkpoint   a sync point, the consensus, and each worker's own state in a file
 
 How to read it: there are more workers than cores, so everything waits for the processor, the raw
@@ -31,20 +29,27 @@ RES_OPTIONS is set, they wait for 1 s here, and then ask no more.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import random
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import HOST, against, make_parser, print_machine, print_table
+from common import (
+    Worker,
+    against,
+    in_turns,
+    make_parser,
+    ms,
+    print_machine,
+    print_table,
+    run_workers,
+    slowest,
+)
 from torch import nn
 
 from lightning_loco import DiLoCo, GASLoC, StepEngine
@@ -57,51 +62,37 @@ BOUND_SET_UP_S = 2.0
 BOUND_SYNC_POINT = 1.3
 BOUNDED = range(4, 33)
 
-Seconds = dict[str, list[float]]
-
-_processes = multiprocessing.get_context("fork")
-
-
-class Clock:
-    """Takes the time of what all workers begin together."""
-
-    def __init__(self, wait_for_all: Callable[[], Any]) -> None:
-        self._wait_for_all = wait_for_all
-        self.seconds: Seconds = {}
-
-    def take(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do it, and keep how long it has taken this worker."""
-        self._wait_for_all()
-        started = time.perf_counter()
-        result = work()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
-        return result
-
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH)
 
 
-def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: int) -> None:
-    """Everything, on one worker."""
-    options = {"init_method": f"tcp://{HOST}:{port}", "rank": rank, "world_size": num_workers}
-    clock.take("init", lambda: dist.init_process_group("gloo", **options))
-    store = dist.distributed_c10d._get_default_store()
-    connection = clock.take("connect", store.clone)
-    raw, rows = clock.take("groups", lambda: (dist.new_group(), dist.new_group()))
-    model = make_model()
-    engine = clock.take("set-up", lambda: StepEngine(model, DiLoCo(), sync_every=1))
-    del connection
-    gossips = [
-        StepEngine(make_model(), GASLoC(), sync_every=1, topology=topology)
-        for topology in ("ring", "one_peer_exponential")
-    ]
-    flat = torch.zeros(WIDTH * WIDTH + WIDTH)
-    row = torch.zeros(WorkerStatus.width(0), dtype=torch.float64)
-    table = [torch.empty_like(row) for _ in range(num_workers)]
+def measure(worker: Worker, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of everything, on one worker."""
 
-    with tempfile.TemporaryFile() as file:
+    def timed(work: Callable[[], Any]) -> float:
+        worker.wait_for_all()
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    made: list[Any] = []
+    with worker.process_group(), tempfile.TemporaryFile() as file:
+        found = {
+            "groups": [timed(lambda: made.extend((dist.new_group(), dist.new_group())))],
+            "set-up": [
+                timed(lambda: made.append(StepEngine(make_model(), DiLoCo(), sync_every=1)))
+            ],
+        }
+        raw, rows, engine = made
+        ring, one_peer = (
+            StepEngine(make_model(), GASLoC(), sync_every=1, topology=topology)
+            for topology in ("ring", "one_peer_exponential")
+        )
+        flat = torch.zeros(WIDTH * WIDTH + WIDTH)
+        row = torch.zeros(WorkerStatus.width(0), dtype=torch.float64)
+        table = [torch.empty_like(row) for _ in range(worker.num_workers)]
 
         def save() -> None:
             engine.show_consensus("checkpoint")
@@ -112,64 +103,18 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
         works: dict[str, Callable[[], Any]] = {
             "all-reduce": lambda: dist.all_reduce(flat, group=raw),
             "round": engine.step,
-            "ring": gossips[0].step,
-            "one-peer": gossips[1].step,
+            "ring": ring.step,
+            "one-peer": one_peer.step,
             "gather": lambda: dist.all_gather(table, row, group=rows),
             "sync point": lambda: engine.sync_point("validation"),
             "checkpoint": save,
         }
-        order = random.Random(0)  # the same on all workers
-        for repetition in range(NUM_WARM_UP + repetitions):
-            for name in order.sample(list(works), len(works)):
-                clock.take(name, works[name])
-                if repetition < NUM_WARM_UP:
-                    clock.seconds[name].clear()
-    for one in (engine, *gossips):
-        clock.take("end", lambda: None)  # closing early may cut off a message to a slower worker
-        one.close()
-
-
-def run(connection: Connection, rank: int, num_workers: int, barrier: Any, *job: int) -> None:
-    """What a worker's process does."""
-    torch.set_num_threads(1)
-    clock = Clock(barrier.wait)
-    measure(clock, rank, num_workers, *job)
-    connection.send(clock.seconds)
-    barrier.wait()
-    dist.destroy_process_group()
-
-
-def one_job(num_workers: int, repetitions: int) -> Seconds:
-    """Seconds of the slowest worker."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    barrier = _processes.Barrier(num_workers)
-    workers = []
-    for rank in range(num_workers):
-        ours, theirs = _processes.Pipe(duplex=False)
-        arguments = (theirs, rank, num_workers, barrier, port, repetitions)
-        process = _processes.Process(target=run, args=arguments)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
-    results: list[Seconds] = [connection.recv() for _, connection in workers]
-    for process, _ in workers:
-        process.join()
-    return {
-        name: [max(values) for values in zip(*(r[name] for r in results), strict=True)]
-        for name in results[0]
-    }
-
-
-def medians(num_workers: int, num_jobs: int, repetitions: int) -> dict[str, float]:
-    """By name, over all jobs."""
-    jobs = [one_job(num_workers, repetitions) for _ in range(num_jobs)]
-    return {name: statistics.median(sum((j[name] for j in jobs), [])) for name in jobs[0]}
-
-
-def bound(value: float, most: float, num_workers: int) -> str:
-    return against(value, most) if num_workers in BOUNDED else "-"
+        kinds = {name: partial(timed, work) for name, work in works.items()}
+        found |= in_turns(kinds, repetitions, NUM_WARM_UP)
+        for one in (engine, ring, one_peer):
+            worker.wait_for_all()  # closing early may cut off a message to a slower worker
+            one.close()
+    return found
 
 
 def main() -> None:
@@ -184,36 +129,33 @@ def main() -> None:
     print_machine()
     set_ups, rows = [], []
     for n in options.workers:
-        found = medians(n, options.jobs, options.repetitions)
-        ms = {name: f"{1000 * seconds:.1f}" for name, seconds in found.items()}
-        ratio = {
-            (name, raw): found[name] / found[raw]
-            for name, raw in (("round", "all-reduce"), ("sync point", "gather"))
-        }
-        set_ups.append(
-            [
-                f"setting up {n} workers",
-                *(f"{found[name]:.2f}" for name in ("init", "connect", "groups", "set-up")),
-                bound(found["set-up"], BOUND_SET_UP_S, n),
-            ]
-        )
+        jobs = [
+            slowest(run_workers(measure, n, options.repetitions, start_method="fork"))
+            for _ in range(options.jobs)
+        ]
+        found = {name: [s for job in jobs for s in job[name]] for name in jobs[0]}
+        middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+        to_gather = middle["sync point"] / middle["gather"]
+        bounds = ("-", "-")
+        if n in BOUNDED:
+            bounds = (
+                against(middle["set-up"], BOUND_SET_UP_S),
+                against(to_gather, BOUND_SYNC_POINT),
+            )
+        seconds = (f"{middle[name]:.2f}" for name in ("groups", "set-up"))
+        set_ups.append([f"setting up {n} workers", *seconds, bounds[0]])
         rows.append(
             [
                 f"{n} workers",
-                *(ms["all-reduce"], ms["round"], f"{ratio['round', 'all-reduce']:.2f}"),
-                *(ms["ring"], ms["one-peer"]),
-                *(ms["gather"], ms["sync point"], f"{ratio['sync point', 'gather']:.2f}"),
-                bound(ratio["sync point", "gather"], BOUND_SYNC_POINT, n),
-                ms["checkpoint"],
+                *(ms(found[name]) for name in ("all-reduce", "round", "ring", "one-peer")),
+                *(ms(found["gather"]), ms(found["sync point"]), f"{to_gather:.2f}", bounds[1]),
+                ms(found["checkpoint"]),
             ]
         )
         print(f"done: {n} workers, load {os.getloadavg()[0]:.1f}", flush=True)
-    print_table(["seconds", "init", "connect", "groups", "set-up", "bound"], set_ups)
-    header = ["milliseconds", "all-reduce", "round", "round/all-reduce", "ring", "one-peer"]
-    print_table(
-        [*header, "gather", "sync point", "sync point/gather", "bound", "checkpoint"],
-        rows,
-    )
+    print_table(["seconds", "groups", "set-up", "bound"], set_ups)
+    header = ["milliseconds", "all-reduce", "round", "ring", "one-peer"]
+    print_table([*header, "gather", "sync point", "sync point/gather", "bound", "checkpoint"], rows)
 
 
 if __name__ == "__main__":

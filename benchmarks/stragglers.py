@@ -20,19 +20,21 @@ averaging round, from the snapshot to the moved parameters, in which training we
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from common import (
     QUICK_SIZES,
     Worker,
     at_least,
+    in_turns,
     make_parser,
     print_machine,
     print_table,
+    ratios,
     run_workers,
     spread,
 )
@@ -50,14 +52,13 @@ BOUND_EQUAL = 1.05
 BOUND_HIDDEN = 0.95
 
 
-class Turn:
+class Turn(NamedTuple):
     """The rate of one worker in one turn, its typical step, and how well its rounds were hidden."""
 
-    def __init__(self, rate: float, step_s: float, hidden: float | None, exchanges: int) -> None:
-        self.rate = rate
-        self.step_s = step_s
-        self.hidden = hidden
-        self.exchanges = exchanges
+    rate: float
+    step_s: float
+    hidden: float | None
+    exchanges: int
 
 
 def run_turn(
@@ -121,17 +122,13 @@ def run_turns(
     worker: Worker, sizes: dict[str, int], seconds: float, turns: int, straggling: bool
 ) -> dict[str, list[Turn]]:
     """All kinds in changing order, after a first turn that shows how long a step takes."""
-    found: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
     with worker.process_group():
         delay_s = 0.0
         first = run_turn(worker, "alone", sizes, seconds, 0.0)
         if straggling and worker.rank == 0:
             delay_s = (SLOWDOWN - 1) * first.step_s
-        order = random.Random(0)  # the same on all workers
-        for _ in range(turns):
-            for kind in order.sample(KINDS, len(KINDS)):
-                found[kind].append(run_turn(worker, kind, sizes, seconds, delay_s))
-    return found
+        kinds = {kind: partial(run_turn, worker, kind, sizes, seconds, delay_s) for kind in KINDS}
+        return in_turns(kinds, turns, warm_up=0)
 
 
 def main() -> None:
@@ -150,27 +147,26 @@ def main() -> None:
         )
         counted = results[1:] if straggling else results
         rows = []
-        for kind in KINDS:
-            rates = [
+        rates = {
+            kind: [
                 statistics.mean(r[kind][turn].rate for r in counted)
                 for turn in range(options.turns)
             ]
-            alone = [
-                statistics.mean(r["alone"][turn].rate for r in counted)
-                for turn in range(options.turns)
-            ]
-            ratios = [rate / base for rate, base in zip(rates, alone, strict=True)]
+            for kind in KINDS
+        }
+        for kind in KINDS:
+            of_alone = ratios(rates[kind], rates["alone"])
             hidden = [t.hidden for r in counted for t in r[kind] if t.hidden is not None]
             bound = ""
             if straggling and kind in ("async", "pairwise"):
-                bound = at_least(statistics.median(ratios), BOUND_STRAGGLER)
+                bound = at_least(statistics.median(of_alone), BOUND_STRAGGLER)
             elif not straggling and kind == "async":
-                bound = at_least(statistics.median(ratios), 1 / BOUND_EQUAL)
+                bound = at_least(statistics.median(of_alone), 1 / BOUND_EQUAL)
             rows.append(
                 [
                     kind,
-                    f"{statistics.median(rates):.2f}",
-                    spread(ratios),
+                    f"{statistics.median(rates[kind]):.2f}",
+                    spread(of_alone),
                     bound,
                     f"{statistics.median(hidden):.3f}" if hidden else "-",
                     at_least(statistics.median(hidden), BOUND_HIDDEN) if hidden else "",

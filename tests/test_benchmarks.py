@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from lightning_loco.compression import CODECS
 from tests.limits import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,21 +103,6 @@ def test_scale_judges_the_set_up_and_a_sync_point_of_4_to_32_workers() -> None:
             value, bound = value_and_bound(output, row.format(num_workers), column)
             assert 0 < value < 100
             assert judge(value, bound) == most
-
-
-@pytest.mark.soak
-@pytest.mark.process
-def test_compression_prints_bytes_and_times_of_each_codec() -> None:
-    output = run("compression", "--quick")
-    rounds, codecs = output.split("\n\n")[1:3]
-    for codec, most in (("int8", 0.4), ("e3m0", 0.3), ("sparse", 0.1)):
-        (line,) = (line for line in rounds.splitlines() if f"  {codec}  " in line)
-        assert 0 < float(re.split(r"\s{2,}", line)[3]) < most
-    for codec in CODECS:
-        of_float32, encode_s, decode_s = map(float, cells(codecs, codec)[1:4])
-        assert 0 < of_float32 <= 0.5
-        assert encode_s > 0
-        assert decode_s > 0
 
 
 @pytest.mark.soak
@@ -326,7 +310,7 @@ def test_a_rank_that_hangs_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -
     assert hanging.ended_at == math.inf
 
 
-SHARED = ("common", "curves", "equal_time", "gossip_baselines", "local_phase", "ranks")
+SHARED = ("common", "curves", "equal_time", "gossip_baselines", "ranks")
 
 
 def test_help_says_how_to_read_it(

@@ -42,13 +42,13 @@ class Entry:
 
 ALONE, OURS = "alone", "ours"
 ENTRIES = {
-    ALONE: Entry("no library, every worker alone", "alone:Alone"),
-    OURS: Entry("lightning_loco DiLoCo", "ours:Ours"),
-    "ours_int8": Entry("lightning_loco DiLoCo, int8", "ours:Ours"),
-    "ours_e3m0": Entry("lightning_loco DiLoCo, e3m0", "ours:Ours"),
-    "ours_sparse": Entry("lightning_loco DiLoCo, sparse", "ours:Ours"),
-    "ddp": Entry("torch DDP, every step", "torch_ddp:TorchDDP"),
-    "post_local_sgd": Entry("torch PostLocalSGD", "torch_post_local_sgd:TorchPostLocalSGD"),
+    ALONE: Entry("no library, every worker alone", "built_in:Alone"),
+    OURS: Entry("lightning_loco DiLoCo", "built_in:Ours"),
+    "ours_int8": Entry("lightning_loco DiLoCo, int8", "built_in:Ours"),
+    "ours_e3m0": Entry("lightning_loco DiLoCo, e3m0", "built_in:Ours"),
+    "ours_sparse": Entry("lightning_loco DiLoCo, sparse", "built_in:Ours"),
+    "ddp": Entry("torch DDP, every step", "built_in:TorchDDP"),
+    "post_local_sgd": Entry("torch PostLocalSGD", "built_in:TorchPostLocalSGD"),
     "torchft_buckets": Entry(
         "torchft DiLoCo, bucketised", "torchft_diloco:TorchftDiLoCoInBuckets", "torchft", bound=0.5
     ),
