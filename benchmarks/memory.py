@@ -167,8 +167,9 @@ class Rank:
         if self.inside == "FSDP2":
             ranks = torch.arange(self.num_ranks).view(-1, self.size)
             mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("worker", "data_parallel"))
+            own = mesh["data_parallel"]
             for layer in [*self.model.children(), self.model]:
-                fully_shard(layer, mesh=mesh["data_parallel"])
+                fully_shard(layer, mesh=own)
 
     def make_gradients(self) -> None:
         """Wrap the model, and make gradients; DDP makes other buckets after the first ones."""
