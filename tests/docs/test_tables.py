@@ -162,7 +162,7 @@ def test_the_readme_repeats_the_results() -> None:
         assert seconds == f"{computed} s"
 
 
-def test_the_readme_repeats_the_times_on_a_real_link() -> None:
+def test_the_readme_repeats_the_times_on_a_shaped_link() -> None:
     shaped = doc("results/other_libraries.md").table("shaped to 100 Mbit/s")
     wall = {row[0].strip("*"): row[3] for row in shaped}
     text = " ".join(README.text.split())
