@@ -26,14 +26,14 @@ test: .venv/.installed ## Run the tests of one process and of the pool of four, 
 	$(PYTEST) -m "not process and not recovery and not soak" --durations=10
 
 test-faults: .venv/.installed ## Run the tests of faults and recovery: kills, signals, checkpoints, launchers, elastic members
-	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun $(AT_ONCE) -m "(process or recovery) and not soak" --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m tests.harness.rerun $(AT_ONCE) -m "(process or recovery) and not soak" --durations=10
 
 soak: .venv/.installed ## Run what takes too long for every change (an hour and more), and test-versions
 	$(PYTEST) --full -m soak --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python
-	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) --only "$(ONLY)" $(TESTS)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.harness.versions $(if $(INSTALL),--install) --only "$(ONLY)" $(TESTS)
 
 check: .venv/.installed ## Lint, check the formatting, the layers of imports and the types
 	$(RUN) -m ruff check .

@@ -23,8 +23,8 @@ from lightning_loco.algorithms import (
     KeepProgress,
     ModelAverage,
 )
-from lightning_loco.demo.data import ByteTextData
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Schedule
 

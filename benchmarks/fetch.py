@@ -38,7 +38,7 @@ from common import (
     spread,
 )
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import CODECS
 from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 from lightning_loco.transport import write_certificate

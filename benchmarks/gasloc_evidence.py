@@ -42,10 +42,10 @@ from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, GASLoC, NeighborAverage, Simulation, StreamingDiLoCoStrategy
 from lightning_loco.algorithms import Algorithm, RoundInfo
-from lightning_loco.costs import StepTimes, as_method, estimate
-from lightning_loco.demo.data import standard_library
+from lightning_loco.app.demo.data import standard_library
+from lightning_loco.costs import NETWORKS, Link, Links, LinkTimes
+from lightning_loco.costs.method_costs import StepTimes, as_method, estimate
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.links import NETWORKS, Link, Links, LinkTimes
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import (
     Topology,

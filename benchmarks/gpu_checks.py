@@ -61,7 +61,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, LocoModelParallelStrategy
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.strategies import LocoStrategy
 from lightning_loco.strategies.lightning_compat import remove_lockstep
 

@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from lightning_loco import DiLoCo, Simulation
-from lightning_loco.demo.data import ByteTextData
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.app.demo.model import ByteGPT
 
 WORKERS, HOSTILE = 4, 3
 BOUND = 5.0

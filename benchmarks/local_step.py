@@ -44,7 +44,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
 from lightning_loco import DiLoCoStrategy
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.model import ByteGPT
 
 BOUND = 1.02
 BATCH_SIZE = 8

@@ -43,8 +43,8 @@ from curves import Curve, draw
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_loco.demo.report import read_curve
-from lightning_loco.links import LINKS
+from lightning_loco.app.result_table import read_curve
+from lightning_loco.costs import LINKS
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
 

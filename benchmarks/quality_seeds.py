@@ -62,9 +62,9 @@ from lightning_loco import (
 from lightning_loco import StreamingDiLoCoStrategy as Streaming
 from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.sparta import SPARTA
+from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.compression import Compensated, ErrorFeedback, Sparse
-from lightning_loco.demo.data import ByteTextData
-from lightning_loco.demo.model import ByteGPT
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps
 

@@ -24,7 +24,7 @@ import torch
 from common import HOST, let_nccl_share_the_gpu
 
 OTHERS_S = 15.0  # for the other ranks, once one has failed
-PRELOADED = ["torch.distributed.fsdp", "lightning.pytorch", "lightning_loco.demo.model"]
+PRELOADED = ["torch.distributed.fsdp", "lightning.pytorch", "lightning_loco.app.demo.model"]
 
 
 class Rank(NamedTuple):

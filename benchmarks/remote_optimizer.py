@@ -41,7 +41,7 @@ from common import (
 from memory import highest_rise
 from torch import Tensor, nn
 
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers, serve
 
 NUM_WORKERS = 2

@@ -41,7 +41,7 @@ from common import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_loco import ClockEngine, PairwiseAverage, PairwiseEngine
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.model import ByteGPT
 
 NUM_WORKERS = 4
 SLOWDOWN = 10

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_loco as loco
-from lightning_loco.demo.data import ByteTextData
-from lightning_loco.demo.model import Block
+from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.app.demo.model import Block
 
 WIDTH, CONTEXT = 64, 64
 

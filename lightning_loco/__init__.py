@@ -29,10 +29,10 @@ from lightning_loco.callbacks import (
     StragglerSimulator,
     WorkerLogs,
 )
+from lightning_loco.costs import Link
 from lightning_loco.elastic import Elastic
 from lightning_loco.engine import ClockEngine, StepEngine
 from lightning_loco.gossip import PairwiseEngine
-from lightning_loco.links import Link
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (

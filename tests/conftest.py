@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.exclusive import pytest_collection_finish as pytest_collection_finish
-from tests.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.guards import Surroundings, allow_processes
-from tests.seeding import seed
+from tests.harness.exclusive import pytest_collection_finish as pytest_collection_finish
+from tests.harness.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
+from tests.harness.guards import Surroundings, allow_processes
+from tests.harness.seeding import seed
 
 if TYPE_CHECKING:
-    from tests.pool import Pool
+    from tests.harness.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,8 +155,10 @@ def other_disk() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`, see tests/pool.py."""
-    from tests.pool import Pool  # imports PyTorch, which the controller of xdist does not need
+    """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`, see tests/harness/pool.py."""
+    from tests.harness.pool import (
+        Pool,  # imports PyTorch, which the controller of xdist does not need
+    )
 
     processes = Pool()
     yield processes

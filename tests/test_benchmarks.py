@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.limits import LONG_S
+from tests.harness.limits import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

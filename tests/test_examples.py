@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.programs import Program, free_ports
+from tests.harness.programs import Program, free_ports
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"

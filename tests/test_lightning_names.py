@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_loco import LocalSGDStrategy
-from tests.sources import sources
+from tests.harness.sources import sources
 
 ALLOWED = "lightning_loco.strategies.lightning_compat"
 READERS = {"getattr", "hasattr", "setattr", "delattr"}

@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.cases import CASES
-from tests.pool import Pool
-from tests.small_model import ValidatedModule, make_loader
-from tests.sources import PACKAGE, sources
+from tests.harness.pool import Pool
+from tests.harness.small_model import ValidatedModule, make_loader
+from tests.harness.sources import PACKAGE, sources
 from tests.strategies.remote_runs import fit_with
 
 COLLECTIVES = (
@@ -41,7 +41,7 @@ OBJECTS = {*COLLECTIVES, "send_pyobj", "recv_pyobj", "allow_pickle"}
 
 GIVES_TO_LIGHTNING = {
     "lightning_loco.callbacks.worker_logs",
-    "lightning_loco.strategies.base",
+    "lightning_loco.strategies.worker_strategy",
 }
 """Who may call Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
 

@@ -16,14 +16,14 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.conftest import ROOT
 from tests.docs.pages import README
-from tests.pool import Pool, PoolEnvironment
-from tests.small_model import quiet_trainer
+from tests.harness.pool import Pool, PoolEnvironment
+from tests.harness.small_model import quiet_trainer
 from tests.strategies.messages import RANK_ZERO, messages_of
 
 QUICK_START = README.blocks("python")[0]
 READERS_OWN = """
-from lightning_loco.demo.data import ByteTextData as MyData
-from lightning_loco.demo.model import ByteGPT as MyModel
+from lightning_loco.app.demo.data import ByteTextData as MyData
+from lightning_loco.app.demo.model import ByteGPT as MyModel
 """
 
 

@@ -27,8 +27,8 @@ from tests.cases import CASES, Case, rows
 from tests.elastic.test_group import plan_of
 from tests.elastic.test_state_transfer import STATE
 from tests.gossip.test_engine import close, pair
-from tests.pool import Pool
-from tests.small_model import flat, loss_of, make_model, train_step, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, loss_of, make_model, train_step, worker_batch
 
 OTHERS = (torch.float64, torch.bfloat16)
 STEPS = 6

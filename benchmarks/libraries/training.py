@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from libraries.counters import bytes_sent, forget_peak, peak_bytes
 from libraries.library import Job, Line
 from libraries.table import ENTRIES
-from lightning_loco.demo.data import ByteTextData
-from lightning_loco.demo.model import ByteGPT
+from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.app.demo.model import ByteGPT
 
 LR = 1e-3
 WARMUP_STEPS = 20

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
-from lightning_loco.algorithms.merge import Restart
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.merge_policy import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
     OuterLR,

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
-from lightning_loco.algorithms.merge import KeepProgress
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.merge_policy import KeepProgress
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology

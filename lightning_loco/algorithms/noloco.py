@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
-from lightning_loco.algorithms.merge import KeepProgress
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.merge_policy import KeepProgress
 from lightning_loco.topology import gossip_radius
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_loco.algorithms.base import State
+from lightning_loco.algorithms.algorithm import State
 
 OuterLR = float | Callable[[int], float]
 """A rate, or a function from the index of a round, starting at 0, to its rate."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from lightning_loco.algorithms.base import State
+from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr
 
 OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
 
 _MASK = 2**31 - 1
 _HASH_MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)

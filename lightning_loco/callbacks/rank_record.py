@@ -15,14 +15,19 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_loco.__about__ import __version__
-from lightning_loco.distributed import Statistics, notes
+from lightning_loco._util.checks import plain
+from lightning_loco.distributed import Statistics
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
 from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
-from lightning_loco.strategies.base import EngineStrategy, WorkerStrategy, worker_and_place
 from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
+from lightning_loco.strategies.worker_strategy import (
+    EngineStrategy,
+    WorkerStrategy,
+    worker_and_place,
+)
 from lightning_loco.topology import Topology, spectral_gap
-from lightning_loco.values import plain
 
 MAX_POINTS, MAX_SPANS = 32_000, 16_000
 """Points of training losses, and spans of time, of all ranks together; each has at least 100."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_loco.strategies.base import worker_and_place
+from lightning_loco.strategies.worker_strategy import worker_and_place
 
 
 class StragglerSimulator(pl.Callback):

@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_loco.strategies.base import worker_and_place
 from lightning_loco.strategies.lightning_compat import current_metrics, is_logging_step
 from lightning_loco.strategies.summary import errors_as_warnings
+from lightning_loco.strategies.worker_strategy import worker_and_place
 
 
 class WorkerLogs(pl.Callback):

@@ -1,6 +1,6 @@
 """Codecs and error feedback for messages: flat tensors, no process group and no Lightning."""
 
-from lightning_loco.compression.base import Codec
+from lightning_loco.compression.codec import Codec
 from lightning_loco.compression.feedback import (
     CODECS,
     Compensated,

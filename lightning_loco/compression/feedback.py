@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_loco._util.codecs import CODEC_TABLE
 from lightning_loco.algorithms import State
-from lightning_loco.codecs import CODEC_TABLE
-from lightning_loco.compression.base import Codec
+from lightning_loco.compression.codec import Codec
 
 CODECS: dict[str, type[Codec]] = {
     name: pkgutil.resolve_name(row.codec) for name, row in CODEC_TABLE.items() if row.codec

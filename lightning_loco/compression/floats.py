@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_loco.compression.base import Codec
+from lightning_loco.compression.codec import Codec
 
 _BLOCK = 64
 

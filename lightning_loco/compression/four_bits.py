@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_loco.compression.base import Codec, check_block
+from lightning_loco.compression.codec import Codec, check_block
 from lightning_loco.compression.int8 import SCALE_BYTES, inverse_scales, read_scales, write_scales
 
 

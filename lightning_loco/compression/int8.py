@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lightning_loco.compression.base import Codec, check_block
+from lightning_loco.compression.codec import Codec, check_block
 
 SCALE_BYTES = 4
 """The scale of a block is a float32 in the first bytes of its row."""

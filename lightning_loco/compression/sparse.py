@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_loco.compression.base import Codec, check_block
-from lightning_loco.values import ADDED_LATER
+from lightning_loco._util.checks import ADDED_LATER
+from lightning_loco.compression.codec import Codec, check_block
 
 _GROUP = 8
 _LEVEL_BYTES = 8  # two float32

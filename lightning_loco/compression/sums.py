@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.compression.base import Codec
+from lightning_loco.compression.codec import Codec
 
 
 class Shard(NamedTuple):

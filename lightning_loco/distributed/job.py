@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from lightning_loco.distributed import notes
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.distributed.rendezvous import (
     POLL_INTERVAL_S,
     Rendezvous,

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lightning_loco.background import BackgroundThread
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.background import BackgroundThread
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lightning_loco.distributed import notes
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 

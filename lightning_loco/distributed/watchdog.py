@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store
 
-from lightning_loco.background import BackgroundThread
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.background import BackgroundThread
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_host
 
 log = logging.getLogger(__name__)

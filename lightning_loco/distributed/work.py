@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 

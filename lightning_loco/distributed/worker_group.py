@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.utils.data._utils import signal_handling as _signal_handling
 
-from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.distributed import notes
+from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco._util.fault_points import reach
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.rendezvous import SHORTEST_POLL_INTERVAL_S, Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized, worker_names
-from lightning_loco.fault_points import reach
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from lightning_loco.distributed.worker_status import (
     statuses_in,
 )
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
+from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
-from lightning_loco.elastic.membership import Elastic
 from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import NO_STATE, resumed_round
 from lightning_loco.elastic.recovery import (
@@ -39,12 +39,12 @@ from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges import make_exchange
-from lightning_loco.engine.exchanges.base import Handle
+from lightning_loco.engine.exchanges.exchange import Handle
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.membership import DataShard, LoopPosition
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.parameters.ownership import Block
-from lightning_loco.parameters.schema import schema_checksum
+from lightning_loco.model.ownership import Block
+from lightning_loco.model.schema import schema_checksum
 
 _MAY_DIFFER = ("sync_every", "bucket_bytes")
 """Settings that need not be equal on all members."""

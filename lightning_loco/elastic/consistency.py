@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.elastic.quorum import NO_STATE, Plan
-from lightning_loco.parameters.fingerprint import pieces
+from lightning_loco.model.fingerprint import pieces
 
 
 class ConsistencyCheck:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_loco._util.fault_points import reach
 from lightning_loco.compression import Compression
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import Plan
@@ -18,7 +19,6 @@ from lightning_loco.elastic.recovery import copy_state, fragment_of_round, max_s
 from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.compressed import CompressedSum
-from lightning_loco.fault_points import reach
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from torch.distributed import PrefixStore, TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.background import BackgroundThread, run_in_thread
+from lightning_loco._util.background import BackgroundThread, run_in_thread
+from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.elastic.quorum import Plan
-from lightning_loco.fault_points import reach
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_loco.background import run_in_thread
-from lightning_loco.distributed import notes
+from lightning_loco._util.background import run_in_thread
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 
@@ -53,7 +53,7 @@ class Places:
         return self.place == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect a small value from every rank; see :mod:`lightning_loco.distributed.notes`.
+        """Collect a small value from every rank; see :mod:`lightning_loco.distributed.json_messages`.
 
         Raises:
             WorkerFailure: If a rank has failed or gives no sign of life; the message names it.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_loco.elastic.elastic import is_address
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.membership import is_address
 
 NO_STATE = -1
 """The round index of a worker that has no state of the run, or an outdated one."""

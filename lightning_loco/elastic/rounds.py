@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.background import BackgroundThread, run_in_thread
+from lightning_loco._util.background import BackgroundThread, run_in_thread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck

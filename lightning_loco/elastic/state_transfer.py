@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_loco.distributed import notes
-from lightning_loco.fault_points import reach
+from lightning_loco._util.fault_points import reach
+from lightning_loco.distributed import json_messages as notes
 
 if TYPE_CHECKING:
     from lightning_loco.elastic.group import MemberGroup

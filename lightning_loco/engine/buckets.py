@@ -15,10 +15,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.compression import Compression
-from lightning_loco.fault_points import reach
-from lightning_loco.parameters.flat import Chunk
+from lightning_loco.model.flat import Chunk
 
 T = TypeVar("T")
 

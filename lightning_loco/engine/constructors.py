@@ -25,11 +25,11 @@ from lightning_loco.algorithms import (
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
+from lightning_loco.costs import LinkLike
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.settings import WHOLE_MODEL_BYTES, RoundOptions, RoundSettings
-from lightning_loco.links import LinkLike
 from lightning_loco.schedules import (
     EveryInterval,
     Schedule,
@@ -115,7 +115,7 @@ class ClockEngine(Engine):
         topology: Average with the neighbours of a topology only. Default: with all workers.
         compression: How messages are compressed, e.g. ``"int8"``. Default: not at all.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
-        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
+        link: Links to emulate, as in :func:`~lightning_loco.costs.as_links`. Default: none.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.

@@ -23,15 +23,15 @@ from lightning_loco.distributed.worker_status import (
     sync_point_id,
 )
 from lightning_loco.engine.exchanges import make_exchange
-from lightning_loco.engine.exchanges.base import Exchange, Handle
+from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.parameters.flat import local_tensor
+from lightning_loco.model.flat import local_tensor
+from lightning_loco.model.worker import Worker
 from lightning_loco.schedules import EveryInterval, StepInfo
-from lightning_loco.worker import Worker
 
 HasArrived = Callable[[], bool]
 """Returns whether something has arrived; never waits."""

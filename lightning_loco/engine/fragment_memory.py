@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_loco.algorithms import State
 from lightning_loco.engine.buckets import Bucket, BucketChunk, group_chunks, slice_state
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
-from lightning_loco.parameters.flat import Chunk, FlatLayout
+from lightning_loco.model.flat import Chunk, FlatLayout
 
 
 class FragmentMemory:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Restart, RoundInfo, State
 from lightning_loco.distributed.work import labelled
 from lightning_loco.distributed.worker_status import (
@@ -33,11 +34,10 @@ from lightning_loco.distributed.worker_status import (
     total_weight,
 )
 from lightning_loco.engine.buckets import Bucket, BucketChunk
-from lightning_loco.engine.exchanges.base import Arrived, Exchange, Handle
+from lightning_loco.engine.exchanges.exchange import Arrived, Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
-from lightning_loco.fault_points import reach
-from lightning_loco.parameters.flat import are_finite
+from lightning_loco.model.flat import are_finite
 
 
 @dataclasses.dataclass

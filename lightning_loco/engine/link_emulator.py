@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_loco.costs import LinkQueue, Links, LinkTimes, TransferTime
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.store import publish
 from lightning_loco.distributed.work import ExplainErrors, WaitTimer
@@ -15,10 +16,9 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
-from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
+from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.exchanges.gather import Gather
-from lightning_loco.links import LinkQueue, Links, LinkTimes, TransferTime
 from lightning_loco.topology import Topology
 
 _SLOTS = 1024

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.exchanges.base import Exchange
+from lightning_loco.engine.exchanges.exchange import Exchange
 from lightning_loco.topology import Topology
 
 if TYPE_CHECKING:

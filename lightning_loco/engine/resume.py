@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.whole_state import own_state, whole_length
-from lightning_loco.worker import EarlierRun
+from lightning_loco.engine.gathered_state import own_state, whole_length
+from lightning_loco.model.worker import EarlierRun
 
 
 @torch.no_grad()

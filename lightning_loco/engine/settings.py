@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict, Unpack
 
+from lightning_loco._util.checks import check_bytes, plain
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
 from lightning_loco.compression import (
     Codec,
@@ -17,12 +18,11 @@ from lightning_loco.compression import (
     as_compression,
     check_compression,
 )
+from lightning_loco.costs import LinkLike, Links, as_links
 from lightning_loco.engine.membership import Membership
-from lightning_loco.links import LinkLike, Links, as_links
-from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts
+from lightning_loco.model.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology, get_topology
-from lightning_loco.values import check_bytes, plain
 
 PENDING_BUCKETS = 2
 BUCKET_BYTES = 64 * 2**20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco._util.fault_points import reach
+from lightning_loco.algorithms.pairwise_average import PairwiseAverage
 from lightning_loco.distributed.devices import has_streams
-from lightning_loco.fault_points import reach
-from lightning_loco.parameters.flat import Chunk, Cuts, FlatLayout
+from lightning_loco.model.flat import Chunk, Cuts, FlatLayout
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:

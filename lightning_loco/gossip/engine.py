@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.algorithms.pairwise_average import PairwiseAverage, Tag
+from lightning_loco.costs import LinkLike, as_links
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -33,10 +34,9 @@ from lightning_loco.gossip.node import PeerNode, open_node
 from lightning_loco.gossip.ranks import RankReport
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
-from lightning_loco.links import LinkLike, as_links
-from lightning_loco.parameters.flat import CHUNK_ELEMENTS
-from lightning_loco.parameters.schema import broadcast_inside
-from lightning_loco.worker import EarlierRun, Worker
+from lightning_loco.model.flat import CHUNK_ELEMENTS
+from lightning_loco.model.schema import broadcast_inside
+from lightning_loco.model.worker import EarlierRun, Worker
 
 _MAX_KEPT = 1000
 _SHARING = "sharing a blend between the ranks of a worker"
@@ -83,7 +83,7 @@ class PairwiseEngine:
         key_file: Key file of the job, written by ``lightning-loco keys FILE``; see
             :func:`~lightning_loco.transport.write_certificate`.
         seed: Seed of the choice of peers, used together with the number of the worker.
-        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
+        link: Links to emulate, as in :func:`~lightning_loco.costs.as_links`. Default: none.
         group: The workers. Default: all ranks of the default process group, in new groups, each of
             which is a worker.
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.background import BackgroundThread
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.background import BackgroundThread
+from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
 from lightning_loco.gossip.protocol import (
     NOTHING_PUBLISHED,

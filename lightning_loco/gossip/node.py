@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco._util.fault_points import reach
+from lightning_loco.algorithms.pairwise_average import Tag
+from lightning_loco.costs import LinkTimes
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.fault_points import reach
 from lightning_loco.gossip.fetcher import (
     DelayedFetcher,
     FetchCounts,
@@ -35,12 +36,11 @@ from lightning_loco.gossip.peer_selection import (
     worker_name,
 )
 from lightning_loco.gossip.protocol import WireFormat, pull_codec
-from lightning_loco.gossip.server import SnapshotServer
 from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
-from lightning_loco.links import LinkTimes
-from lightning_loco.parameters.flat import FlatLayout
-from lightning_loco.parameters.schema import schema_checksum
+from lightning_loco.model.flat import FlatLayout
+from lightning_loco.model.schema import schema_checksum
 from lightning_loco.transport import read_certificate
 
 _ANY_FREE_PORT = 0
@@ -74,7 +74,7 @@ class PeerNode:
         dtype: Their dtype, float32 or float64.
         discovery: Who the peers are and where they listen.
         schema_checksum: Checksum of the model, 64 bits, equal on all peers; see
-            :func:`~lightning_loco.parameters.schema.schema_checksum`.
+            :func:`~lightning_loco.model.schema.schema_checksum`.
         compression: Codec of the parameters on the wire, equal on all peers: a name such as
             ``"int8"`` or a codec. Default: no compression.
         fetch_timeout_s: Longest duration of a fetch, and so of :meth:`wait`, in seconds.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from lightning_loco.costs.read_links import MAX_ERROR, read_yaml
 from lightning_loco.gossip.peer_selection import Peer, as_peers
-from lightning_loco.links.read import MAX_ERROR, read_yaml
 
 _WITHOUT_SETTINGS = ("clock", "loss")
 _KEYS = (
@@ -49,7 +49,7 @@ def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
 
     Returns:
         The peers, and the settings under the names of the arguments of
-        :class:`~lightning_loco.algorithms.pairwise.PairwiseAverage` and
+        :class:`~lightning_loco.algorithms.pairwise_average.PairwiseAverage` and
         :class:`~lightning_loco.gossip.PeerNode`.
 
     Raises:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco._util.checks import plain
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import Codec, as_compression
-from lightning_loco.parameters.schema import schema_checksum
+from lightning_loco.model.schema import schema_checksum
 from lightning_loco.transport import MalformedMessage
-from lightning_loco.values import plain
 
 # ------------------------------------------------------------------- how a model is encoded
 

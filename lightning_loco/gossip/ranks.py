@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed.worker_group import WorkerGroup
 
 

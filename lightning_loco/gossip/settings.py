@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning_loco.algorithms.pairwise import Interpolation, PairwiseAverage
+from lightning_loco._util.checks import plain
+from lightning_loco.algorithms.pairwise_average import Interpolation, PairwiseAverage
 from lightning_loco.compression import Codec
+from lightning_loco.costs import LinkLike, Links, as_links
 from lightning_loco.gossip.nodes_file import read_nodes
 from lightning_loco.gossip.peer_selection import NodeListDiscovery, Peer, as_peers
 from lightning_loco.gossip.protocol import pull_codec
-from lightning_loco.links import LinkLike, Links, as_links
-from lightning_loco.parameters.flat import Cuts
+from lightning_loco.model.flat import Cuts
 from lightning_loco.transport import read_certificate
-from lightning_loco.values import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.gossip.averaging import copy_model
 from lightning_loco.gossip.protocol import WireFormat
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.model.flat import FlatLayout
 
 _NUM_SNAPSHOTS = 3
 _NORM_BLOCK = 2**17  # values whose copy is still in the cache

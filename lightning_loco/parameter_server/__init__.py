@@ -2,7 +2,7 @@
 
 from lightning_loco.parameter_server.optimizer import RemoteOptimizer
 from lightning_loco.parameter_server.protocol import Transport
-from lightning_loco.parameter_server.tiers import Role, Serving, Tiers, run_role, serve
+from lightning_loco.parameter_server.roles import Role, Serving, Tiers, run_role, serve
 
 __all__ = [
     "RemoteOptimizer",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_loco.background import BackgroundThread
+from lightning_loco._util.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive
 from lightning_loco.parameter_server.protocol import (

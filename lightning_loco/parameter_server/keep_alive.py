@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
-from lightning_loco.background import BackgroundThread
+from lightning_loco._util.background import BackgroundThread
 
 JOIN_TIMEOUT_S = 0.5
 """Longest wait for a thread to end; one that waits for a lost rank does not end in time."""

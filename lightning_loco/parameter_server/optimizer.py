@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.fault_points import reach
+from lightning_loco._util.fault_points import reach
 from lightning_loco.parameter_server.buckets import (
     model_checksum,
     shard_parameters,

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.devices import has_streams
-from lightning_loco.fault_points import reach
+from lightning_loco.model.fingerprint import crc32
 from lightning_loco.parameter_server.buckets import BucketBuffer, ParamBucket, Tensors
 from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
 from lightning_loco.parameter_server.protocol import (
@@ -22,7 +23,6 @@ from lightning_loco.parameter_server.protocol import (
     RankConnection,
     StepRequest,
 )
-from lightning_loco.parameters.fingerprint import crc32
 
 
 class ServerClient:

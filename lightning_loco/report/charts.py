@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from lightning_loco._util.checks import format_bytes
 from lightning_loco.report.record import Curve, Drawing, Event, Point, merged
-from lightning_loco.values import format_bytes
 
 WIDTH, HEIGHT = 440, 290
 LEFT, RIGHT, TOP, BOTTOM = 78, 26, 10, 42

@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 
+from lightning_loco._util.checks import format_bytes, format_seconds
 from lightning_loco.report.charts import (
     BELOW,
     NUM_COLORS,
@@ -35,7 +36,6 @@ from lightning_loco.report.charts import (
 )
 from lightning_loco.report.record import Curve, Point, RunRecord, replace_file
 from lightning_loco.report.trace import TRACE_FILE, write_trace
-from lightning_loco.values import format_bytes, format_seconds
 
 PAGE_FILE = "report.html"
 """Name of the page in the folder of a run."""

@@ -1,6 +1,5 @@
 """Schedules: when rounds begin and end. The engine asks them after every local step."""
 
-from lightning_loco.schedules.base import Schedule, StepInfo
 from lightning_loco.schedules.every_interval import EveryInterval
 from lightning_loco.schedules.every_steps import (
     EverySteps,
@@ -9,6 +8,7 @@ from lightning_loco.schedules.every_steps import (
     by_steps,
     steps_by_speed,
 )
+from lightning_loco.schedules.schedule import Schedule, StepInfo
 from lightning_loco.schedules.staggered import Staggered, hidden_rounds, streaming_rounds
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from lightning_loco.schedules.base import Schedule, StepInfo
+from lightning_loco.schedules.schedule import Schedule, StepInfo
 
 
 @dataclasses.dataclass(frozen=True)

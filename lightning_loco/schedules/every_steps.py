@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from lightning_loco.schedules.base import Schedule, StepInfo
+from lightning_loco.schedules.schedule import Schedule, StepInfo
 
 SyncEvery = int | Sequence[int] | Mapping[int, int]
 """Local steps between rounds: one number, one per worker, or a mapping from the step at which a

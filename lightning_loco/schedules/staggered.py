@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lightning_loco.schedules.base import Schedule, StepInfo
 from lightning_loco.schedules.every_steps import (
     SyncEvery,
     by_steps,
     check_length,
     check_sync_every,
 )
+from lightning_loco.schedules.schedule import Schedule, StepInfo
 
 PATTERNS = ("strided", "contiguous", "even")
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_loco._util.codecs import Encoding
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.codecs import Encoding
-from lightning_loco.costs import StepTimes
+from lightning_loco.costs import LinkLike, LinkTimes, as_links
+from lightning_loco.costs.method_costs import StepTimes
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.recovery import copy_state, position_of, resume_from_state
@@ -22,14 +23,13 @@ from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links import LinkLike, LinkTimes, as_links
-from lightning_loco.parameters.ownership import find_ownership
+from lightning_loco.model.ownership import find_ownership
+from lightning_loco.model.worker import Worker, exchanged_parameters, make_replica
 from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure, MembersOfSimulation
-from lightning_loco.simulation.hub import Hub, VirtualClock
+from lightning_loco.simulation.messages import Hub, VirtualClock
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
-from lightning_loco.worker import Worker, exchanged_parameters, make_replica
 
 Part = HasArrived | None
 """Whether what a worker waits for has arrived; None if it only lets others go first."""
@@ -86,7 +86,7 @@ class Simulation:
         speeds: Local steps per second of each worker. Default: local steps take no time, and
             workers take turns from round to round.
         jitter: Largest part by which a local step takes longer or shorter, from 0 to less than 1;
-            see :class:`~lightning_loco.costs.StepTimes`.
+            see :class:`~lightning_loco.costs.method_costs.StepTimes`.
         links: Links of the workers, as in ``LocoStrategy(link=...)``. Default: messages take no
             time.
         failures: When workers die and come back.

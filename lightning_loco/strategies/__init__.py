@@ -15,9 +15,9 @@ from lightning_loco.strategies.named import (
     SPARTAStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
-from lightning_loco.strategies.parameter_server import RemoteOptimizerStrategy
+from lightning_loco.strategies.pairwise_gossip import PairwiseGossipStrategy
 from lightning_loco.strategies.registry import METHODS, register_strategies
+from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_loco.parameters.flat import local_tensor
+from lightning_loco.model.flat import local_tensor
 from lightning_loco.strategies import lightning_compat
 
 # ------------------------------------------------------------------------- model

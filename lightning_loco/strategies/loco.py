@@ -16,12 +16,12 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.engine.settings import RoundOptions
+from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import RoundArguments
-from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.elastic_members import TrainerPosition, shard_dataloader
 from lightning_loco.strategies.local_training import optimized_by
-from lightning_loco.strategies.membership import TrainerPosition, shard_dataloader
-from lightning_loco.worker import EarlierRun
+from lightning_loco.strategies.worker_strategy import EngineStrategy
 
 
 class RoundStrategy(EngineStrategy):

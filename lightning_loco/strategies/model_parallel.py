@@ -17,20 +17,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_loco.distributed import WorkerGroup
-from lightning_loco.distributed.worker_group import set_timeout
-from lightning_loco.engine import Engine
-from lightning_loco.parameters.gradients import GradientClipping
-from lightning_loco.parameters.replica import reshard
-from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.sharded import ShardedCheckpoints, path_on_file_system
-from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
-from lightning_loco.strategies.named import DiLoCoStrategy
-from lightning_loco.values import (
+from lightning_loco._util.checks import (
     check_parallel_sizes,
     parallel_ranks_per_worker,
     parallel_size,
 )
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.worker_group import set_timeout
+from lightning_loco.engine import Engine
+from lightning_loco.model.gradients import GradientClipping
+from lightning_loco.model.replica import reshard
+from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.checkpoint.sharded_checkpoints import (
+    ShardedCheckpoints,
+    path_on_file_system,
+)
+from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
+from lightning_loco.strategies.named import DiLoCoStrategy
 
 
 class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPart):

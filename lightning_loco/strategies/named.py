@@ -11,6 +11,7 @@ from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.compression import Codec, ErrorFeedback
+from lightning_loco.costs import LinkLike
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import (
     ClockEngine,
@@ -25,7 +26,6 @@ from lightning_loco.engine.constructors import (
     sparta,
     streaming_diloco,
 )
-from lightning_loco.links import LinkLike
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.local_training import optimized_by

@@ -6,7 +6,7 @@ import pkgutil
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_loco.methods import METHOD_TABLE
+from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 
 MODEL_PARALLEL = "loco_model_parallel"

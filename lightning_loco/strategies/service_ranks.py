@@ -21,15 +21,15 @@ from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
+from lightning_loco.model.replica import ParameterOwners
+from lightning_loco.model.schema import check_same_tensors
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve
-from lightning_loco.parameters.replica import ParameterOwners
-from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.base import WorkerStrategy, job_name
+from lightning_loco.strategies.changed_weights import averaged_models, share_complete_averages
 from lightning_loco.strategies.checkpoint.reader import resumed_by_all
-from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
 from lightning_loco.strategies.lightning_compat import add_hooks
 from lightning_loco.strategies.local_training import LocalModel
+from lightning_loco.strategies.worker_strategy import WorkerStrategy, job_name
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_loco._util.checks import format_bytes, format_seconds
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
-from lightning_loco.values import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import AnyEngine
+    from lightning_loco.strategies.worker_strategy import AnyEngine
 
 MIN_ROUNDS = 10
 """Outer momentum needs about as many rounds to have an effect."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_loco.topology.base import Topology
 from lightning_loco.topology.custom import CustomTopology, FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
 from lightning_loco.topology.matchings import (
@@ -26,6 +25,7 @@ from lightning_loco.topology.spectral import (
     spectral_gap,
 )
 from lightning_loco.topology.static import Complete, FixedGraph, Grid, Hypercube, Ring, Star, Torus
+from lightning_loco.topology.topology import Topology
 
 __all__ = [
     "TOPOLOGIES",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from lightning_loco.topology.base import (
+from lightning_loco.topology.topology import (
     TOLERANCE,
     Topology,
     check_connected,

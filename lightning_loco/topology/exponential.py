@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_loco.topology.base import Topology
+from lightning_loco.topology.topology import Topology
 
 
 def _num_shifts(num_workers: int) -> int:

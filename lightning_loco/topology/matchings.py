@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from lightning_loco.topology.base import Topology, check_power_of_two
+from lightning_loco.topology.topology import Topology, check_power_of_two
 
 
 @dataclass(frozen=True)

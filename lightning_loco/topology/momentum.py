@@ -13,9 +13,9 @@ import cmath
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from lightning_loco.topology.base import Topology
 from lightning_loco.topology.matchings import RandomTopology
 from lightning_loco.topology.spectral import cycle_length, extreme_modes, laplacian_modes
+from lightning_loco.topology.topology import Topology
 
 if TYPE_CHECKING:
     from torch import Tensor

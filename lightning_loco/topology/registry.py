@@ -10,11 +10,11 @@ from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from lightning_loco.topology.base import Topology
 from lightning_loco.topology.custom import FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
 from lightning_loco.topology.matchings import RandomMatching, RandomTopology, RandomTwoPeer, Xor
 from lightning_loco.topology.static import Complete, Grid, Hypercube, Ring, Star, Torus
+from lightning_loco.topology.topology import Topology
 
 TOPOLOGIES: dict[str, type[Topology]] = {
     kind.name: kind

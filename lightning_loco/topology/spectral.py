@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lightning_loco.topology.base import TOLERANCE, Topology
 from lightning_loco.topology.matchings import RandomTopology
+from lightning_loco.topology.topology import TOLERANCE, Topology
 
 if TYPE_CHECKING:
     from torch import Tensor

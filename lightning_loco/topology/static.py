@@ -11,7 +11,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_loco.topology.base import Topology, check_count, check_power_of_two
+from lightning_loco.topology.topology import Topology, check_count, check_power_of_two
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lightning_loco.transport.connection import (
     CertificateRefused,
     MalformedMessage,
 )
-from lightning_loco.transport.server import Request, Server
+from lightning_loco.transport.request_server import Request, Server
 
 __all__ = [
     "MAX_HEADER_BYTES",

@@ -7,7 +7,7 @@ import os
 import select
 import socket
 
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.transport.certificate import JobCertificate
 from lightning_loco.transport.connection import Body, Connection
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 
 MAX_HEADER_BYTES = 1024
 """Longest header of a message, in bytes."""

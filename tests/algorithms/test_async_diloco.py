@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from lightning_loco import DiLoCo, LocalSGD, Simulation, StepEngine
-from lightning_loco.configured_strategy import build_strategy
+from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.engine import RoundSettings
 from tests.algorithms.toys import (
     ADAMW,
@@ -29,8 +29,8 @@ from tests.algorithms.toys import (
 )
 from tests.conftest import ROOT
 from tests.engine.toys import run_each
-from tests.pool import Pool
-from tests.small_model import flat, make_model, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, worker_batch
 
 TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)
 ALGORITHM = DiLoCo(0.7, 0.3)

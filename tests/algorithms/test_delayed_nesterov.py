@@ -23,7 +23,7 @@ from tests.algorithms.toys import (
     run_engine,
     simulate,
 )
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 TARGETS = randn(3, 5)
 STARTS = randn(5, seed=1).expand(3, 5)

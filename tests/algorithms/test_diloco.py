@@ -25,8 +25,8 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.conftest import cover
-from tests.pool import Pool
-from tests.small_model import flat, make_model, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, worker_batch
 
 BUILT_IN = {
     "nesterov": DiLoCo(0.7, 0.9),

@@ -27,8 +27,8 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.conftest import cover
-from tests.pool import Pool
-from tests.small_model import flat, make_model, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, worker_batch
 
 RATE, MOMENTUM = 0.5, 0.4
 ALGORITHM = EagerDiLoCo(RATE, MOMENTUM)

@@ -43,8 +43,8 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.conftest import cover
-from tests.pool import Pool
-from tests.small_model import flat, loss_of, make_model, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, loss_of, make_model, worker_batch
 
 ON_8 = ["ring", "complete", "star", "torus", "grid", "hypercube", "xor"]
 ON_8 += ["exponential", "one_peer_exponential", "random_matching", "random_two_peer"]

@@ -27,8 +27,8 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader, make_model, worker_batch
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader, make_model, worker_batch
 
 LINEAR_IN_THE_GRADIENTS = {
     "sgd": SGD,

@@ -23,7 +23,7 @@ from tests.algorithms.toys import (
     train_ddp,
 )
 from tests.engine.toys import run_each
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 UNIT_STEP = partial(SGD, lr=1.0)
 """With it the pseudo-gradient of one local step is the gradient."""

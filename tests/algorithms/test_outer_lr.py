@@ -23,8 +23,8 @@ from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise, Roun
 from lightning_loco.algorithms.outer_lr import OuterLR, highest_rate, rate_at
 from lightning_loco.topology import Complete, Ring
 from tests.algorithms.toys import assert_close, flat_rounds, move_to, randn, simulate
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 TARGETS = randn(4, 5)
 STARTS = randn(5, seed=1).expand(4, 5)

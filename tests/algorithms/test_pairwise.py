@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import (
+from lightning_loco.algorithms.pairwise_average import (
     Constant,
     PairwiseAverage,
     Tag,

@@ -16,8 +16,8 @@ from lightning_loco.algorithms import GeometricMedian, RobustMean, RoundInfo, St
 from lightning_loco.algorithms.robust import ROBUST_MEANS
 from lightning_loco.engine import RoundSettings
 from tests.algorithms.toys import assert_close, randn, run_engine, simulate
-from tests.pool import Pool, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     flat,
     loss_of,

@@ -15,9 +15,16 @@ from lightning_loco.algorithms.sparta import SPARTA, random_integers
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point, assert_close, randn, run_engine, simulate
-from tests.meta_device import DEVICE
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader, make_model, train_step, worker_batch
+from tests.harness.meta_device import DEVICE
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import (
+    TinyModule,
+    flat,
+    make_loader,
+    make_model,
+    train_step,
+    worker_batch,
+)
 
 ROUNDS = 12
 QUARTER = SPARTA(0.25, seed=3)

@@ -14,7 +14,7 @@ from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.topology import as_topology
-from tests.small_model import flat, make_model, train_step, worker_batch
+from tests.harness.small_model import flat, make_model, train_step, worker_batch
 
 LocalStep = Callable[[int, nn.Module, torch.optim.Optimizer, int], None]
 """(worker, its model, its optimizer, number of the step)."""

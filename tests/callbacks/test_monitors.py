@@ -30,8 +30,8 @@ from lightning_loco import (
 from lightning_loco.callbacks import straggler
 from lightning_loco.distributed.worker_status import WorkerStatus
 from tests.distributed.workers import sleeps
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 
 LR = 0.05
 P_BYTES = 26 * 8  # the small model in float64

@@ -27,14 +27,14 @@ from lightning_loco import (
     ReportCallback,
     WorkerLogs,
 )
+from lightning_loco.app.launch import is_no_tip
 from lightning_loco.callbacks.rank_record import computing
-from lightning_loco.callbacks.report import NOT_COMPLETE, RunWarnings
-from lightning_loco.demo.launch import is_no_tip
+from lightning_loco.callbacks.report_callback import NOT_COMPLETE, RunWarnings
 from lightning_loco.distributed.statistics import Spans
 from lightning_loco.report.page import mean_share
 from lightning_loco.report.record import RunRecord
-from tests.pool import Pool, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     flat,

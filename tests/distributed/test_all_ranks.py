@@ -16,10 +16,10 @@ import torch.distributed as dist
 from lightning_loco.distributed import job as jobs
 from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.faults.failing import failing_at
-from tests.forked_jobs import Job, freeze
-from tests.limits import HARNESS_S
-from tests.pool import Pool, PoolError
-from tests.programs import free_ports
+from tests.harness.forked_jobs import Job, freeze
+from tests.harness.limits import HARNESS_S
+from tests.harness.pool import Pool, PoolError
+from tests.harness.programs import free_ports
 
 TIMEOUT_S = 3.0
 LONGEST_S = TIMEOUT_S + 6

@@ -9,10 +9,10 @@ from torch import nn
 from lightning_loco import DiLoCoStrategy
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind, device_of
-from lightning_loco.parameters.flat import CHUNK_ELEMENTS, longest_chunk
-from tests.limits import LONG_S, SOON_S
-from tests.pool import Pool, PoolEnvironment, PoolError
-from tests.small_model import TinyModule, quiet_trainer
+from lightning_loco.model.flat import CHUNK_ELEMENTS, longest_chunk
+from tests.harness.limits import LONG_S, SOON_S
+from tests.harness.pool import Pool, PoolEnvironment, PoolError
+from tests.harness.small_model import TinyModule, quiet_trainer
 
 CUDA = torch.device("cuda:1")
 

@@ -21,7 +21,7 @@ from tests.distributed.workers import (
     start,
     wait_until,
 )
-from tests.manual_clock import ManualClock
+from tests.harness.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lightning_loco.distributed.job import init_workers
 from tests.conftest import cover
-from tests.forked_jobs import Outcome, Start, freeze
-from tests.limits import HARNESS_S
-from tests.programs import free_ports, start_together
+from tests.harness.forked_jobs import Outcome, Start, freeze
+from tests.harness.limits import HARNESS_S
+from tests.harness.programs import free_ports, start_together
 
 pytestmark = pytest.mark.process
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
 from lightning_loco.distributed import store as module
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from tests.distributed.workers import threads_named, wait_until
-from tests.frozen import freeze_process
-from tests.limits import HARNESS_S, LONG_S
-from tests.manual_clock import ManualClock
-from tests.programs import Program
-from tests.store_server import server_in_a_process
+from tests.harness.frozen import freeze_process
+from tests.harness.limits import HARNESS_S, LONG_S
+from tests.harness.manual_clock import ManualClock
+from tests.harness.programs import Program
+from tests.harness.store_server import server_in_a_process
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ import os, signal, subprocess, sys, time
 
 import torch.distributed as dist
 
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
 from lightning_loco.distributed import store as module
 from lightning_loco.distributed.store import TimeoutStore, StoreTimeout
 

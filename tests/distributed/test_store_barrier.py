@@ -23,8 +23,8 @@ from tests.distributed.workers import (
     start,
     wait_until,
 )
-from tests.limits import LONG_S, SOON_S
-from tests.manual_clock import ManualClock
+from tests.harness.limits import LONG_S, SOON_S
+from tests.harness.manual_clock import ManualClock
 
 
 class CountingStore(dist.HashStore):

@@ -23,8 +23,8 @@ from tests.distributed.workers import (
     threads_named,
     wait_until,
 )
-from tests.manual_clock import ManualClock, SkippingClock
-from tests.store_server import server_in_a_process
+from tests.harness.manual_clock import ManualClock, SkippingClock
+from tests.harness.store_server import server_in_a_process
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,10 @@ from lightning_loco.distributed.work import (
 )
 from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.distributed.workers import group_of, hurry, make_watchdogs, start
-from tests.late_backend import late_group
-from tests.limits import HARNESS_S, LONG_S
-from tests.manual_clock import ManualClock, SkippingClock
-from tests.pool import Pool
+from tests.harness.late_backend import late_group
+from tests.harness.limits import HARNESS_S, LONG_S
+from tests.harness.manual_clock import ManualClock, SkippingClock
+from tests.harness.pool import Pool
 
 
 def test_waited_seconds_are_added() -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning_loco.distributed import watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 from tests.distributed.workers import hurry, make_watchdogs, start, threads_named, wait_until
-from tests.forked_jobs import Job
-from tests.limits import HARNESS_S, LONG_S, SOON_S
-from tests.pool import Pool, PoolError
+from tests.harness.forked_jobs import Job
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.pool import Pool, PoolError
 
 
 def describe(rank: int, world: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_loco.distributed.worker_status import (
     total_weight,
     write_status,
 )
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 
 
 def table_of(*statuses: WorkerStatus) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_loco.clock import REAL_CLOCK, Clock
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import watchdog as module
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import train
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,9 +24,8 @@ from lightning.pytorch.strategies import Strategy
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
-import train
 from lightning_loco import algorithms, compression, parameter_server, topology
-from lightning_loco.configured_strategy import build_method, build_strategy
+from lightning_loco.app.configured_strategy import build_method, build_strategy
 from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT

@@ -13,16 +13,16 @@ from torch import nn
 import lightning_loco as loco
 from benchmarks.curves import Curve
 from lightning_loco.algorithms.outer_lr import Linear
+from lightning_loco.costs import LINKS
 from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings, StepEngine
-from lightning_loco.links import LINKS
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.worker_strategy import EngineStrategy
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, PAGES, README, doc
-from tests.programs import free_ports
+from tests.harness.programs import free_ports
 
 METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
 

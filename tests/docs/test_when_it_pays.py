@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from lightning_loco.plan.run import add_arguments, run
+from lightning_loco.tools.plan.run import add_arguments, run
 from tests.docs.pages import doc
 
 PAGE = doc("when_it_pays.md")

@@ -17,9 +17,9 @@ from typing import Any
 from torchft.coordination import LighthouseServer
 
 from tests.elastic import worker
-from tests.frozen import is_frozen
-from tests.pool import PRELOADED
-from tests.programs import free_ports
+from tests.harness.frozen import is_frozen
+from tests.harness.pool import PRELOADED
+from tests.harness.programs import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
 HEARTBEAT_TIMEOUT_S = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_loco.background import BackgroundThread
+from lightning_loco._util.background import BackgroundThread
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
     collect_ignore_glob = ["test_*.py"]

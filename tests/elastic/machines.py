@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
 from tests.conftest import ROOT
-from tests.networks import Network, address
-from tests.programs import Program
+from tests.harness.networks import Network, address
+from tests.harness.programs import Program
 
 PORT = 29510
 WORKER = "import sys; from tests.elastic.worker import main; main(sys.argv[1:])"

@@ -29,7 +29,7 @@ from tests.elastic.trainer_worker import (
 )
 from tests.elastic.worker import checksum
 from tests.faults.failing import die, failing_at
-from tests.small_model import quiet_trainer
+from tests.harness.small_model import quiet_trainer
 
 SYNC_EVERY = 4
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.cluster import until
-from tests.programs import Program, environment, free_ports
+from tests.harness.programs import Program, environment, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = ("experiment=smoke", "trainer.max_steps=2000", "trainer.val_check_interval=500")

@@ -21,7 +21,7 @@ from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.membership import DataShard
 from lightning_loco.schedules import EverySteps
-from tests.programs import free_ports
+from tests.harness.programs import free_ports
 
 TIMEOUT_S = 5.0
 NAMES = ("a", "b", "c")

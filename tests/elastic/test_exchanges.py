@@ -12,7 +12,7 @@ from lightning_loco.elastic.exchanges import Exchanged, SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.engine import StepEngine
 from tests.elastic.test_group import plan_of
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 NUMEL = 1000
 """Elements of a message."""

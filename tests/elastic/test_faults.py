@@ -12,7 +12,7 @@ import torch
 from lightning_loco.elastic.group import UNRESPONSIVE_S
 from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
-from tests.limits import HARNESS_S
+from tests.harness.limits import HARNESS_S
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster
 from tests.elastic.test_elastic import first_members, weight_of
 from tests.elastic.test_faults import longest_wait
 from tests.elastic.worker import PULL, Layers, checksum, streaming_settings
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 pytestmark = pytest.mark.process
 

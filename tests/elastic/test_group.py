@@ -14,8 +14,8 @@ import torch
 
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import Plan
-from tests.limits import SOON_S
-from tests.pool import PRELOADED, Pool
+from tests.harness.limits import SOON_S
+from tests.harness.pool import PRELOADED, Pool
 
 _processes = multiprocessing.get_context("forkserver")
 

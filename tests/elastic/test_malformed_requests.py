@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from lightning_loco import Elastic, StepEngine
+from lightning_loco._util.background import run_in_thread
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.background import run_in_thread
 from lightning_loco.elastic.lighthouse import Lighthouse
 from tests.elastic import cluster
 from tests.elastic.test_quorum import info

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_loco.elastic.group import MemberGroup, MemberMonitor
 from lightning_loco.elastic.quorum import Plan
-from tests.limits import SOON_S
+from tests.harness.limits import SOON_S
 
 TIMEOUT_S = 60.0
 

@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from lightning_loco.configured_strategy import build_strategy
+from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.engine import Engine
 from tests.conftest import ROOT
 from tests.elastic import worker

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.places import Places
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 
 
 def make_places(world: int, timeout_s: float = 60.0) -> tuple[Places, WorkerGroup]:

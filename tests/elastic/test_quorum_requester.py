@@ -13,7 +13,7 @@ from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.quorum import NO_STATE, MemberInfo, make_plan
 from lightning_loco.elastic.rounds import QuorumRequester, RoundRequest
 from tests.elastic import cluster
-from tests.programs import free_ports
+from tests.harness.programs import free_ports
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 

@@ -18,8 +18,8 @@ from tests.elastic.cluster import Cluster, cluster, until
 from tests.elastic.resume_worker import SYNC_EVERY
 from tests.elastic.test_fit import check_samples
 from tests.elastic.trainer_worker import Model, Numbered
-from tests.pool import Pool, make_trainer
-from tests.small_model import quiet_trainer
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import quiet_trainer
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:You're resuming from a")]
 

@@ -23,7 +23,7 @@ from lightning_loco.algorithms import (
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from tests.engine.fragments import Layers
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 HERE = "127.0.0.1:29510"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.elastic.cluster import lines_of
 from tests.elastic.machines import start_lighthouse, start_worker
-from tests.networks import wired_together
+from tests.harness.networks import wired_together
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 

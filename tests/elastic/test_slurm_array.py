@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.cluster import Lighthouse
-from tests.programs import Program
+from tests.harness.programs import Program
 from tests.test_examples import ROOT, TINY, cluster, remote_job, run
 
 __all__ = ["cluster"]

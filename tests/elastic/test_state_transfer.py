@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.distributed import notes
+from lightning_loco.distributed import json_messages as notes
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import Plan
 from lightning_loco.elastic.state_transfer import RunState
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 STATE = RunState(
     {

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_loco.engine import StepEngine
 from tests.elastic.cluster import cluster
 from tests.elastic.worker import PULL, algorithm_of, checksum, compression_of
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_loco.elastic.group import MemberGroup, check_alive, connect_store, serve_store
-from tests.limits import SOON_S
+from tests.harness.limits import SOON_S
 
 TIMEOUT_S = 60.0
 

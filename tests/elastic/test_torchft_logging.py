@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.cluster import Lighthouse
-from tests.programs import Program, python_script
+from tests.harness.programs import Program, python_script
 
 pytestmark = pytest.mark.process
 

@@ -10,8 +10,8 @@ import pytest
 from lightning_loco.elastic.group import UNRESPONSIVE_S
 from tests.elastic.cluster import lines_of, until
 from tests.elastic.machines import start_lighthouse, start_worker
-from tests.networks import wired_together
-from tests.programs import Program
+from tests.harness.networks import wired_together
+from tests.harness.programs import Program
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 

@@ -28,11 +28,11 @@ from lightning_loco import (
     LocoStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_loco.parameters.flat import local_tensor
+from lightning_loco.model.flat import local_tensor
 from lightning_loco.strategies import lightning_compat
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
-from tests.small_model import TinyModule, quiet_trainer
+from tests.harness.small_model import TinyModule, quiet_trainer
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):

@@ -15,7 +15,7 @@ from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point, randn
 from tests.engine.toys import SMALL_BUCKET, approach, flat, saved_and_loaded
-from tests.late_backend import late_group
+from tests.harness.late_backend import late_group
 
 SIZES = (1500, 700, 40, 5, 900)
 """Elements of the layers, 3145 in all: three strided fragments of 1505, 1600 and 40."""

@@ -14,8 +14,8 @@ from lightning_loco.schedules import EverySteps, Staggered
 from tests.conftest import cover
 from tests.engine.fragments import Layers
 from tests.engine.toys import approach, flat
-from tests.pool import Pool
-from tests.small_model import norm_model
+from tests.harness.pool import Pool
+from tests.harness.small_model import norm_model
 
 pytestmark = pytest.mark.recovery
 

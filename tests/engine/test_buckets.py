@@ -6,7 +6,7 @@ import torch
 
 from lightning_loco.algorithms import DiLoCo, LocalSGD
 from lightning_loco.engine.buckets import Bucket, BucketChunk, group_chunks
-from lightning_loco.parameters.flat import Cuts, FlatLayout
+from lightning_loco.model.flat import Cuts, FlatLayout
 
 
 def layout_of(*sizes: int, chunk_elements: int | None = None) -> FlatLayout:

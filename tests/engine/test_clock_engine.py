@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_loco import ClockEngine, PairwiseEngine
 from tests.distributed.workers import wait_until
-from tests.limits import SOON_S
-from tests.pool import Pool, PoolError
-from tests.small_model import flat, loss_of, make_model, train_step, worker_batch
+from tests.harness.limits import SOON_S
+from tests.harness.pool import Pool, PoolError
+from tests.harness.small_model import flat, loss_of, make_model, train_step, worker_batch
 
 TOPOLOGIES = [None, "ring", "random_matching"]
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -27,7 +27,7 @@ from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close
 from tests.conftest import cover
 from tests.engine.toys import Exact, approach, flat, run_each, simulate, train, zeros
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 ROUNDS, STEPS, NUMEL = 4, 2, 150
 CODECS = [Int8(8), E3M0(8), Sparse(4, 16)]

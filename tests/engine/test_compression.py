@@ -46,7 +46,7 @@ from tests.engine.toys import (
     train,
     zeros,
 )
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 ROUNDS = 4
 WAYS = {

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_loco import ClockEngine, DiLoCo, GASLoC, PairwiseEngine, StepEngine
-from lightning_loco.algorithms.base import State
+from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.outer_optimizer import step_outer_optimizer
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.engine import Engine
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
-from lightning_loco.parameters.flat import Cuts, FlatLayout
-from lightning_loco.parameters.replica import Replica
+from lightning_loco.model.flat import Cuts, FlatLayout
+from lightning_loco.model.replica import Replica
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import assert_close
 from tests.cases import CASES, Case, rows, without_variants
 from tests.engine.toys import approach, flat, zeros
-from tests.meta_device import DEVICE, copies_to_the_host, no_checksum
-from tests.one_gpu import no_waits_for_the_gpu
-from tests.pool import Pool
+from tests.harness.meta_device import DEVICE, copies_to_the_host, no_checksum
+from tests.harness.one_gpu import no_waits_for_the_gpu
+from tests.harness.pool import Pool
 
 __all__ = ["no_checksum"]
 

@@ -16,9 +16,9 @@ import torch
 from lightning_loco import DiLoCo, DiLoCoStrategy, GASLoC, StepEngine
 from tests.algorithms.toys import Point
 from tests.engine.toys import approach
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
-from tests.sources import ROOT
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.sources import ROOT
 
 PREFIX = "lightning_loco."
 

@@ -14,8 +14,8 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD, StepEngine
 from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine import fragment_sync as rounds_module
-from lightning_loco.parameters import flat as flat_module
-from lightning_loco.parameters.flat import Chunk, Packing
+from lightning_loco.model import flat as flat_module
+from lightning_loco.model.flat import Chunk, Packing
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, apply_update, assert_close, randn
 from tests.engine.toys import (
@@ -28,7 +28,7 @@ from tests.engine.toys import (
     train,
     zeros,
 )
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 
 # ------------------------------------------------------------------------------- scalars
 

@@ -19,7 +19,7 @@ from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.topology import TOPOLOGIES, Ring, get_topology
 from tests.conftest import cover
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 ROUNDS = 4
 SIZES = (5, 3, 7, 5, 1)

@@ -12,7 +12,7 @@ from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.fragment_memory import FragmentMemory
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import assert_close, randn
 from tests.engine.toys import (
@@ -29,7 +29,7 @@ from tests.engine.toys import (
     train,
     zeros,
 )
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 ROUNDS = 4
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_loco._util.fault_points import on_reach
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.worker_status import KnownStatuses, WorkerStatus
@@ -18,12 +19,11 @@ from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
-from lightning_loco.fault_points import on_reach
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.algorithms.toys import Point, randn
 from tests.engine.toys import SMALL_BUCKET, Counting, approach, rounding
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 FITS = 2000
 """Elements that two buckets of the smallest bucket hold."""

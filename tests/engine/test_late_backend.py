@@ -1,4 +1,4 @@
-"""Engines on a backend whose ``wait`` returns at once, as that of NCCL: tests/late_backend.py."""
+"""Engines on a backend whose ``wait`` returns at once, as that of NCCL: tests/harness/late_backend.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_loco.engine import Engine
 from tests.algorithms.toys import Point
 from tests.cases import CASES, KINDS, Case, rows, without_variants
 from tests.engine.toys import LARGE, SMALL_BUCKET, approach, flat, run_each, zeros
-from tests.late_backend import DELAY_S, LateGroup, late_group
-from tests.pool import Pool, PoolError
+from tests.harness.late_backend import DELAY_S, LateGroup, late_group
+from tests.harness.pool import Pool, PoolError
 
 TIMEOUT_S = 2.0
 LATEST_S = TIMEOUT_S + 6.0

@@ -27,6 +27,7 @@ from lightning_loco import (
     StepEngine,
 )
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.costs import Links, LinkTimes, as_links
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.statistics import Spans
 from lightning_loco.distributed.work import AllReduceSum
@@ -35,16 +36,15 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.link_emulator import LinkEmulator
-from lightning_loco.links import Links, LinkTimes, as_links
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import Point
 from tests.distributed.workers import wait_until
 from tests.engine.toys import approach, flat, run_each, train
-from tests.limits import HARNESS_S, LONG_S
-from tests.manual_clock import SkippingClock
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, WorkerData
+from tests.harness.limits import HARNESS_S, LONG_S
+from tests.harness.manual_clock import SkippingClock
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, WorkerData
 
 NUMEL = 250_000
 MEGABYTE = 4 * NUMEL

@@ -15,7 +15,7 @@ from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.algorithms import NeighborAverage
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.topology import TOPOLOGIES, RandomMatching
-from tests.forked_jobs import Job
+from tests.harness.forked_jobs import Job
 
 pytestmark = [pytest.mark.soak, pytest.mark.process]
 

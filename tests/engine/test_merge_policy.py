@@ -25,8 +25,8 @@ from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.engine.toys import LARGE, approach, flat, run_each, simulate, train, zeros
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 ROUNDS = 4
 WORLD = 3

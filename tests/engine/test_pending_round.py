@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
-from lightning_loco.engine.exchanges.base import Arrived
+from lightning_loco.engine.exchanges.exchange import Arrived
 from lightning_loco.engine.fragment_sync import PendingRound
 from tests.engine.toys import saved_and_loaded
 

@@ -10,8 +10,8 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
 from tests.cases import CASES, Case
 from tests.engine.toys import run_each
-from tests.pool import Pool
-from tests.small_model import flat, make_model, train_step, worker_batch
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, train_step, worker_batch
 
 
 def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, EagerDiLoCo, GASLoC
 from lightning_loco.engine import Engine, RoundSettings, resume_from
+from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps
-from lightning_loco.worker import EarlierRun
 from tests.conftest import cover
 from tests.engine.toys import (
     SMALL_BUCKET,
@@ -25,7 +25,7 @@ from tests.engine.toys import (
     saved_and_loaded,
     zeros,
 )
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 STEPS = 7
 State = dict[str, Any]

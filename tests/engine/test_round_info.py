@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, RoundInfo, State
 from lightning_loco.engine import RoundSettings
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 NUM_STEPS = 3
 WORLD = 3

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import link_emulator
 from lightning_loco.engine.link_emulator import SendTimes
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 
 def record_and_read(rank: int, world: int) -> list[float]:

@@ -15,14 +15,14 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.settings import CHUNK_ELEMENTS, PENDING_BUCKETS
-from lightning_loco.parameters.flat import cut_tensors
-from lightning_loco.parameters.ownership import find_ownership
+from lightning_loco.model.flat import cut_tensors
+from lightning_loco.model.ownership import find_ownership
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.engine.toys import Counting, Halves, Lonely, RandomPairs, SignBlocks, flat
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 ROUNDS = 5
 SEED = 7

@@ -15,8 +15,8 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.engine import connect_to_members, make_fragments, make_group_exchange
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
+from lightning_loco.model.worker import Worker
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
-from lightning_loco.worker import Worker
 
 
 def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from lightning_loco import Simulation
 from lightning_loco.algorithms import DiLoCo, GASLoC, Mix, ModelAverage
 from lightning_loco.engine import Engine, RoundSettings, resume_from
+from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
-from lightning_loco.worker import EarlierRun
 from tests.algorithms.toys import assert_close
 from tests.conftest import cover
 from tests.engine.fragments import SIZES, Layers, simulate, slices_of, stream, train
 from tests.engine.toys import Counting, approach, flat, rounding, run_each, saved_and_loaded
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 
 DILOCO = DiLoCo(0.4, 0.9)
 LAG_S = 1.0

@@ -18,14 +18,14 @@ from torch.nn.utils import parameters_to_vector
 from lightning_loco import SPARTA, Algorithm, DiLoCo, GASLoC, LocalSGD, NoLoCo, Simulation
 from lightning_loco.algorithms import Mix, ModelAverage
 from lightning_loco.compression import Int8
+from lightning_loco.costs import Link, as_links
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.statistics import Spans
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.links import Link, as_links
-from lightning_loco.parameters.flat import local_tensor
+from lightning_loco.model.flat import local_tensor
 from lightning_loco.schedules import EveryInterval, EverySteps, Staggered
 from tests.algorithms.toys import randn
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 NUM_WORKERS = REPLICA_SIZE = 2
 SHAPE, NUMEL, CUT = (5, 8), 40, 24  # the first place holds 3 rows, the second one 2

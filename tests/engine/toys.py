@@ -23,7 +23,7 @@ from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, StepInfo
 from tests.algorithms.toys import Point, randn
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 LARGE = 5000
 """Elements of a model that takes five buckets in the smallest bucket."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_loco.fault_points import POINTS, on_reach
-from tests.forked_jobs import freeze
-from tests.limits import LONG_S
+from lightning_loco._util.fault_points import POINTS, on_reach
+from tests.harness.forked_jobs import freeze
+from tests.harness.limits import LONG_S
 
 DELAYED = {
     "within the exchange": ("exchange", 0.002),

@@ -12,8 +12,8 @@ import torch
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, cluster
 from tests.faults.table import REMOTE, WORLDS, Fault, rows
 from tests.faults.worker import failure_file, fit
-from tests.forked_jobs import Job
-from tests.limits import HARNESS_S
+from tests.harness.forked_jobs import Job
+from tests.harness.limits import HARNESS_S
 
 TIMEOUT_S = 5.0
 PROMPT_S = TIMEOUT_S + 6

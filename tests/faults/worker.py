@@ -16,8 +16,8 @@ import lightning.pytorch as pl
 
 from tests.faults.failing import KINDS, failing_at
 from tests.faults.table import REMOTE, Fault
-from tests.pool import make_trainer
-from tests.small_model import ValidatedModule, make_loader
+from tests.harness.pool import make_trainer
+from tests.harness.small_model import ValidatedModule, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 40

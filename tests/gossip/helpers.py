@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode, Received
 from lightning_loco.gossip.fetcher import FetchingThread
 from lightning_loco.gossip.protocol import (
@@ -26,11 +26,11 @@ from lightning_loco.gossip.protocol import (
     pack_reply,
     parse_request,
 )
-from lightning_loco.gossip.server import SnapshotServer
+from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
 from lightning_loco.transport import JobCertificate, Request, Server
-from tests.limits import HARNESS_S
-from tests.programs import free_ports
+from tests.harness.limits import HARNESS_S
+from tests.harness.programs import free_ports
 from tests.transport.helpers import HOST, wait_until
 
 CHECKSUM = 0x1122334455667788

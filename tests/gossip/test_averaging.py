@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.algorithms.pairwise_average import PairwiseAverage
 from lightning_loco.gossip.averaging import ModelAverager, copy_model, served_layout
-from lightning_loco.parameters.flat import Cuts, FlatLayout
+from lightning_loco.model.flat import Cuts, FlatLayout
 
 SHAPES = ((3, 4), (5,), (2, 2, 2))
 NUMEL = 25

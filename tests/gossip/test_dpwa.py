@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import train
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import train
 from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy
-from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.checked_settings import early_settings
-from lightning_loco.configured_strategy import build_strategy
+from lightning_loco.algorithms.pairwise_average import Tag
+from lightning_loco.app.configured_strategy import build_strategy
+from lightning_loco.app.early_checks import early_settings
 from lightning_loco.gossip import Peer, read_nodes
 from lightning_loco.strategies.summary import describe
 from tests.conftest import ROOT
 from tests.gossip.helpers import peers
 from tests.gossip.test_engine import Numbers
-from tests.programs import Program, free_ports
-from tests.small_model import make_model
+from tests.harness.programs import Program, free_ports
+from tests.harness.small_model import make_model
 
 SAMPLE = ROOT / "examples" / "dpwa" / "config.yaml"
 SHA256 = "15a81d6edab202d64a64f997b3d670f6ea8350680b5c7fc21ef2d648e7cc2fd2"

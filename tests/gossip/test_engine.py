@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from tests.gossip.helpers import DPWA, peers, silent
-from tests.limits import LONG_S
-from tests.pool import Pool
-from tests.small_model import flat, make_model
+from tests.harness.limits import LONG_S
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model
 
 
 class Numbers(nn.Module):

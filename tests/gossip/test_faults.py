@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip import Received
 from tests.gossip.helpers import NodeProcess, fetch, fetch_until, make_node, peers, wait_until_ended
-from tests.limits import HARNESS_S, LONG_S, SOON_S
-from tests.programs import LIMIT_S
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.programs import LIMIT_S
 
 TIMEOUT_S = 0.8
 LIMIT_PROMPT_S = TIMEOUT_S + 0.3  # other processes use the machine, too
@@ -103,7 +103,7 @@ def test_third_peer_is_used_if_one_is_dead_and_one_is_stopped() -> None:
 
 NEVER_CLOSED = """
 import torch
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 nodes = [Peer("a", "127.0.0.1", {}), Peer("b", "127.0.0.1", {})]
 opened = [PeerNode(9, torch.float32, NodeListDiscovery(nodes, n), schema_checksum=1) for n in "ab"]

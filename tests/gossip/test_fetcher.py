@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco import Link, PairwiseAverage, PairwiseEngine
-from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
+from lightning_loco.algorithms.pairwise_average import Tag
+from lightning_loco.costs import as_links
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery
 from lightning_loco.gossip import fetcher as fetcher_module
@@ -32,7 +33,6 @@ from lightning_loco.gossip.protocol import (
     pack_reply,
 )
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links import as_links
 from tests.algorithms.toys import Point
 from tests.gossip.helpers import (
     DPWA,
@@ -49,9 +49,9 @@ from tests.gossip.helpers import (
     valid_reply,
     wait_until_ended,
 )
-from tests.limits import HARNESS_S, LONG_S, SOON_S
-from tests.manual_clock import ManualClock
-from tests.pool import Pool
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.manual_clock import ManualClock
+from tests.harness.pool import Pool
 from tests.transport.helpers import message, open_files, raw_server, wait_until
 
 NUMEL = 250_000

@@ -17,10 +17,10 @@ from lightning_loco.gossip.snapshots import (
     copy_with_norm_and_loss,
     make_publisher,
 )
-from lightning_loco.parameters.flat import Cuts, FlatLayout
+from lightning_loco.model.flat import Cuts, FlatLayout
 from tests.gossip.helpers import DPWA, make_node, peers
-from tests.meta_device import no_checksum, with_streams
-from tests.one_gpu import no_waits_for_the_gpu
+from tests.harness.meta_device import no_checksum, with_streams
+from tests.harness.one_gpu import no_waits_for_the_gpu
 
 __all__ = ["no_checksum"]
 

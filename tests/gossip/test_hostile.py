@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.protocol import PARAMETERS, ReplyHeader, pack_reply, pack_request
 from tests.gossip.helpers import fetch, peers, serving, two_nodes
-from tests.limits import SOON_S
-from tests.programs import Program, python_script
+from tests.harness.limits import SOON_S
+from tests.harness.programs import Program, python_script
 from tests.transport.flooder import flooding
 from tests.transport.helpers import (
     MB,
@@ -105,7 +105,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 from lightning_loco import PairwiseGossipStrategy
-from tests.small_model import TinyModule, make_loader, quiet_trainer
+from tests.harness.small_model import TinyModule, make_loader, quiet_trainer
 
 folder = Path({folder!r})
 

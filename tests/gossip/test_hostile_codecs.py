@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.gossip import PeerNode
 from lightning_loco.gossip.protocol import PARAMETERS, ModelId, ReplyHeader, pack_reply

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.protocol import ModelId
 from tests.gossip.helpers import DPWA, peers, replying, valid_reply
 from tests.gossip.test_engine import Numbers

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.algorithms.pairwise_average import PairwiseAverage, Tag
 from lightning_loco.compression import BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.gossip import (
@@ -28,7 +28,7 @@ from lightning_loco.gossip import (
 )
 from lightning_loco.gossip.node import make_discovery, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.model.flat import FlatLayout
 from lightning_loco.transport import Client, write_certificate
 from tests.gossip.helpers import (
     HOST,
@@ -42,9 +42,9 @@ from tests.gossip.helpers import (
     two_nodes,
     wait_until_ended,
 )
-from tests.limits import LONG_S, SOON_S
-from tests.pool import Pool
-from tests.programs import free_ports
+from tests.harness.limits import LONG_S, SOON_S
+from tests.harness.pool import Pool
+from tests.harness.programs import free_ports
 from tests.transport.helpers import open_files, wait_until
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import CODECS, BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.gossip.protocol import (
     NOTHING_PUBLISHED,

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_loco import DiLoCo, PairwiseAverage, PairwiseEngine
-from lightning_loco.algorithms.pairwise import Constant, Interpolation, by_clock, by_loss
+from lightning_loco.algorithms.pairwise_average import Constant, Interpolation, by_clock, by_loss
 from lightning_loco.compression import E3M0, BFloat16, ErrorFeedback, Int8
 from lightning_loco.gossip import Peer
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.transport import write_certificate
-from tests.pool import Pool
-from tests.small_model import make_model
+from tests.harness.pool import Pool
+from tests.harness.small_model import make_model
 
 NODES = [
     {"name": "a", "host": "127.0.0.1", "port": 45671},
@@ -181,7 +181,7 @@ def test_rules_are_described_by_value_and_not_by_memory_address() -> None:
     values = [description["interpolation"] for description in described[0]]
     assert len({repr(value) for value in values}) == len(RULES)
     assert "0x" not in repr(values)
-    assert "lightning_loco.algorithms.pairwise.by_loss" in values
+    assert "lightning_loco.algorithms.pairwise_average.by_loss" in values
 
 
 def ranks_differ(rank: int, world: int, differ: bool) -> str:

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import BFloat16, Float16, Int8
 from lightning_loco.gossip.protocol import WireFormat
 from lightning_loco.gossip.snapshots import Snapshots, copy_with_norm, norm_of

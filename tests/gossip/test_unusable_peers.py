@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import Int8
 from lightning_loco.gossip import Peer, PeerNode, StoreDiscovery
 from tests.gossip.helpers import (
@@ -27,7 +27,7 @@ from tests.gossip.helpers import (
     two_nodes,
     wait_until_ended,
 )
-from tests.limits import LONG_S, SOON_S
+from tests.harness.limits import LONG_S, SOON_S
 
 pytestmark = pytest.mark.recovery
 

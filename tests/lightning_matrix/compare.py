@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from tests.harness.pool import Pool, PoolError
 from tests.lightning_matrix.row_run import (
     RANKS_PER_WORKER,
     REMOTE,
@@ -19,7 +20,6 @@ from tests.lightning_matrix.row_run import (
     run_row_of_ranks,
 )
 from tests.lightning_matrix.table import AsDDP, Better, Refused, Row, Verdict
-from tests.pool import Pool, PoolError
 
 Outcomes = Sequence[Outcome]
 """The outcomes of all ranks."""

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from tests.harness.pool import Pool
 from tests.lightning_matrix.compare import Runs, problem
 from tests.lightning_matrix.render import page
 from tests.lightning_matrix.row_run import REMOTE, Outcome
@@ -25,7 +26,6 @@ from tests.lightning_matrix.table import (
     Refused,
     Row,
 )
-from tests.pool import Pool
 
 # Warnings of Lightning's features are not tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from lightning_loco import Link, Simulation
-from lightning_loco.links import Links, LinkTimes, as_links
+from lightning_loco.costs import Links, LinkTimes, as_links
 from lightning_loco.topology import Ring
 from lightning_loco.transport import write_certificate
+from tests.harness.networks import Network, wired_together
 from tests.network.worker import METHODS, Numbers
-from tests.networks import Network, wired_together
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.alone]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_loco import DiLoCo, GASLoC, PairwiseAverage, PairwiseEngine, StepEngine
-from tests.networks import address
+from tests.harness.networks import address
 
 LONGEST_S = 60.0
 METHODS = {"diloco": DiLoCo, "gasloc": GASLoC}

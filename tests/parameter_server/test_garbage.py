@@ -15,9 +15,9 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
 from lightning_loco.parameter_server.protocol import FRAME_BYTES, MessageKind, MessageTag
-from tests.forked_jobs import Start
-from tests.pool import Pool
-from tests.programs import free_ports
+from tests.harness.forked_jobs import Start
+from tests.harness.pool import Pool
+from tests.harness.programs import free_ports
 
 MESSAGES = [
     b"",

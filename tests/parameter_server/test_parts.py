@@ -28,8 +28,8 @@ from lightning_loco.parameter_server.protocol import (
     explain_unreachable,
 )
 from tests.distributed.workers import make_watchdogs, start
-from tests.manual_clock import SkippingClock
-from tests.pool import Pool, PoolError
+from tests.harness.manual_clock import SkippingClock
+from tests.harness.pool import Pool, PoolError
 
 
 @pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)

@@ -24,8 +24,8 @@ from lightning_loco.parameter_server import (
     run_role,
 )
 from tests.faults.failing import failing_at
-from tests.forked_jobs import Job, Outcome, freeze
-from tests.limits import HARNESS_S
+from tests.harness.forked_jobs import Job, Outcome, freeze
+from tests.harness.limits import HARNESS_S
 
 pytestmark = pytest.mark.process
 

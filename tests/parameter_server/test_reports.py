@@ -13,7 +13,7 @@ from torch import nn
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from tests.forked_jobs import Job, freeze
+from tests.harness.forked_jobs import Job, freeze
 
 pytestmark = pytest.mark.process
 

@@ -21,7 +21,7 @@ from lightning_loco.parameter_server import (
     run_role,
     serve,
 )
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 
 STEPS = 200
 TRANSPORT = Transport(bucket_bytes=100)  # several buckets, which cut parameters in two

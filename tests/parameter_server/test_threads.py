@@ -17,7 +17,7 @@ from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.parameter_server.clients import RequestQueue
 from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive, WaitThread
 from lightning_loco.parameter_server.protocol import Message, MessageKind
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 
 class Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_loco._util.checks import format_bytes, format_seconds
 from lightning_loco.report.charts import (
     MAX_DRAWN,
     Axis,
@@ -18,7 +19,6 @@ from lightning_loco.report.charts import (
     tick_text,
 )
 from lightning_loco.report.record import Curve, Drawing, Point
-from lightning_loco.values import format_bytes, format_seconds
 
 
 def points(count: int, num_bytes: int = 1000) -> list[Point]:

@@ -23,7 +23,7 @@ from lightning_loco.report.page import (
 )
 from lightning_loco.report.record import RunRecord
 from tests.conftest import ROOT
-from tests.programs import environment
+from tests.harness.programs import environment
 from tests.report.records import EVIL, made_up
 
 VOID = {"meta", "img", "br", "link", "input"}

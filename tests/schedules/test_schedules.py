@@ -28,7 +28,7 @@ from tests.engine.toys import (
     train,
     zeros,
 )
-from tests.pool import Pool
+from tests.harness.pool import Pool
 
 ROUNDS = 5
 MIDDLE = LARGE // 2

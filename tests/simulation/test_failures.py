@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation
 from lightning_loco.algorithms import DelayedNesterov, KeepProgress, ModelAverage
+from lightning_loco.costs import Link
 from lightning_loco.engine import RoundSettings
-from lightning_loco.links import Link
 from lightning_loco.schedules import EveryInterval, EverySteps, hidden_rounds
 from lightning_loco.simulation import Failure, random_failures
 from tests.algorithms.toys import Point, assert_close

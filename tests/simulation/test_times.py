@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, NoLoCo, Simulation
 from lightning_loco.algorithms import Algorithm, KeepProgress, ModelAverage
-from lightning_loco.costs import ENCODINGS, Method, StepTimes, estimate
+from lightning_loco.costs import Link, Links, LinkTimes, as_links
+from lightning_loco.costs.method_costs import ENCODINGS, Method, StepTimes, estimate
 from lightning_loco.engine import RoundSettings
-from lightning_loco.links import Link, Links, LinkTimes, as_links
 from lightning_loco.schedules import (
     EveryInterval,
     EverySteps,

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_loco import GASLoCStrategy
-from tests.small_model import TinyModule, flat, make_loader, quiet_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader, quiet_trainer
 
 SETTINGS: dict[str, Any] = {"topology": "ring", "sync_every": 3}
 LR = 0.05

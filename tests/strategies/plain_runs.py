@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_loco import Algorithm, DiLoCo, LocoStrategy
 from tests.algorithms import toys
 from tests.algorithms.toys import LocalStep, plain_step
-from tests.pool import make_trainer
-from tests.small_model import make_loader, make_model
+from tests.harness.pool import make_trainer
+from tests.harness.small_model import make_loader, make_model
 
 LR = 0.05
 

@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import PoolEnvironment, make_trainer
-from tests.programs import free_ports
-from tests.small_model import flat
+from tests.harness.pool import PoolEnvironment, make_trainer
+from tests.harness.programs import free_ports
+from tests.harness.small_model import flat
 
 
 class PortEnvironment(PoolEnvironment):

@@ -31,10 +31,10 @@ from lightning_loco import (
     NoLoCoStrategy,
     StreamingDiLoCoStrategy,
 )
-from tests.forked_jobs import Job, Outcome
-from tests.limits import HARNESS_S
-from tests.pool import Pool, make_trainer
-from tests.small_model import FEATURES, TinyModule, ValidatedModule, worker_batch
+from tests.harness.forked_jobs import Job, Outcome
+from tests.harness.limits import HARNESS_S
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import FEATURES, TinyModule, ValidatedModule, worker_batch
 
 Sizes = int | tuple[int, int] | None
 """``replica_size``, or ``data_parallel_size`` and ``tensor_parallel_size``; None: one rank."""

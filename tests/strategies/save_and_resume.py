@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.cases import Case
-from tests.pool import make_trainer
-from tests.small_model import flat
+from tests.harness.pool import make_trainer
+from tests.harness.small_model import flat
 
 BATCHES = 6  # of an epoch
 STEPS = 27

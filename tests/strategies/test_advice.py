@@ -16,8 +16,8 @@ from lightning_loco import (
     LocalSGDStrategy,
     LocoStrategy,
 )
-from tests.pool import Pool, make_trainer
-from tests.small_model import ValidatedModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import ValidatedModule, make_loader
 from tests.strategies.messages import RANK_ZERO, messages_of
 
 

@@ -30,9 +30,9 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
 )
+from lightning_loco.costs import LINKS, Links
+from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.engine.settings import RoundOptions, RoundSettings
-from lightning_loco.links import LINKS, Links
-from lightning_loco.methods import METHOD_TABLE
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import (
     CommonArguments,
@@ -40,9 +40,9 @@ from lightning_loco.strategies.arguments import (
     WorkerArguments,
     argument_names,
 )
-from lightning_loco.strategies.base import EngineStrategy
-from tests.pool import Pool
-from tests.small_model import TinyModule, quiet_trainer
+from lightning_loco.strategies.worker_strategy import EngineStrategy
+from tests.harness.pool import Pool
+from tests.harness.small_model import TinyModule, quiet_trainer
 
 WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStrategy)]
 

@@ -24,8 +24,8 @@ from lightning_loco import (
     PauseAveraging,
     StragglerSimulator,
 )
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     WorkerData,

@@ -24,8 +24,8 @@ from lightning_loco import (
     LocoStrategy,
     Simulation,
 )
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader, make_model
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader, make_model
 
 NAN = math.nan
 

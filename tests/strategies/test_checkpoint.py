@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.cases import CASES, Case, params
 from tests.conftest import cover
-from tests.pool import Pool
-from tests.small_model import flat
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat
 from tests.strategies.save_and_resume import (
     DrawingModule,
     Run,

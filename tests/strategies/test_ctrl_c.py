@@ -23,8 +23,8 @@ from lightning_loco import (
     PairwiseGossipStrategy,
 )
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 pytestmark = pytest.mark.recovery
 

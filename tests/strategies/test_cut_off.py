@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.networks import address, wired_together
-from tests.programs import Program, python_script
+from tests.harness.networks import address, wired_together
+from tests.harness.programs import Program, python_script
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import DiLoCoStrategy, GASLoCStrategy
-from tests.programs import start_together
-from tests.small_model import TinyModule, make_loader, quiet_trainer
+from tests.harness.programs import start_together
+from tests.harness.small_model import TinyModule, make_loader, quiet_trainer
 
 class Slow(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

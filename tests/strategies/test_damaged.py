@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO, damage_of
 from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles
-from tests.pool import Pool, PoolError
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, PoolError
+from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.remote_runs import fit_with
 
 WORLD = 3

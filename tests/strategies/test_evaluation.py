@@ -15,8 +15,8 @@ from torchmetrics import MeanSquaredError
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from lightning_loco.algorithms import Algorithm
 from tests.cases import CASES, Case, without_variants
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     flat,
     loss_of,

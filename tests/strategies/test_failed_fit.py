@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import lightning_loco as loco
-from lightning_loco.fault_points import on_reach
+from lightning_loco._util.fault_points import on_reach
 from tests.faults.failing import lose_connection
-from tests.pool import Pool, make_trainer
-from tests.small_model import flat
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import flat
 from tests.strategies.save_and_resume import DrawingModule, loader, recorded_warnings
 
 pytestmark = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_loco import GASLoCStrategy
-from tests.pool import Pool, make_trainer
-from tests.programs import Program, python_script
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.programs import Program, python_script
+from tests.harness.small_model import TinyModule, make_loader
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import GASLoCStrategy
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.small_model import TinyModule, WorkerData, quiet_trainer
+from tests.harness.small_model import TinyModule, WorkerData, quiet_trainer
 
 class Event(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

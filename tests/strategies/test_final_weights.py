@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
-from lightning_loco.parameters.consensus import pruning_masks
+from lightning_loco.model.consensus import pruning_masks
 from tests.cases import CASES
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, norm_model
-from tests.strategies.remote_runs import fit_with
-from tests.weight_averaging import (
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, norm_model
+from tests.harness.weight_averaging import (
     EMAWeightAveraging,
     WeightAveraging,
     needs_weight_averaging,
 )
+from tests.strategies.remote_runs import fit_with
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers"),

@@ -16,8 +16,8 @@ from lightning_loco import (
     PairwiseGossipStrategy,
 )
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, loss_of, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, loss_of, make_loader
 
 LONG_S = 120.0
 """Longer than the test may take, so that no worker waits for it."""

@@ -18,10 +18,10 @@ from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.algorithms.toys import assert_close
 from tests.cases import CASES, without_variants
 from tests.conftest import cover
-from tests.one_gpu import let_nccl_share_the_gpu
-from tests.pool import Pool
-from tests.programs import Program, one_per_rank, python_script
-from tests.small_model import ValidatedModule, flat, make_loader
+from tests.harness.one_gpu import let_nccl_share_the_gpu
+from tests.harness.pool import Pool
+from tests.harness.programs import Program, one_per_rank, python_script
+from tests.harness.small_model import ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 pytestmark = pytest.mark.gpu
@@ -137,9 +137,9 @@ from pathlib import Path
 from lightning.pytorch import Callback
 from lightning_loco import RemoteOptimizerStrategy
 from tests.cases import CASES
-from tests.one_gpu import let_nccl_share_the_gpu
-from tests.programs import start_together
-from tests.small_model import TinyModule, make_loader, quiet_trainer
+from tests.harness.one_gpu import let_nccl_share_the_gpu
+from tests.harness.programs import start_together
+from tests.harness.small_model import TinyModule, make_loader, quiet_trainer
 
 name, how, steps = sys.argv[1:]
 rank = int(os.environ["NODE_RANK"])

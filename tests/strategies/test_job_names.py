@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from lightning_loco.strategies.base import job_name
+from lightning_loco.strategies.worker_strategy import job_name
 
 
 def test_launchers_name_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Trainer.fit on a backend whose ``wait`` returns at once: tests/late_backend.py."""
+"""Trainer.fit on a backend whose ``wait`` returns at once: tests/harness/late_backend.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.cases import CASES
-from tests.late_backend import DELAY_S, LateGroup, late_messages
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.late_backend import DELAY_S, LateGroup, late_messages
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco"]
 SYNC_EVERY = 4

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_loco._util.fault_points import on_reach
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import META, WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import choose_save
 from lightning_loco.strategies.checkpoint.shard_folder import (

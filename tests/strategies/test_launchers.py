@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, GASLoC, RemoteOptimizerStrategy
 from tests.algorithms.toys import simulate
-from tests.programs import Program, free_ports
-from tests.small_model import quiet_trainer
+from tests.harness.programs import Program, free_ports
+from tests.harness.small_model import quiet_trainer
 from tests.strategies import launched
 
 pytestmark = pytest.mark.process

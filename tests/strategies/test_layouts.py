@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import Pool
+from tests.harness.pool import Pool
 from tests.strategies.replica_runs import METHODS, HybridModule, Run, SequenceModule, ShardedModule
 from tests.strategies.test_model_parallel import TRAINING, VALIDATED
 

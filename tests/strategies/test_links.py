@@ -12,9 +12,9 @@ from lightning_loco.distributed.statistics import Spans
 from lightning_loco.gossip.fetcher import DelayedFetcher
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.base import EngineStrategy
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
+from lightning_loco.strategies.worker_strategy import EngineStrategy
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)

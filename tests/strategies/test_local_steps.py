@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_loco.strategies import METHODS
 from tests.cases import CASES, Case, without_variants
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, loss_of, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, loss_of, make_loader
 
 SYNC_EVERY = 4
 STEPS = 14

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_loco import PairwiseGossipStrategy
 from tests.cases import CASES
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 import lightning_loco as loco
 from lightning_loco import algorithms, strategies
+from lightning_loco._util.codecs import CODEC_TABLE
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.algorithms.base import RoundInfo, State
-from lightning_loco.codecs import CODEC_TABLE
+from lightning_loco.algorithms.algorithm import RoundInfo, State
 from lightning_loco.compression import CODECS
-from lightning_loco.methods import METHOD_TABLE
+from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology
 from tests.conftest import ROOT
-from tests.programs import python_path
+from tests.harness.programs import python_path
 
 
 def test_classes_of_a_row_exist(subtests: pytest.Subtests) -> None:
@@ -165,7 +165,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.base import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
 from lightning_loco.topology import Topology
 
 

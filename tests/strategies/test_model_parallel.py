@@ -32,8 +32,8 @@ from lightning_loco import (
 )
 from lightning_loco.compression import ErrorFeedback, Int8
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import FEATURES, loss_of
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import FEATURES, loss_of
 from tests.strategies.replica_runs import (
     METHODS,
     SHARDED,

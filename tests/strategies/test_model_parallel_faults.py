@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from tests.faults.failing import KINDS
-from tests.limits import HARNESS_S
-from tests.pool import make_trainer
+from tests.harness.limits import HARNESS_S
+from tests.harness.pool import make_trainer
 from tests.strategies.replica_runs import (
     SHARDED,
     HybridModule,

@@ -29,10 +29,10 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
 )
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, quiet_trainer
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, quiet_trainer
+from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 from tests.strategies.replica_runs import Run, ShardedModule, loaders
-from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 # ----------------------------------------------------------------------- construction
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, KeepProgress, RoundInfo, State
 from tests.cases import KINDS, Case, rows, without_variants
-from tests.pool import Pool, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     flat,
     make_loader,

@@ -20,8 +20,8 @@ from lightning_loco import DiLoCo, GASLoC
 from lightning_loco.strategies.checkpoint.position import random_states
 from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, WorkerData, flat, quiet_trainer
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, WorkerData, flat, quiet_trainer
 from tests.strategies import save_and_resume
 
 SAVED_AT = 10

@@ -29,9 +29,9 @@ from lightning_loco import (
 from lightning_loco.compression import Codec, ErrorFeedback, Int8, Sparse
 from tests.conftest import ROOT
 from tests.gossip.helpers import peers
-from tests.pool import Pool, PoolError, make_trainer
-from tests.programs import python_path
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.programs import python_path
+from tests.harness.small_model import (
     FEATURES,
     TinyModule,
     ValidatedModule,
@@ -348,7 +348,7 @@ import sys, time
 import torch
 from lightning.pytorch import Callback
 from lightning_loco import PairwiseGossipStrategy
-from tests.small_model import TinyModule, make_loader, quiet_trainer
+from tests.harness.small_model import TinyModule, make_loader, quiet_trainer
 
 class Report(Callback):
     def on_train_batch_end(self, trainer, *args):

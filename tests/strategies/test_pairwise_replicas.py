@@ -18,12 +18,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy, PeerMonitor
-from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed import WorkerGroup
 from tests.faults.failing import KINDS
 from tests.gossip.helpers import peers
-from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     flat,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco.distributed.worker_status import WorkerStatus
-from tests.pool import Pool, PoolEnvironment
-from tests.small_model import TinyModule, flat, loss_of, make_model, worker_batch
+from tests.harness.pool import Pool, PoolEnvironment
+from tests.harness.small_model import TinyModule, flat, loss_of, make_model, worker_batch
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
 
 # ------------------------------------------------------------------------------ precision

@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD
-from lightning_loco.fault_points import on_reach
+from lightning_loco._util.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from tests.cases import CASES, Case
 from tests.conftest import cover
-from tests.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError
 from tests.strategies.save_and_resume import (
     Outcome,
     Run,

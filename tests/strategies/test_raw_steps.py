@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy
 from tests.cases import CASES
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, flat, loss_of, make_loader
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, flat, loss_of, make_loader
 
 STEPS = 9
 

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from tests.pool import Pool
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.pool import Pool
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
-from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 STEPS = 6
 

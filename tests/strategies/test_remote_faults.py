@@ -16,9 +16,9 @@ from torch import nn
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from lightning_loco.compression import Sparse as SparseCodec
-from tests.pool import Pool, PoolError
-from tests.programs import LIMIT_S, Program, one_per_rank, python_script
-from tests.small_model import TinyModule, ValidatedModule, make_loader
+from tests.harness.pool import Pool, PoolError
+from tests.harness.programs import LIMIT_S, Program, one_per_rank, python_script
+from tests.harness.small_model import TinyModule, ValidatedModule, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 
@@ -208,7 +208,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_loco import RemoteOptimizerStrategy
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from tests.small_model import ValidatedModule, WorkerData, make_loader, quiet_trainer
+from tests.harness.small_model import ValidatedModule, WorkerData, make_loader, quiet_trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 class Slow(Callback):

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.fault_points import on_reach
+from lightning_loco._util.fault_points import on_reach
 from tests.conftest import cover
-from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     WorkerData,

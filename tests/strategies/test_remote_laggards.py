@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.conftest import cover
-from tests.pool import Pool, PoolError
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.pool import Pool, PoolError
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp
 
 pytestmark = pytest.mark.recovery

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import Pool
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool
+from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 FITS = 4

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import Pool, PoolError
-from tests.small_model import TinyModule, flat, make_loader
+from tests.harness.pool import Pool, PoolError
+from tests.harness.small_model import TinyModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 3

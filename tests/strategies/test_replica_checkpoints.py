@@ -22,12 +22,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCo, GASLoC, LocoStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
-from lightning_loco.engine.whole_state import gather_state
+from lightning_loco.engine.gathered_state import gather_state
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.writer import Save
 from tests.cases import CASES, Case
-from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import TinyModule, flat, quiet_trainer
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, flat, quiet_trainer
 from tests.strategies import save_and_resume
 from tests.strategies.replica_runs import loader
 from tests.strategies.save_and_resume import (

@@ -39,9 +39,9 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
 from tests.faults.failing import KINDS
 from tests.faults.worker import FailIn
-from tests.limits import HARNESS_S
-from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.limits import HARNESS_S
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     flat,

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, PairwiseGossipStrategy
-from lightning_loco.fault_points import on_reach
+from lightning_loco._util.fault_points import on_reach
 from tests.cases import CASES
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.save_and_resume import (
     BATCHES,
     STEPS,

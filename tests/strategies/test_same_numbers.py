@@ -13,8 +13,8 @@ from lightning_loco.strategies import METHODS
 from tests.algorithms.toys import assert_close, run_engine, simulate
 from tests.cases import CASES, LEFT_OUT, Case
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader
 
 SYNC_EVERY = 2
 ROUNDS = 4

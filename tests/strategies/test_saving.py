@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
-from tests.pool import Pool, PoolError, make_trainer
+from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.strategies.kill_before_write import Death
 
 WORLD = 2

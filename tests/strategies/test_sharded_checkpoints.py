@@ -24,8 +24,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.compression import ErrorFeedback, Int8
 from lightning_loco.strategies.checkpoint.shard_folder import check_folder, damage_in, write_folder
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import loss_of
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import loss_of
 from tests.strategies.replica_runs import (
     Batches,
     HybridModule,

@@ -26,8 +26,8 @@ from lightning_loco.strategies.checkpoint.side_files import (
     with_header,
 )
 from tests.cases import CASES, without_variants
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 WORLD = 2
 pytestmark = [

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCo, LocalSGD, LocoStrategy, ModelAverage
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, loss_of, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, loss_of, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")
 

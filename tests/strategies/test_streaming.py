@@ -22,10 +22,10 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Mix
 from lightning_loco.schedules import EverySteps, Staggered
-from lightning_loco.strategies.checkpoint.workers import to_device
+from lightning_loco.strategies.checkpoint.worker_checkpoints import to_device
 from tests.algorithms.toys import assert_close
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import (
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
     WorkerData,

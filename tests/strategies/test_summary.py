@@ -15,15 +15,15 @@ from lightning_loco import (
     ReportCallback,
     StepEngine,
 )
-from lightning_loco.demo.report import measure
+from lightning_loco._util.checks import format_bytes
+from lightning_loco.app.result_table import measure
 from lightning_loco.report.page import tiles
 from lightning_loco.report.record import RunRecord
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import describe
-from lightning_loco.values import format_bytes
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader
 from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
 

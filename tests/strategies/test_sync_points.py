@@ -12,11 +12,11 @@ import pytest
 from torch import nn
 
 from lightning_loco import LocalSGD, PairwiseEngine, PairwiseGossipStrategy, StepEngine
-from lightning_loco.strategies.base import AnyEngine, EngineStrategy
+from lightning_loco.strategies.worker_strategy import AnyEngine, EngineStrategy
 from tests.cases import CASES
 from tests.gossip.helpers import peers
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 
 METHODS = ("diloco", "async_diloco", "gasloc", "async_model_average", "pairwise_gossip")
 DURING = ["checkpoint", "barrier Trainer.save_checkpoint", "validation", "the end of training"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
-from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.worker_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader, make_model
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader, make_model
 
 SOME = [
     "local_sgd",

@@ -13,8 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import GASLoC, LocalSGD
 from tests.algorithms.toys import plain_step
-from tests.pool import Pool, PoolEnvironment, PoolError
-from tests.small_model import TinyModule, flat, loss_of, make_model, train_step, worker_batch
+from tests.harness.pool import Pool, PoolEnvironment, PoolError
+from tests.harness.small_model import (
+    TinyModule,
+    flat,
+    loss_of,
+    make_model,
+    train_step,
+    worker_batch,
+)
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
 
 # ------------------------------------------------------------------- manual optimization

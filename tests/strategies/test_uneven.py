@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_loco import LocalSGD, LocalSGDStrategy, LocoStrategy
 from tests.cases import KINDS, Case, rows
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 
 def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int, Tensor]:

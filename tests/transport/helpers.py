@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_loco.transport import Client, Request, Server, write_certificate
-from tests.limits import SOON_S
+from tests.harness.limits import SOON_S
 from tests.transport.flooder import HOST, MAGIC, PREFIX
 
 MB = 2**20

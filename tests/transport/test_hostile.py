@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lightning_loco.transport import Client, JobCertificate, Request, read_certificate
-from tests.limits import HARNESS_S
-from tests.programs import free_ports
+from tests.harness.limits import HARNESS_S
+from tests.harness.programs import free_ports
 from tests.transport.flooder import KINDS, flooding
 from tests.transport.helpers import (
     HOST,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
 from lightning_loco.transport import (
     MAX_HEADER_BYTES,
     Client,
@@ -22,11 +22,11 @@ from lightning_loco.transport import (
     Server,
     read_certificate,
 )
-from lightning_loco.transport import server as server_module
+from lightning_loco.transport import request_server as server_module
 from lightning_loco.transport.connection import Connection
-from tests.limits import HARNESS_S, LONG_S, SOON_S
-from tests.manual_clock import ManualClock
-from tests.programs import free_ports
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.manual_clock import ManualClock
+from tests.harness.programs import free_ports
 from tests.transport.helpers import (
     HOST,
     asking,

@@ -7,8 +7,8 @@ from lightning_loco.compression import Compression
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
-from lightning_loco.engine.exchanges.base import Exchange
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
+from lightning_loco.engine.exchanges.exchange import Exchange
 from lightning_loco.engine.exchanges.gather import Gather
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.topology import Topology

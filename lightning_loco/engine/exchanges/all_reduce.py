@@ -24,7 +24,7 @@ from lightning_loco.distributed.worker_status import (
     write_status,
 )
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.base import SeparateStatuses
+from lightning_loco.engine.exchanges.exchange import SeparateStatuses
 
 PATIENCE_S = 0.02
 """How long a round may take before workers at a sync point are called to it, in seconds."""

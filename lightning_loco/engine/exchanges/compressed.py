@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.background import run_in_thread
+from lightning_loco._util.background import run_in_thread
 from lightning_loco.compression import Codec, Compression
 from lightning_loco.compression.sums import add_up, average_senders, shards, subtract_written
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.base import Arrived, SeparateStatuses
+from lightning_loco.engine.exchanges.exchange import Arrived, SeparateStatuses
 
 Swap = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
 """Sends each worker its tensor and receives one from each; empty tensors are not sent."""

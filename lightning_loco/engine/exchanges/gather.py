@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.base import Arrived, SeparateStatuses
+from lightning_loco.engine.exchanges.exchange import Arrived, SeparateStatuses
 
 
 class Gather(SeparateStatuses):

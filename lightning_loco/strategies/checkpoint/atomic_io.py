@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_loco.fault_points import reach
+from lightning_loco._util.fault_points import reach
 
 META = "meta.pt"
 """What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""

@@ -14,7 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.schedules.base import reduce_ratio
+from lightning_loco.model.worker import EarlierRun
+from lightning_loco.schedules.schedule import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
     check_kind,
@@ -40,10 +41,9 @@ from lightning_loco.strategies.checkpoint.side_files import (
     plain_parts,
     steps_of,
 )
-from lightning_loco.worker import EarlierRun
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import AnyEngine
+    from lightning_loco.strategies.worker_strategy import AnyEngine
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 _LABEL = "the choice of a checkpoint"

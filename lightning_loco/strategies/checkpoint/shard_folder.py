@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_loco.distributed import WorkerGroup, notes
-from lightning_loco.engine.whole_state import of_length, with_vectors
-from lightning_loco.parameters.replica import Replica
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed import json_messages as notes
+from lightning_loco.engine.gathered_state import of_length, with_vectors
+from lightning_loco.model.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
 
 OWN_SHARDS = "shards"

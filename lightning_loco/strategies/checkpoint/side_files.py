@@ -29,8 +29,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
-from lightning_loco.fault_points import reach
-from lightning_loco.parameters.fingerprint import crc32
+from lightning_loco._util.fault_points import reach
+from lightning_loco.model.fingerprint import crc32
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
@@ -45,7 +45,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
 )
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import AnyEngine
+    from lightning_loco.strategies.worker_strategy import AnyEngine
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""

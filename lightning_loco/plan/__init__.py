@@ -1,7 +1,0 @@
-"""``lightning-loco plan``: which method and settings suit a cluster, within seconds.
-
-``run`` reads the command line. ``planner`` estimates what each method costs on the cluster, with
-the functions of ``lightning_loco.costs`` that the simulation uses, and chooses; ``loss`` says how
-much higher the loss is expected to be than DDP's; ``report`` makes the tables and the arithmetic.
-PyTorch is not imported.
-"""

@@ -1,0 +1,1 @@
+"""The commands of ``lightning-loco``: plan, doctor, report, topology and others."""
