@@ -6,53 +6,58 @@
 ``import lightning_loco`` also registers the strategies by name: ``Trainer(strategy="gasloc")``.
 """
 
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lightning_loco.__about__ import __version__
-from lightning_loco.algorithms import (
-    SPARTA,
-    Algorithm,
-    DelayedNesterov,
-    DiLoCo,
-    EagerDiLoCo,
-    GASLoC,
-    LocalSGD,
-    ModelAverage,
-    NeighborAverage,
-    NoLoCo,
-    PairwiseAverage,
-)
-from lightning_loco.callbacks import (
-    CommunicationMonitor,
-    ConsensusMonitor,
-    PauseAveraging,
-    PeerMonitor,
-    ReportCallback,
-    StragglerSimulator,
-    WorkerLogs,
-)
-from lightning_loco.costs import Link
-from lightning_loco.elastic import Elastic
-from lightning_loco.engine import ClockEngine, StepEngine
-from lightning_loco.gossip import PairwiseEngine
-from lightning_loco.parameter_server import RemoteOptimizer
-from lightning_loco.simulation import Simulation
-from lightning_loco.strategies import (
-    AsyncDiLoCoStrategy,
-    AsyncModelAverageStrategy,
-    DelayedNesterovStrategy,
-    DiLoCoStrategy,
-    EagerDiLoCoStrategy,
-    GASLoCStrategy,
-    LocalSGDStrategy,
-    LocoModelParallelStrategy,
-    LocoStrategy,
-    NoLoCoStrategy,
-    PairwiseGossipStrategy,
-    RemoteOptimizerStrategy,
-    SPARTAStrategy,
-    StreamingDiLoCoStrategy,
-    register_strategies,
-)
-from lightning_loco.topology import Topology, get_topology
+
+if TYPE_CHECKING:
+    from lightning_loco.algorithms import (
+        SPARTA,
+        Algorithm,
+        DelayedNesterov,
+        DiLoCo,
+        EagerDiLoCo,
+        GASLoC,
+        LocalSGD,
+        ModelAverage,
+        NeighborAverage,
+        NoLoCo,
+        PairwiseAverage,
+    )
+    from lightning_loco.callbacks import (
+        CommunicationMonitor,
+        ConsensusMonitor,
+        PauseAveraging,
+        PeerMonitor,
+        ReportCallback,
+        StragglerSimulator,
+        WorkerLogs,
+    )
+    from lightning_loco.costs import Link
+    from lightning_loco.elastic import Elastic
+    from lightning_loco.engine import ClockEngine, StepEngine
+    from lightning_loco.gossip import PairwiseEngine
+    from lightning_loco.parameter_server import RemoteOptimizer
+    from lightning_loco.simulation import Simulation
+    from lightning_loco.strategies import (
+        AsyncDiLoCoStrategy,
+        AsyncModelAverageStrategy,
+        DelayedNesterovStrategy,
+        DiLoCoStrategy,
+        EagerDiLoCoStrategy,
+        GASLoCStrategy,
+        LocalSGDStrategy,
+        LocoModelParallelStrategy,
+        LocoStrategy,
+        NoLoCoStrategy,
+        PairwiseGossipStrategy,
+        RemoteOptimizerStrategy,
+        SPARTAStrategy,
+        StreamingDiLoCoStrategy,
+    )
+    from lightning_loco.topology import Topology, get_topology
 
 __all__ = [
     "Algorithm",
@@ -99,4 +104,37 @@ __all__ = [
     "get_topology",
 ]
 
-register_strategies()
+_PACKAGES = (
+    "algorithms",
+    "callbacks",
+    "costs",
+    "elastic",
+    "engine",
+    "gossip",
+    "parameter_server",
+    "simulation",
+    "strategies",
+    "topology",
+)
+"""Packages that define the public names."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name in __all__:
+        for package in _PACKAGES:
+            module = import_module(f"{__name__}.{package}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
+# Lightning finds strategies by name in a registry that it fills when it is imported; it has no hook
+# for other packages. So PyTorch and Lightning are imported here, except for commands that do
+# without them.
+if not os.environ.get("LIGHTNING_LOCO_LAZY"):
+    import_module("lightning_loco.strategies.registry").register_strategies()

@@ -155,10 +155,9 @@ def other_disk() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`, see tests/harness/pool.py."""
-    from tests.harness.pool import (
-        Pool,  # imports PyTorch, which the controller of xdist does not need
-    )
+    """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`; see harness/pool.py."""
+    # Imports PyTorch, which the controller of xdist does not need.
+    from tests.harness.pool import Pool
 
     processes = Pool()
     yield processes

@@ -1,4 +1,4 @@
-"""Command line: choose an algorithm, a topology, a model and data by name, and train.
+"""The program ``train.py``: choose an algorithm, a topology, a model and data by name, and train.
 
 ``python train.py --help`` lists the choices. Slow imports are made only when a run starts, so that
 ``--help`` and ``--cfg job`` are fast.
@@ -15,17 +15,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec
 from io import TextIOWrapper
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+
+import lightning_loco
+from lightning_loco._util.run_folder import claim
+from lightning_loco.tools.doctor.facts import describe_versions
 
 STARTED = datetime.now()
 
@@ -34,14 +35,9 @@ def conf_dir() -> str:
     """Return the folder of configurations: in the package if installed, beside it in a checkout.
 
     Raises:
-        FileNotFoundError: If ``lightning_loco`` or its configurations are not found.
+        FileNotFoundError: If the configurations are not found.
     """
-    spec = find_spec("lightning_loco")
-    package = (
-        Path(spec.origin).parent
-        if spec and spec.origin
-        else Path(__file__).parent / "lightning_loco"
-    )
+    package = Path(lightning_loco.__file__).parent
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "train.yaml").is_file():
             return str(folder)
@@ -52,34 +48,8 @@ def conf_dir() -> str:
 
 
 def is_checkout() -> bool:
-    """Return whether this is the script of a checkout, and not the installed program."""
-    return Path(__file__).name == "train.py"
-
-
-def module(name: str) -> ModuleType:
-    """Import a module of ``lightning_loco`` without Lightning, which the package itself imports.
-
-    Raises:
-        ModuleNotFoundError: If the package is not found.
-    """
-    if "lightning_loco" not in sys.modules:
-        spec = find_spec("lightning_loco")
-        if spec is None:
-            raise ModuleNotFoundError(
-                "lightning_loco is not installed. Run in a checkout: pip install -c "
-                "constraints.txt -e ."
-            )
-        sys.modules["lightning_loco"] = module_from_spec(spec)
-    return import_module(f"lightning_loco.{name}")
-
-
-def complete_package() -> None:
-    """Import the package itself, which :func:`module` has not done."""
-    package = import_module("lightning_loco")
-    if not hasattr(package, "__version__"):
-        assert package.__spec__ is not None
-        assert package.__spec__.loader is not None
-        package.__spec__.loader.exec_module(package)
+    """Return whether the program is ``train.py`` of a checkout, not the installed one."""
+    return Path(sys.argv[0]).name == "train.py"
 
 
 def rank() -> int:
@@ -137,7 +107,7 @@ def run_folder(root: str) -> str:
     folder = Path(root, run_stamp())
     if "--resolve" in sys.argv:
         return str(folder)
-    return str(module("run_folder").claim(folder, run_name()))
+    return str(claim(folder, run_name()))
 
 
 def parent_start() -> datetime:
@@ -372,19 +342,19 @@ def run_configured(cfg: DictConfig) -> float | None:
     """
     if mistake := unknown_key(cfg):
         raise SystemExit(error_text(mistake))
-    checked_settings = module("checked_settings")
+    # Imported here, because these modules import PyTorch or Lightning.
+    from lightning_loco.app.early_checks import SettingsError, checked
+
     try:
         if cfg.simulate:
-            complete_package()
             from lightning_loco.app.simulated_run import run_simulation
 
             return run_simulation(cfg)
-        cfg = checked_settings.checked(cfg)
-        complete_package()
+        cfg = checked(cfg)
         from lightning_loco.app.run import run
 
         return run(cfg)
-    except checked_settings.SettingsError as error:
+    except SettingsError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise SystemExit(error_text(error)) from None
@@ -401,13 +371,9 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # a sample may be more than the terminal can show
         sys.stdout.reconfigure(errors="backslashreplace")
     if "--version" in sys.argv[1:]:
-        print(module("doctor.facts").describe_versions())
+        print(describe_versions())
         return
     for check in (unreadable_value, unknown_choice, unknown_setting):
         if mistake := check(sys.argv[1:]):
             raise SystemExit(error_text(mistake))
     run_configured()
-
-
-if __name__ == "__main__":
-    main()

@@ -43,7 +43,7 @@ SETTING_ERRORS = (
     OmegaConfBaseException,
 )
 IMPORTED_EARLY = tuple(
-    f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology")
+    f"lightning_loco.{part}." for part in ("algorithms", "compression", "costs", "topology")
 )
 """Modules that can be imported without Lightning; those of users may need it."""
 

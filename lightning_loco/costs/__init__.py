@@ -1,4 +1,4 @@
-"""Links of workers, and how long messages take on them."""
+"""Links of workers, and what the messages of a method cost on them, without PyTorch."""
 
 from lightning_loco.costs.link import LINKS, NETWORKS, Link, Links
 from lightning_loco.costs.read_links import LinkLike, as_links, read_links

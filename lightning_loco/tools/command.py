@@ -13,36 +13,22 @@ import os
 import socket
 import sys
 from difflib import get_close_matches
-from importlib.util import find_spec, module_from_spec
 from io import TextIOWrapper
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
+from lightning_loco.tools import report as report_command
+from lightning_loco.tools.doctor import run as doctor_command
+from lightning_loco.tools.doctor.facts import describe_versions
+from lightning_loco.tools.plan import run as plan_command
+
 MODULES = {
-    "doctor": "doctor.run",
-    "plan": "plan.run",
-    "report": "report.command",
-    "topology": "topology_report",
+    "doctor": "lightning_loco.tools.doctor.run",
+    "plan": "lightning_loco.tools.plan.run",
+    "report": "lightning_loco.tools.report",
+    "topology": "lightning_loco.tools.topology",
 }
 """Modules of commands: their ``run`` takes the arguments and returns the exit status."""
-
-
-def import_submodule(name: str) -> ModuleType:
-    """Import a module of ``lightning_loco`` without its ``__init__``, which imports PyTorch.
-
-    Raises:
-        ModuleNotFoundError: If the package is not installed.
-    """
-    if "lightning_loco" not in sys.modules:
-        spec = find_spec("lightning_loco")
-        if spec is None:
-            raise ModuleNotFoundError(
-                "lightning_loco is not installed. Run in a checkout: pip install -c "
-                "constraints.txt -e ."
-            )
-        sys.modules["lightning_loco"] = module_from_spec(spec)
-    return importlib.import_module(f"lightning_loco.{name}")
 
 
 def add_lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +125,7 @@ def become_lighthouse(args: argparse.Namespace) -> NoReturn:
 def write_keys(path: str) -> int:
     """Write a key file. Returns the exit status."""
     try:
-        import_submodule("transport.certificate").write_certificate(path)
+        importlib.import_module("lightning_loco.transport").write_certificate(path)
     except FileExistsError:
         print(f"{path} exists. Name another file, or delete it first.", file=sys.stderr)
         return 1
@@ -162,8 +148,7 @@ def main() -> int:
         description="Tools for distributed runs. Training "
         "itself is a program of its own: lightning-loco-train, in a checkout python train.py.",
     )
-    versions = import_submodule("doctor.facts").describe_versions()
-    parser.add_argument("--version", action="version", version=versions)
+    parser.add_argument("--version", action="version", version=describe_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     doctor = commands.add_parser(
         "doctor",
@@ -172,7 +157,7 @@ def main() -> int:
         "others, compares versions, and prints what is wrong and what to do. Without arguments it "
         "checks only this machine. Exit status: 0 if no check has failed, else 1.",
     )
-    import_submodule("doctor.run").add_arguments(doctor)
+    doctor_command.add_arguments(doctor)
     plan = commands.add_parser(
         "plan",
         help="recommend a method and its settings for a cluster: time, bytes, expected loss",
@@ -181,7 +166,7 @@ def main() -> int:
         "run and the arithmetic. Nothing is trained. Example: lightning-loco plan --parameters "
         "124e6 --workers 2 --step-s 0.5 --tokens-per-step 16384 --link lan",
     )
-    import_submodule("plan.run").add_arguments(plan)
+    plan_command.add_arguments(plan)
     lighthouse = commands.add_parser(
         "lighthouse",
         help="let workers join and leave a run (membership=elastic)",
@@ -205,7 +190,7 @@ def main() -> int:
         "a page is written that shows their losses against steps, time and bytes beside each "
         "other, and how their settings differ.",
     )
-    import_submodule("report.command").add_arguments(report)
+    report_command.add_arguments(report)
     keys = commands.add_parser(
         "keys",
         help="write a key file, which protects parameters sent between machines",
@@ -227,13 +212,9 @@ def main() -> int:
         if args.command == "lighthouse":
             check_lighthouse(args)
             become_lighthouse(args)
-        status: int = import_submodule(MODULES[args.command]).run(args)
+        status: int = importlib.import_module(MODULES[args.command]).run(args)
     except (ValueError, FileNotFoundError) as error:
         commands.choices[args.command].error(str(error))
     except KeyboardInterrupt:
         return 130
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,18 +20,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import train
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lightning_loco import __version__
-from lightning_loco.app import launch
+from lightning_loco.app import command_line, launch
 from lightning_loco.app import run as cli
 from lightning_loco.report.record import RunRecord
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANK_ZERO_LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 SMOKE = (
     "experiment=smoke",
@@ -44,7 +43,7 @@ SMOKE = (
 
 @pytest.fixture
 def conf() -> Iterator[None]:
-    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+    with initialize_config_dir(command_line.conf_dir(), version_base="1.3"):
         yield
 
 
@@ -268,7 +267,7 @@ class TestChoices:
         ],
     )
     def test_unknown_ones_are_named_with_all_choices(self, argument: str, message: str) -> None:
-        found = train.unknown_choice(["--multirun", "seed=1", argument])
+        found = command_line.unknown_choice(["--multirun", "seed=1", argument])
         assert found is not None
         assert found.startswith(message)
         assert len(found.splitlines()) <= 2
@@ -288,27 +287,27 @@ class TestChoices:
         ],
     )
     def test_what_may_exist_is_checked_by_hydra(self, arguments: list[str]) -> None:
-        assert train.unknown_choice(arguments) is None
+        assert command_line.unknown_choice(arguments) is None
 
     def test_keys_that_an_experiment_adds_are_known(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         conf = tmp_path / "conf"
-        shutil.copytree(train.conf_dir(), conf)
-        monkeypatch.setattr(train, "conf_dir", lambda: str(conf))
+        shutil.copytree(command_line.conf_dir(), conf)
+        monkeypatch.setattr(command_line, "conf_dir", lambda: str(conf))
         wide = "# @package _global_\nwidth: 8\nmodel: {width: '${width}', depth: 1}"
         (conf / "experiment" / "wide.yaml").write_text(wide, encoding="utf-8")
-        assert train.unknown_choice(["experiment=wide", "width=512"]) is None
-        assert train.unknown_setting(["experiment=wide", "model.depth=2"]) is None
-        assert train.unknown_choice(["experiment=wide", "widht=512"]) == (
+        assert command_line.unknown_choice(["experiment=wide", "width=512"]) is None
+        assert command_line.unknown_setting(["experiment=wide", "model.depth=2"]) is None
+        assert command_line.unknown_choice(["experiment=wide", "widht=512"]) == (
             "widht is no setting. Did you mean width=...?"
         )
 
     def test_choices_of_the_user_are_known(self, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()
         (tmp_path / "model/mine.yaml").touch()
-        assert train.unknown_choice([f"--config-dir={tmp_path}", "model=mine"]) is None
-        found = train.unknown_choice(["--config-dir", str(tmp_path), "model=mien"])
+        assert command_line.unknown_choice([f"--config-dir={tmp_path}", "model=mine"]) is None
+        found = command_line.unknown_choice(["--config-dir", str(tmp_path), "model=mien"])
         assert found is not None
         assert found.endswith("Did you mean model=mine?\nThere are gpt, mine.")
 
@@ -383,7 +382,7 @@ class TestChoices:
         ],
     )
     def test_unknown_settings_are_named(self, arguments: str, message: str) -> None:
-        found = train.unknown_setting(arguments.split())
+        found = command_line.unknown_setting(arguments.split())
         assert found is not None
         assert found.startswith(message)
 
@@ -408,17 +407,18 @@ class TestChoices:
         ],
     )
     def test_settings_that_may_exist_are_checked_by_hydra(self, arguments: str) -> None:
-        assert train.unknown_setting(arguments.split()) is None
+        assert command_line.unknown_setting(arguments.split()) is None
 
     def test_values_that_hydra_cannot_read_are_named(self) -> None:
         for value in ("a=b.ckpt", "数据.ckpt", "it's.ckpt"):
-            said = train.unreadable_value(["--cfg", "job", "seed=1", f"ckpt_path={value}"])
+            said = command_line.unreadable_value(["--cfg", "job", "seed=1", f"ckpt_path={value}"])
             assert said is not None
             assert said.startswith(f"ckpt_path={value} cannot be read. If the value is text,")
             quoted = shlex.split(said.partition("quote it twice: ")[2])
-            assert train.unreadable_value(quoted) is None
+            assert command_line.unreadable_value(quoted) is None
         several = ["algorithm.sync_every=[1,2]", "~callbacks.consensus", "--config-dir=a=b"]
-        assert train.unreadable_value([*several, "seed=range(3)", "data.path=my text"]) is None
+        more = [*several, "seed=range(3)", "data.path=my text"]
+        assert command_line.unreadable_value(more) is None
 
     @pytest.mark.parametrize("program", ["train", "command"])
     def test_text_that_the_terminal_cannot_show_is_no_error(
@@ -452,13 +452,11 @@ class TestChoices:
         """In a wheel the module has another name, and conf/ is in the package."""
         for file, expected, other in (
             ("train.py", "python train.py ", "lightning-loco-train "),
-            ("lightning_loco_train.py", "lightning-loco-train ", "train.py "),
+            ("lightning-loco-train", "lightning-loco-train ", "train.py "),
         ):
-            with monkeypatch.context() as patch:
-                patch.setattr(train, "__file__", str(ROOT / file))
-                patch.setattr(sys, "argv", [file, "--help"])
-                with pytest.raises(SystemExit):
-                    train.main()
+            monkeypatch.setattr(sys, "argv", [file, "--help"])
+            with pytest.raises(SystemExit):
+                command_line.main()
             said = capsys.readouterr().out
             assert f"  {expected}" in said
             assert other not in said
@@ -480,16 +478,16 @@ class TestLaunchers:
         for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID"):
             monkeypatch.delenv(name, raising=False)
         assert launch.outer_launch() is None
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", train.run_stamp())
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", command_line.run_stamp())
 
     def test_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         monkeypatch.setenv("WORLD_SIZE", "6")
         assert launch.outer_launch() == ("torchrun", 2, 3)
-        assert train.run_stamp() == "torchrun-abc"
+        assert command_line.run_stamp() == "torchrun-abc"
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert train.run_stamp() == train.parent_start().strftime("%Y-%m-%d/%H-%M-%S")
+        assert command_line.run_stamp() == command_line.parent_start().strftime("%Y-%m-%d/%H-%M-%S")
 
     @pytest.mark.parametrize("local", ["2", "1"])
     def test_torchrun_with_other_numbers_of_processes_is_refused_on_every_machine(
@@ -507,22 +505,22 @@ class TestLaunchers:
             monkeypatch.setenv(f"SLURM_{name}", value)
         monkeypatch.setenv("SLURM_JOB_NAME", "train")
         assert launch.outer_launch() == ("SLURM", 4, 2)
-        assert train.run_stamp() == "slurm-17-1"
+        assert command_line.run_stamp() == "slurm-17-1"
         monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
         assert launch.outer_launch() is None
-        assert "slurm" not in train.run_stamp()
+        assert "slurm" not in command_line.run_stamp()
 
     def test_the_parent_has_started_earlier(self) -> None:
-        assert train.parent_start() <= datetime.now()
-        assert train.parent_start() == train.parent_start()
+        assert command_line.parent_start() <= datetime.now()
+        assert command_line.parent_start() == command_line.parent_start()
 
     def test_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
-        assert train.rank() == 0
+        assert command_line.rank() == 0
         monkeypatch.setenv("LOCAL_RANK", "1")
         monkeypatch.setenv("RANK", "5")
-        assert train.rank() == 5
+        assert command_line.rank() == 5
 
 
 @pytest.mark.process
@@ -544,7 +542,6 @@ class TestCommand:
             import sys
             sys.path.insert(0, {str(ROOT)!r})
             import train
-            assert "lightning_loco" not in sys.modules
             sys.argv[1:] = ["--version"]
             train.main()
             print(*sys.modules)

@@ -13,7 +13,6 @@ import hydra
 import networkx as nx
 import pytest
 import torch
-import train
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +21,7 @@ from torch import Tensor
 import lightning_loco as loco
 from lightning_loco import Elastic, Simulation
 from lightning_loco.algorithms import Cosine, DiLoCo
+from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.app.early_checks import SettingsError, early_settings
 from lightning_loco.compression import (
@@ -45,7 +45,7 @@ from tests.algorithms.toys import Point, assert_close, randn
 from tests.docs.test_tables import common_defaults
 from tests.tools.plan.test_planner import job
 
-CONF = Path(train.conf_dir())
+CONF = Path(command_line.conf_dir())
 TARGETS = {"lightning_loco.", "lightning.pytorch."}
 
 
@@ -168,7 +168,10 @@ def test_the_planner_has_the_same_defaults(subtests: pytest.Subtests) -> None:
                     given |= {"fragments": option.fragments, "delay": option.delay}
                 _, python = commands(dataclasses.replace(plan, chosen=option))
                 expression = python.removeprefix("Trainer(strategy=").partition(", devices")[0]
-                assert eval(expression, vars(loco)).settings == METHODS[name](**given).settings
+                assert (
+                    eval(expression, {name: getattr(loco, name) for name in loco.__all__}).settings
+                    == METHODS[name](**given).settings
+                )
 
 
 def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:

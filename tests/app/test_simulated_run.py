@@ -11,7 +11,6 @@ from typing import Any
 import hydra
 import pytest
 import torch
-import train
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, seed_everything
 from omegaconf import DictConfig
@@ -23,6 +22,7 @@ from lightning_loco import (
     NoLoCoStrategy,
     PairwiseAverage,
 )
+from lightning_loco.app import command_line
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError
@@ -43,7 +43,7 @@ DATA = {"batch_size": 4, "max_bytes": 200_000, "val_bytes": 2_048, "context": 32
 
 @pytest.fixture(autouse=True)
 def conf() -> Iterator[None]:
-    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+    with initialize_config_dir(command_line.conf_dir(), version_base="1.3"):
         yield
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import train
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 from lightning_loco import algorithms, compression, parameter_server, topology
+from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_method, build_strategy
 from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
@@ -155,7 +155,7 @@ NEW_COMMANDS = new_commands()
 @pytest.mark.parametrize("page", NEW_COMMANDS, ids=str)
 @pytest.mark.usefixtures("files_of_the_text")
 def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
-    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+    with initialize_config_dir(command_line.conf_dir(), version_base="1.3"):
         for command in NEW_COMMANDS[page]:
             with subtests.test(command):
                 own = [

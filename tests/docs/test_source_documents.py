@@ -31,7 +31,9 @@ def exists(name: str) -> bool:
     if name in OF_THE_TRAINER | FORMULAS:
         return True
     if name.startswith("lightning-loco "):
-        return f'"{name.split()[1]}"' in (ROOT / "command.py").read_text(encoding="utf-8")
+        return f'"{name.split()[1]}"' in (
+            ROOT / "lightning_loco" / "tools" / "command.py"
+        ).read_text(encoding="utf-8")
     if Path(name).suffix in (".py", ".md", ".sbatch", ".yaml"):
         return (ROOT / name).is_file()
     if "=" in name:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import train
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy
 from lightning_loco.algorithms.pairwise_average import Tag
+from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.app.early_checks import early_settings
 from lightning_loco.gossip import Peer, read_nodes
@@ -34,7 +34,7 @@ NODES = [Peer(f"w{number}", "localhost", 44999 + number) for number in range(1, 
 
 
 def config(*overrides: str) -> DictConfig:
-    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+    with initialize_config_dir(command_line.conf_dir(), version_base="1.3"):
         return compose("train", list(overrides))
 
 

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import train
 from omegaconf import OmegaConf
 
 from lightning_loco._util.run_folder import claim
+from lightning_loco.app import command_line
 
 
 def test_runs_that_start_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ class TestCommandLine:
     def folder_of(self, monkeypatch: pytest.MonkeyPatch, process: int, parent: int) -> str:
         monkeypatch.setattr("os.getpid", lambda: process)
         monkeypatch.setattr("os.getppid", lambda: parent)
-        monkeypatch.setattr(train, "parent_start", lambda: train.STARTED)
-        return train.run_folder("outputs")
+        monkeypatch.setattr(command_line, "parent_start", lambda: command_line.STARTED)
+        return command_line.run_folder("outputs")
 
     def test_two_commands_and_sweeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         folders = [self.folder_of(monkeypatch, process, 1) for process in (7, 8, 7)]
         assert folders[1:] == [f"{folders[0]}-2", folders[0]]
-        cfg = OmegaConf.load(Path(train.conf_dir()) / "hydra" / "default.yaml")
+        cfg = OmegaConf.load(Path(command_line.conf_dir()) / "hydra" / "default.yaml")
         assert Path(cfg.sweep.dir).is_dir()
         assert cfg.sweep.dir.startswith("multirun/")
 
@@ -79,13 +79,13 @@ class TestCommandLine:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         monkeypatch.setenv("MASTER_ADDR", "node-a")
         monkeypatch.setenv("MASTER_PORT", "29500")
-        assert train.run_folder("outputs") == "outputs/torchrun-node-a-29500"
+        assert command_line.run_folder("outputs") == "outputs/torchrun-node-a-29500"
         monkeypatch.setenv("MASTER_PORT", "29501")
-        assert train.run_folder("outputs") == "outputs/torchrun-node-a-29501"
+        assert command_line.run_folder("outputs") == "outputs/torchrun-node-a-29501"
 
     def test_printing_the_configuration_creates_no_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("sys.argv", ["train.py", "--cfg", "all", "--resolve"])
-        assert train.run_folder("outputs") == f"outputs/{train.run_stamp()}"
+        assert command_line.run_folder("outputs") == f"outputs/{command_line.run_stamp()}"
         assert not list(tmp_path.iterdir())

@@ -237,7 +237,7 @@ def describe_versions() -> str:
 
 def _code_checksum() -> str:
     """Return a checksum of this package's files; two checkouts may have the same version."""
-    package = Path(__file__).parent.parent
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import command
 import pytest
-import train
 from hydra import compose, initialize_config_dir
 
+import command
 import lightning_loco as loco
+from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.costs import Link
 from lightning_loco.tools.plan.planner import make_plan
@@ -52,7 +52,7 @@ PLANS = {
 
 
 def test_the_commands_build_the_same_strategy(subtests: pytest.Subtests) -> None:
-    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+    with initialize_config_dir(command_line.conf_dir(), version_base="1.3"):
         for name, plan in PLANS.items():
             with subtests.test(name):
                 shell, python = commands(plan)
@@ -62,7 +62,7 @@ def test_the_commands_build_the_same_strategy(subtests: pytest.Subtests) -> None
                 assert python.endswith("devices=1, num_nodes=2)")
                 if name != "DDP":
                     expression = python.removeprefix("Trainer(strategy=").partition(", devices")[0]
-                    written = eval(expression, vars(loco))
+                    written = eval(expression, {name: getattr(loco, name) for name in loco.__all__})
                     assert type(written) is type(built)
                     assert str(written.settings.prepare(2)) == str(built.settings.prepare(2))
 

@@ -1,0 +1,14 @@
+"""Train with a configuration: ``python train.py algorithm=gasloc topology=ring``.
+
+The program is ``lightning_loco/app/command_line.py``.
+"""
+
+import os
+
+os.environ["LIGHTNING_LOCO_LAZY"] = "1"  # --help does not wait for PyTorch and Lightning
+from lightning_loco.app.command_line import main
+
+del os.environ["LIGHTNING_LOCO_LAZY"]
+
+if __name__ == "__main__":
+    main()
