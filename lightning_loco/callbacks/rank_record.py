@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_loco.__about__ import __version__
 from lightning_loco._util.checks import plain
-from lightning_loco.distributed import Statistics
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import Statistics, json_messages
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
 from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
@@ -291,8 +290,8 @@ def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
         strategy.sync_point(label)
         waiting = strategy.waiting_in(label)
     with waiting:
-        messages = notes.all_gather(notes.write(value), group, names)
-    return [notes.read(*pair) for pair in zip(messages, names, strict=True)]
+        messages = json_messages.all_gather(json_messages.write(value), group, names)
+    return [json_messages.read(*pair) for pair in zip(messages, names, strict=True)]
 
 
 # ------------------------------------------------------------------------ facts of a run

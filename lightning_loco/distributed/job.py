@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.rendezvous import (
     POLL_INTERVAL_S,
     Rendezvous,
@@ -250,7 +250,7 @@ class Job:
                 raise WorkerFailure(explain_missing(self.names[0], self.timeout_s))
             time.sleep(POLL_INTERVAL_S)
         value = self._job_store.get(_JOB_KEY, self.timeout_s)
-        match notes.read(value, f"Rank 0 at {self._address}"):
+        match json_messages.read(value, f"Rank 0 at {self._address}"):
             case [str(job_name_0), int(num_ranks_0), str(store_id)]:
                 pass
             case other:
@@ -349,7 +349,7 @@ class Job:
         Args:
             error: Why the file could not be written, or None.
         """
-        text = notes.write(notes.write_error(error)).decode()
+        text = json_messages.write(json_messages.write_error(error)).decode()
         with suppress(RuntimeError):
             publish(self.store, self.next_keys("lightning_loco/file"), text)
 
@@ -378,7 +378,7 @@ class Job:
         except RuntimeError as error:
             text = f"No checkpoint was saved by {explain_lost_store(name, error)}."
             raise WorkerFailure(text) from error
-        found = notes.read_error(notes.read(value, name), capitalized(name))
+        found = json_messages.read_error(json_messages.read(value, name), capitalized(name))
         if found is not None:
             raise found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 
@@ -58,7 +58,7 @@ class StoreBarrier:
         """
         deadline = time.monotonic() + timeout_s
         # They may be overwritten: the last worker of the exchange before has read the old ones.
-        own = notes.write(list(map(float, numbers))).decode()
+        own = json_messages.write(list(map(float, numbers))).decode()
         self._store.set(self._key_of(self._worker), own, timeout_s)
         num_missing = self._come(1, timeout_s)
         pause_s = _SHORTEST_PAUSE_PER_WORKER_S * num_missing
@@ -105,7 +105,7 @@ class StoreBarrier:
 
 def _table(text: bytes, num_workers: int, width: int) -> list[list[float]]:
     """The numbers of all workers; RuntimeError if the text holds something else."""
-    found = notes.read(text, "The barrier in the job's key-value store")
+    found = json_messages.read(text, "The barrier in the job's key-value store")
     rows = found if isinstance(found, list) else []
     fitting = [r for r in rows if isinstance(r, list) and [type(n) for n in r] == [float] * width]
     if len(fitting) != num_workers or len(rows) != num_workers:

@@ -25,7 +25,7 @@ from torch.utils.data._utils import signal_handling as _signal_handling
 
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.fault_points import reach
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.rendezvous import SHORTEST_POLL_INTERVAL_S, Rendezvous
@@ -452,16 +452,16 @@ class WorkerGroup:
         """
         if self.control is None and self.job is None:
             return [value]
-        messages = self._all_gather(notes.write(value), label)
+        messages = self._all_gather(json_messages.write(value), label)
         pairs = zip(messages, self.names, strict=True)
-        return [notes.read(message, capitalized(name)) for message, name in pairs]
+        return [json_messages.read(message, capitalized(name)) for message, name in pairs]
 
     def gather_inside(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value, as :meth:`gather_objects`, from every rank of this worker."""
         if self.inner is None:
             return [value]
-        messages = self._all_gather_inside(self.inner, notes.write(value), label)
-        return [notes.read(*pair) for pair in zip(messages, self._place_names, strict=True)]
+        messages = self._all_gather_inside(self.inner, json_messages.write(value), label)
+        return [json_messages.read(*pair) for pair in zip(messages, self._place_names, strict=True)]
 
     def gather_states_inside(self, state: Any, label: str) -> list[Any]:
         """Collect plain values and tensors from every rank of this worker, in order.
@@ -472,11 +472,11 @@ class WorkerGroup:
         """
         if self.inner is None:
             return [state]
-        messages = self._all_gather_inside(self.inner, notes.write_state(state), label)
+        messages = self._all_gather_inside(self.inner, json_messages.write_state(state), label)
         found = []
         for message, name in zip(messages, self._place_names, strict=True):
             try:
-                found.append(notes.read_state(message))
+                found.append(json_messages.read_state(message))
             except Exception as error:  # of torch.load, of several types
                 raise RuntimeError(
                     f"{name} of worker {self.worker}, in {label}: {error}"
@@ -492,7 +492,7 @@ class WorkerGroup:
     ) -> list[bytes]:
         started = self.clock.now()
         try:
-            return notes.all_gather(message, inner, self._place_names)
+            return json_messages.all_gather(message, inner, self._place_names)
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error
 
@@ -512,8 +512,8 @@ class WorkerGroup:
         """Collect plain values and tensors from every worker, in order."""
         if self.control is None and self.job is None:
             return [state]
-        messages = self._all_gather(notes.write_state(state), label)
-        return [notes.read_state(message) for message in messages]
+        messages = self._all_gather(json_messages.write_state(state), label)
+        return [json_messages.read_state(message) for message in messages]
 
     def wait_for_all(self, label: str) -> None:
         """Wait without a timeout for all ranks of a job, unless one fails or gives no sign of life.
@@ -576,7 +576,9 @@ class WorkerGroup:
                 limit_s = self.timeout_s if is_limited else math.inf
                 return self._gather_in_store(self.job, message, label, limit_s)
             assert self.control is not None
-            return notes.all_gather(message, self.control, list(map(capitalized, self.names)))
+            return json_messages.all_gather(
+                message, self.control, list(map(capitalized, self.names))
+            )
         except RuntimeError as error:
             raise self.explain_error(error, label, started) from error
 
@@ -601,13 +603,13 @@ class WorkerGroup:
         if isinstance(error, WorkerFailure):
             raise error
         try:
-            values = self.gather_from_ranks(notes.write_error(error), label)
+            values = self.gather_from_ranks(json_messages.write_error(error), label)
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
             raise error
         for name, value in zip(self.rank_names, values, strict=True):
-            if (other := notes.read_error(value, capitalized(name))) is not None:
+            if (other := json_messages.read_error(value, capitalized(name))) is not None:
                 raise other
 
     @contextmanager

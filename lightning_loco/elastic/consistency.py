@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.quorum import NO_STATE, Plan
+from lightning_loco.elastic.quorum import NO_STATE, QuorumPlan
 from lightning_loco.model.fingerprint import pieces
 
 
@@ -28,14 +28,14 @@ class ConsistencyCheck:
         self._every = every
         self._own_fingerprint = own_fingerprint
 
-    def is_due(self, plan: Plan) -> bool:
+    def is_due(self, plan: QuorumPlan) -> bool:
         """Whether the members of a plan compare their states; the same on all of them."""
         if not self._every or plan.round_index in (0, NO_STATE):
             return False
         num_with_state = len(plan.names) - len(plan.joining)
         return plan.round_index % self._every == 0 and num_with_state > 1
 
-    def compare(self, plan: Plan, all_gather: Callable[[Tensor], Tensor]) -> Plan:
+    def compare(self, plan: QuorumPlan, all_gather: Callable[[Tensor], Tensor]) -> QuorumPlan:
         """Return a plan in which members whose state has drifted are joining members.
 
         The donor of that plan has the state of most members; among equally many, that of the first

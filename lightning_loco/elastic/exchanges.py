@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_loco._util.fault_points import reach
 from lightning_loco.compression import Compression
 from lightning_loco.elastic.group import MemberGroup
-from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.quorum import QuorumPlan
 from lightning_loco.elastic.recovery import copy_state, fragment_of_round, max_state_bytes
 from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine.engine import Engine
@@ -47,7 +47,7 @@ class SumExchange:
         self._engine = engine
         self._compression = engine.settings.compression
 
-    def exchange(self, message: Tensor | None, plan: Plan) -> Exchanged:
+    def exchange(self, message: Tensor | None, plan: QuorumPlan) -> Exchanged:
         """Sum the messages of all members; RuntimeError if one is lost.
 
         ``message`` stays unchanged; None if this worker is joining, which adds zeros.
@@ -64,7 +64,9 @@ class SumExchange:
         self._group.all_reduce(total)
         return Exchanged(total, _ring_bytes(total, plan))
 
-    def _sum_compressed(self, compression: Compression, message: Tensor, plan: Plan) -> Exchanged:
+    def _sum_compressed(
+        self, compression: Compression, message: Tensor, plan: QuorumPlan
+    ) -> Exchanged:
         """Sum the encoded messages; ``message`` is overwritten with what compression removed."""
         residual = message if compression.has_feedback else None
         memory = torch.empty_like(message) if compression.has_feedback else None
@@ -79,7 +81,7 @@ class SumExchange:
         bytes_saved = _ring_bytes(message, plan) - bytes_sent
         return Exchanged(summing.run(self._group.swap), bytes_sent, bytes_saved, residual)
 
-    def sends_state(self, plan: Plan) -> bool:
+    def sends_state(self, plan: QuorumPlan) -> bool:
         """Whether this worker sends its state to joining workers: only the donor does."""
         return bool(plan.joining) and plan.is_donor
 
@@ -87,7 +89,7 @@ class SumExchange:
         """Copy the state for joining workers, before the round ends."""
         return copy_state(self._engine, position, with_saved_rounds=message is None)
 
-    def send_state(self, state: RunState, plan: Plan) -> None:
+    def send_state(self, state: RunState, plan: QuorumPlan) -> None:
         """Send the state to one joining worker after the other; a lost one causes a warning."""
         reach("before the state is sent")
         for rank in plan.joining:
@@ -98,12 +100,12 @@ class SumExchange:
                 log.warning("%s was lost while it joined: %s", plan.names[rank], error)
                 return
 
-    def receive_state(self, plan: Plan) -> RunState:
+    def receive_state(self, plan: QuorumPlan) -> RunState:
         """Receive the state from the donor; RuntimeError if a member is lost."""
         return RunState.receive(self._group, plan.donor, max_state_bytes(self._engine))
 
 
-def _ring_bytes(message: Tensor, plan: Plan) -> int:
+def _ring_bytes(message: Tensor, plan: QuorumPlan) -> int:
     """Bytes that each member sends in a ring all-reduce."""
     num_members = len(plan.names)
     return 2 * (num_members - 1) * message.nbytes // num_members

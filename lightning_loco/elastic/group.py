@@ -21,7 +21,7 @@ from torchft.process_group import ProcessGroupGloo
 from lightning_loco._util.background import BackgroundThread, run_in_thread
 from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
-from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.quorum import QuorumPlan
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ class MemberGroup:
         self._own_store = TimeoutStore(self._server)
         self._group: ProcessGroupGloo | None = None
         self._monitor: MemberMonitor | None = None
-        self._plan: Plan | None = None
+        self._plan: QuorumPlan | None = None
 
     # -------------------------------------------------------------- open and close
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: QuorumPlan) -> None:
         """Open a plan's group, a new one for other members; RuntimeError if one does not join."""
         reach("before the group")
         if not plan.is_new:
@@ -84,7 +84,7 @@ class MemberGroup:
         self._group, self._monitor = group, monitor
         self._plan, self.name = plan, plan.group
 
-    def _create(self, plan: Plan) -> ProcessGroupGloo:
+    def _create(self, plan: QuorumPlan) -> ProcessGroupGloo:
         group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
         store = f"{plan.stores[plan.donor]}/{plan.group}"
         reach("making the group")
@@ -280,7 +280,7 @@ class MemberMonitor:
     RuntimeError if this is so with the store of the donor, which is used.
     """
 
-    def __init__(self, plan: Plan, timeout_s: float) -> None:
+    def __init__(self, plan: QuorumPlan, timeout_s: float) -> None:
         self._plan = plan
         self._rendezvous_s = min(RENDEZVOUS_S, timeout_s)
         self._unresponsive_s = min(UNRESPONSIVE_S, timeout_s)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_loco._util.background import run_in_thread
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 
@@ -65,7 +65,8 @@ class Places:
             raise RuntimeError("This worker has left the run.")
         names, started = list(self._group.rank_names), self._group.clock.now()
         gathering = run_in_thread(
-            partial(notes.all_gather, notes.write(value), inner, names), exit_timeout_s=0.0
+            partial(json_messages.all_gather, json_messages.write(value), inner, names),
+            exit_timeout_s=0.0,
         )
         try:
             while not wait([gathering], _CHECK_EVERY_S).done:
@@ -76,7 +77,7 @@ class Places:
             raise self._group.explain_error(error, _LABEL, started) from error
         finally:
             del gathering  # a reference cycle, from the error's frames back to the error
-        return [notes.read(*pair) for pair in zip(messages, names, strict=True)]
+        return [json_messages.read(*pair) for pair in zip(messages, names, strict=True)]
 
     def check_alive(self) -> None:
         """Raise WorkerFailure, which names it, if a rank gives no sign of life any more."""
@@ -100,10 +101,10 @@ class Places:
                 answer = ask()
             except Exception as raised:
                 error = raised
-        found: list[Any] = self.gather([answer, notes.write_error(error)])[0]
+        found: list[Any] = self.gather([answer, json_messages.write_error(error)])[0]
         if error is not None:
             raise error
-        if (theirs := notes.read_error(found[1], self._group.rank_names[0])) is not None:
+        if (theirs := json_messages.read_error(found[1], self._group.rank_names[0])) is not None:
             raise theirs
         return found[0]  # type: ignore[no-any-return]
 

@@ -81,7 +81,7 @@ class MemberInfo(NamedTuple):
         return self.run_hash, len(self.stores)
 
 
-class Plan(NamedTuple):
+class QuorumPlan(NamedTuple):
     """What this worker does in one quorum. Ranks are positions in ``names``.
 
     Attributes:
@@ -145,7 +145,7 @@ class OtherRun(Exception):
         self.store = store
 
 
-def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> Plan:
+def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
     """Return what a worker does in a quorum, whose members are in the same order for all.
 
     The plans of its ranks differ in the stores only.
@@ -181,7 +181,7 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> Plan:
     is_new = len(open_groups) > 1 or not _has_size(open_group, len(names))
     awaited = set.intersection(*(set(infos[name].awaited) for name in with_state))
     committed = committed_members(members)
-    return Plan(
+    return QuorumPlan(
         group=f"{quorum.id}/{len(names)}" if is_new else open_group,
         names=names,
         rank=names.index(own_name),
@@ -207,12 +207,12 @@ class Commit(NamedTuple):
     """What this worker received in an exchange that not all members have confirmed yet.
 
     Attributes:
-        plan: Plan of the exchange.
+        plan: QuorumPlan of the exchange.
         received: The sum of the messages.
         statuses: Statuses of all members.
     """
 
-    plan: Plan
+    plan: QuorumPlan
     received: Tensor
     statuses: Tensor
 

@@ -36,7 +36,7 @@ from lightning_loco.elastic.quorum import (
     Commit,
     MemberInfo,
     OtherRun,
-    Plan,
+    QuorumPlan,
     describe_difference,
     make_plan,
 )
@@ -84,7 +84,7 @@ class RoundRequest:
         bytes_sent: Bytes of messages that this worker sent.
         bytes_saved: Bytes that it would have sent in addition without compression.
         commit: What was received before all members had confirmed.
-        plan: Plan of the exchange that succeeded; None before.
+        plan: QuorumPlan of the exchange that succeeded; None before.
         data_start: Where to continue in the stream of samples, as arguments of
             :meth:`DataShard.reassign`; None if the members are those of the round before.
         state: State of the run, if this worker needed it.
@@ -105,7 +105,7 @@ class RoundRequest:
         self.residual: Tensor | None = None
         self.bytes_sent = self.bytes_saved = 0
         self.commit: Commit | None = None
-        self.plan: Plan | None = None
+        self.plan: QuorumPlan | None = None
         self.data_start: tuple[int, int, int] | None = None
         self.state: RunState | None = None
         self.is_adopted = False
@@ -296,7 +296,7 @@ class RoundThread(BackgroundThread):
         if self._places.is_first:
             log.warning(message, *values)
 
-    def _wait_for_members(self, request: RoundRequest, started: float) -> Plan:
+    def _wait_for_members(self, request: RoundRequest, started: float) -> QuorumPlan:
         """Ask for quorums until there are enough members; return the plan."""
         while True:
             quorum = self._request_quorum(request, started)
@@ -353,7 +353,7 @@ class RoundThread(BackgroundThread):
         except (ValueError, TypeError):
             return f"This worker cannot join: its run differs from that of {other.member}."
 
-    def _warn_malformed(self, plan: Plan) -> None:
+    def _warn_malformed(self, plan: QuorumPlan) -> None:
         """Warn once about each worker whose request could not be read."""
         for name in set(plan.malformed) - self._malformed:
             self._warn(
@@ -364,7 +364,7 @@ class RoundThread(BackgroundThread):
             )
         self._malformed.update(plan.malformed)
 
-    def _warn_lost(self, plan: Plan) -> None:
+    def _warn_lost(self, plan: QuorumPlan) -> None:
         """Warn about members of the last round that are gone without having finished."""
         lost, self._members = set(self._members) - set(plan.names), plan.names
         if not lost or self._requester.has_left:
@@ -379,14 +379,14 @@ class RoundThread(BackgroundThread):
             _ALONE if len(plan.names) == 1 else "",
         )
 
-    def _copy_state(self, request: RoundRequest, plan: Plan) -> RunState | None:
+    def _copy_state(self, request: RoundRequest, plan: QuorumPlan) -> RunState | None:
         """Copy the state if this worker sends it to joining ones; may run in another thread."""
         if not self._exchange.sends_state(plan):
             return None
         request.message_ready.wait()
         return self._exchange.copy_state(request.position, request.message)
 
-    def _compare_states(self, plan: Plan) -> Plan:
+    def _compare_states(self, plan: QuorumPlan) -> QuorumPlan:
         """Return a plan in which members whose state has drifted receive that of the others."""
         plan = self._consistency.compare(plan, self._group.all_gather)
         for rank in plan.drifted:
@@ -399,7 +399,7 @@ class RoundThread(BackgroundThread):
         return plan
 
     def _attempt(
-        self, request: RoundRequest, plan: Plan, copying: Future[RunState | None] | None
+        self, request: RoundRequest, plan: QuorumPlan, copying: Future[RunState | None] | None
     ) -> None:
         """Exchange once; afterwards send the state, while the training thread continues."""
         together = self._places.together
@@ -426,7 +426,7 @@ class RoundThread(BackgroundThread):
         if state is not None:
             self._exchange.send_state(state, plan)
 
-    def _exchange_messages(self, request: RoundRequest, plan: Plan) -> Commit:
+    def _exchange_messages(self, request: RoundRequest, plan: QuorumPlan) -> Commit:
         """Return the result of the exchange, and the statuses of all members."""
         status = request.status._replace(round_index=plan.round_index)
         if plan.is_joining:
@@ -467,7 +467,7 @@ class RoundThread(BackgroundThread):
     def _finish(
         self,
         request: RoundRequest,
-        plan: Plan,
+        plan: QuorumPlan,
         received: Tensor | None,
         statuses: Tensor | None,
     ) -> None:
@@ -536,7 +536,7 @@ class QuorumRequester:
         finally:
             del requesting  # a reference cycle, from the error's frames back to the error
 
-    def warn_incomplete(self, request: RoundRequest, plan: Plan) -> None:
+    def warn_incomplete(self, request: RoundRequest, plan: QuorumPlan) -> None:
         """Warn, if it is time, that a plan has too few members or lacks some of the last round."""
         names, missing = ", ".join(plan.names), ", ".join(plan.missing)
         late = f"{missing}: alive, but the restarted lighthouse has had no heartbeat of theirs yet"

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_loco._util.fault_points import reach
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 
 if TYPE_CHECKING:
     from lightning_loco.elastic.group import MemberGroup
@@ -37,7 +37,7 @@ class RunState(NamedTuple):
         """Send the state to the member ``to``."""
         kept = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
-        text = notes.write({"tensors": kinds, "values": self.values})
+        text = json_messages.write({"tensors": kinds, "values": self.values})
         description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sent = [tensor.reshape(-1) for tensor in kept.values()]
         group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
@@ -59,7 +59,7 @@ class RunState(NamedTuple):
             )
         head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         group.receive([head], source)
-        description = notes.read(head.numpy().tobytes(), "The member that sends the state")
+        description = json_messages.read(head.numpy().tobytes(), "The member that sends the state")
         tensors = {
             name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
             for name, (dtype, shape) in _checked(description, max_bytes).items()

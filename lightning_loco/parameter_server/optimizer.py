@@ -19,7 +19,7 @@ from lightning_loco.parameter_server.buckets import (
     trainable_parameters,
 )
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
-from lightning_loco.parameter_server.protocol import GradientClipping, StepRequest, Transport
+from lightning_loco.parameter_server.protocol import ClippingSettings, StepRequest, Transport
 from lightning_loco.parameter_server.server_client import ShardClient
 
 _TEXT_BYTES = 32
@@ -80,11 +80,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})
         self._are_groups_final = True
         ranks = [aggregator_rank] if isinstance(aggregator_rank, int) else list(aggregator_rank)
-        self._replica = ReplicaGroup(replica_group)
+        self._replica = ClientRanks(replica_group)
         self._connect(ranks, transport or Transport())
         self._is_streaming = False
         self._handles = self._register_hooks() if self._replica.is_leader else []
-        self._clip: GradientClipping | None = None
+        self._clip: ClippingSettings | None = None
         self._stop_reason: str | None = None
         self.wait_s = 0.0
         self.stop_agreed: str | None = None
@@ -208,7 +208,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If ``max_norm`` is not positive.
         """
-        self._clip = GradientClipping("norm", _positive("max_norm", max_norm))
+        self._clip = ClippingSettings("norm", _positive("max_norm", max_norm))
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the mean gradient in the next step, element by element.
@@ -216,7 +216,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If ``clip_value`` is not positive.
         """
-        self._clip = GradientClipping("value", _positive("clip_value", clip_value))
+        self._clip = ClippingSettings("value", _positive("clip_value", clip_value))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -431,7 +431,7 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-class ReplicaGroup:
+class ClientRanks:
     """The ranks of one worker, with gloo, of which the first is the client of the servers.
 
     Without a group the worker has a single rank. ``is_leader``: this rank is the first one.

@@ -100,7 +100,7 @@ class Message(NamedTuple):
                 raise RuntimeError(f"{sender} has sent an invalid message: {str(other)[:100]}")
 
 
-class GradientClipping(NamedTuple):
+class ClippingSettings(NamedTuple):
     """How to clip the mean gradient before the step.
 
     Attributes:
@@ -125,7 +125,7 @@ class StepRequest(NamedTuple):
 
     missing: tuple[int, ...] = ()
     hyperparameters: Hyperparameters | None = None
-    clip: GradientClipping | None = None
+    clip: ClippingSettings | None = None
     stop: str | None = None
     changed: str | None = None
 
@@ -137,7 +137,7 @@ class StepRequest(NamedTuple):
     def from_dict(cls, content: dict[str, Any]) -> StepRequest:
         """Read the content of a message that :meth:`to_dict` has made."""
         request = cls(**content)
-        clip = None if request.clip is None else GradientClipping(*request.clip)
+        clip = None if request.clip is None else ClippingSettings(*request.clip)
         return request._replace(missing=tuple(request.missing), clip=clip)
 
     @classmethod

@@ -316,7 +316,7 @@ class Lane:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class TimelineChart:
     """Lanes of workers above a time axis."""
 
     height: float
@@ -331,7 +331,7 @@ def draw_timeline(
     kinds: Sequence[str],
     start_s: float,
     end_s: float,
-) -> Timeline | None:
+) -> TimelineChart | None:
     """Draw the events between two times, in the order of ``kinds``; None if there are none."""
     if not names or end_s <= start_s:
         return None
@@ -353,7 +353,7 @@ def draw_timeline(
         for number, (name, own) in enumerate(zip(names, drawn, strict=True))
     )
     ticks = tuple((axis.at(tick), tick_text(tick)) for tick in axis.ticks(8))
-    return Timeline(LANE_HEIGHT * len(lanes) + 45, lanes, ticks, f"time ({unit})")
+    return TimelineChart(LANE_HEIGHT * len(lanes) + 45, lanes, ticks, f"time ({unit})")
 
 
 def bars(spans: list[tuple[float, float]], axis: Axis, most: int) -> str:

@@ -23,7 +23,7 @@ from lightning_loco.simulation.simulation import make_step_times, make_workers
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
 
 
-class _Event(NamedTuple):
+class _GossipEvent(NamedTuple):
     """What happens at a time: the end of a local step, or a peer that answers a request."""
 
     time_s: float
@@ -134,7 +134,7 @@ class PairwiseSimulation:
         self._fetches: list[_Fetch | None] = [None] * n
         self._received: list[tuple[Tensor, Tag] | None] = [None] * n
         self._order = itertools.count()
-        self._events: list[_Event] = []
+        self._events: list[_GossipEvent] = []
         self._ended_s = 0.0
         for worker in range(n):
             self._begin_step(worker)
@@ -165,7 +165,7 @@ class PairwiseSimulation:
             self._plan(now_s + latency_s / 2, worker, "answer")
 
     def _plan(self, time_s: float, worker: int, kind: Literal["step", "answer"]) -> None:
-        heapq.heappush(self._events, _Event(time_s, next(self._order), worker, kind))
+        heapq.heappush(self._events, _GossipEvent(time_s, next(self._order), worker, kind))
 
     @property
     def num_workers(self) -> int:

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups, is_of_collective
@@ -75,8 +75,10 @@ class ReplicaGroup:
         self._group.announce_wait(purpose)
         assert self._control is not None
         with self.errors_named(own):
-            found = notes.all_gather(notes.write(own), self._control, names)
-        places = [str(notes.read(one, name)) for one, name in zip(found, names, strict=True)]
+            found = json_messages.all_gather(json_messages.write(own), self._control, names)
+        places = [
+            str(json_messages.read(one, name)) for one, name in zip(found, names, strict=True)
+        ]
         if len(set(places)) > 1:
             where = "; ".join(f"{n} at {place}" for n, place in zip(names, places, strict=True))
             raise RuntimeError(

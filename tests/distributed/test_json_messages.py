@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.harness.pool import Pool, PoolError
 
@@ -33,12 +33,12 @@ def test_plain_values_are_sent_unchanged(subtests: pytest.Subtests) -> None:
     values = (None, 3, -(2**80), 0.1, math.inf, "ä|", [1, ["a", None]], {"a": [True, {"b": 2.5}]})
     for value in values:
         with subtests.test(str(value)):
-            assert notes.read(notes.write(value), "Worker 1") == value
+            assert json_messages.read(json_messages.write(value), "Worker 1") == value
 
 
 def test_other_values_are_an_error() -> None:
     with pytest.raises(TypeError):
-        notes.write(CountsUnpickling())
+        json_messages.write(CountsUnpickling())
 
 
 def test_garbage_is_an_error_that_names_its_sender(subtests: pytest.Subtests) -> None:
@@ -53,17 +53,17 @@ def test_garbage_is_an_error_that_names_its_sender(subtests: pytest.Subtests) ->
     for name, garbage in rows.items():
         with subtests.test(name):
             with pytest.raises(RuntimeError, match="^Worker 1 has sent .* no message"):
-                notes.read(garbage, "Worker 1")
+                json_messages.read(garbage, "Worker 1")
             assert CountsUnpickling.num_unpickled == 0
 
 
 def test_a_state_holds_plain_values_and_tensors_only() -> None:
     state = {"random": [3, [1, 2], None], "torch": torch.arange(3), "text": "a"}
-    again = notes.read_state(notes.write_state(state))
+    again = json_messages.read_state(json_messages.write_state(state))
     assert again["torch"].tolist() == [0, 1, 2]
     assert again["random"] == [3, [1, 2], None]
     with pytest.raises(pickle.UnpicklingError):
-        notes.read_state(notes.write_state({"a": CountsUnpickling()}))
+        json_messages.read_state(json_messages.write_state({"a": CountsUnpickling()}))
     assert CountsUnpickling.num_unpickled == 0
 
 
@@ -73,8 +73,8 @@ class NeedsTwo(Exception):
 
 
 def send_and_receive(error: Exception | None) -> Exception | None:
-    value = notes.read(notes.write(notes.write_error(error)), "Worker 1")
-    return notes.read_error(value, "Worker 1")
+    value = json_messages.read(json_messages.write(json_messages.write_error(error)), "Worker 1")
+    return json_messages.read_error(value, "Worker 1")
 
 
 def test_builtin_errors_keep_their_type() -> None:
@@ -97,7 +97,7 @@ def test_an_invalid_error_becomes_a_runtime_error(subtests: pytest.Subtests) -> 
     values = ("text", [], ["ValueError"], ["ValueError", 3], {"a": 1}, ["SystemExit", "x"], 7)
     for value in values:
         with subtests.test(str(value)):
-            assert type(notes.read_error(value, "Worker 1")) is RuntimeError
+            assert type(json_messages.read_error(value, "Worker 1")) is RuntimeError
 
 
 def gather_messages(rank: int, world: int) -> None:
@@ -105,7 +105,7 @@ def gather_messages(rank: int, world: int) -> None:
     names = [f"Worker {w}" for w in range(world)]
     for lengths in ([0, 3, 504], [505, 1, 0], [10, 200_000, 504]):
         sent = [bytes([w]) * length for w, length in enumerate(lengths)]
-        assert notes.all_gather(sent[rank], dist.group.WORLD, names) == sent
+        assert json_messages.all_gather(sent[rank], dist.group.WORLD, names) == sent
 
 
 def test_short_and_long_messages_are_gathered(pool: Pool) -> None:
@@ -116,7 +116,7 @@ def announce_endless_message(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=20)
     if rank == 1:
         frame = (2**50).to_bytes(8, "little").ljust(512, b"\0")
-        notes._all_gather_equal(frame, group.control, world)
+        json_messages._all_gather_equal(frame, group.control, world)
     else:
         with pytest.raises(ValueError, match="Worker 1 wants .* of 1,125,899,906,842,624 bytes"):
             group.gather_objects("fine")
@@ -132,7 +132,7 @@ def send_a_pickle(rank: int, world: int) -> None:
     try:
         if rank == 1:
             names = [f"Worker {w}" for w in range(world)]
-            notes.all_gather(pickle.dumps(CountsUnpickling()), group.control, names)
+            json_messages.all_gather(pickle.dumps(CountsUnpickling()), group.control, names)
         else:
             group.gather_objects("fine")
     finally:

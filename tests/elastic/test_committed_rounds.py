@@ -16,7 +16,7 @@ from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.places import Places
-from lightning_loco.elastic.quorum import Commit, Plan
+from lightning_loco.elastic.quorum import Commit, QuorumPlan
 from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.membership import DataShard
@@ -52,7 +52,7 @@ def rounds() -> Iterator[RoundThread]:
 
 def committed(joining: tuple[int, ...] = ()) -> Commit:
     """What was received in round 3 before the others were lost."""
-    plan = Plan("7.5/3", NAMES, 0, ("h:1", "h:2", "h:3"), False, 1, joining, 3, 0)
+    plan = QuorumPlan("7.5/3", NAMES, 0, ("h:1", "h:2", "h:3"), False, 1, joining, 3, 0)
     return Commit(plan, torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, 4))
 
 

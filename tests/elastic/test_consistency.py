@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
-from lightning_loco.elastic.quorum import NO_STATE, Plan
+from lightning_loco.elastic.quorum import NO_STATE, QuorumPlan
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import Cluster, cluster
 
 STATE = {"outer": torch.arange(6.0), "momentum": torch.ones(6, dtype=torch.bfloat16), "count": 3}
 
 
-def plan(round_index: int = 10, joining: tuple[int, ...] = (), rank: int = 0) -> Plan:
+def plan(round_index: int = 10, joining: tuple[int, ...] = (), rank: int = 0) -> QuorumPlan:
     names = ("a", "b", "c", "d", "e")
-    return Plan("1.0/5", names, rank, names, False, 0, joining, round_index, 0)
+    return QuorumPlan("1.0/5", names, rank, names, False, 0, joining, round_index, 0)
 
 
 def test_equal_states_have_equal_fingerprints() -> None:
@@ -56,7 +56,7 @@ def test_when_it_is_due(subtests: pytest.Subtests) -> None:
             assert ConsistencyCheck(every, lambda: 0).is_due(plan(round_index, joining)) == is_due
 
 
-def compared(own: int, prints: tuple[int, ...], joining: tuple[int, ...]) -> Plan:
+def compared(own: int, prints: tuple[int, ...], joining: tuple[int, ...]) -> QuorumPlan:
     """The plan of a member after a comparison of these fingerprints."""
     sent: list[int] = []
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_loco.elastic.group import MemberGroup
-from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.quorum import QuorumPlan
 from tests.harness.limits import SOON_S
 from tests.harness.pool import PRELOADED, Pool
 
@@ -24,10 +24,10 @@ NUMEL = 2**26
 """Elements of a message that takes longer than the member that dies stays alive."""
 
 
-def plan_of(rank: int, stores: tuple[str, ...]) -> Plan:
+def plan_of(rank: int, stores: tuple[str, ...]) -> QuorumPlan:
     """A round of all members, in a new group."""
     names = tuple(f"m{i}" for i in range(len(stores)))
-    return Plan(f"test/{len(names)}", names, rank, stores, True, 0, (), 0, 0)
+    return QuorumPlan(f"test/{len(names)}", names, rank, stores, True, 0, (), 0, 0)
 
 
 def swap_in_ring(rank: int, world: int) -> tuple[dict[int, torch.Tensor], int]:

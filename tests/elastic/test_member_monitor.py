@@ -13,18 +13,18 @@ from contextlib import suppress
 import pytest
 
 from lightning_loco.elastic.group import MemberGroup, MemberMonitor
-from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.quorum import QuorumPlan
 from tests.harness.limits import SOON_S
 
 TIMEOUT_S = 60.0
 
 
-def plans(*members: MemberGroup) -> list[Plan]:
+def plans(*members: MemberGroup) -> list[QuorumPlan]:
     """One plan for each member; the first one is the donor."""
     stores = tuple(member.address for member in members)
     names = tuple(f"m{rank}" for rank in range(len(stores)))
     group = f"{time.monotonic()}/{len(names)}"
-    return [Plan(group, names, rank, stores, True, 0, (), 0, 0) for rank in range(len(names))]
+    return [QuorumPlan(group, names, rank, stores, True, 0, (), 0, 0) for rank in range(len(names))]
 
 
 def test_a_member_that_gives_up_is_not_waited_for() -> None:

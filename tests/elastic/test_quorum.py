@@ -11,7 +11,7 @@ from lightning_loco.elastic.quorum import (
     NO_STATE,
     MemberInfo,
     OtherRun,
-    Plan,
+    QuorumPlan,
     describe_difference,
     make_plan,
     resumed_round,
@@ -41,7 +41,7 @@ def info(
     }
 
 
-def plans(**members: dict[str, Any]) -> dict[str, Plan]:
+def plans(**members: dict[str, Any]) -> dict[str, QuorumPlan]:
     quorum = Quorum("7.5", [Member(name, data) for name, data in members.items()])
     return {name: make_plan(quorum, name) for name in members}
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import json_messages
 from lightning_loco.elastic.group import MemberGroup
-from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.quorum import QuorumPlan
 from lightning_loco.elastic.state_transfer import RunState
 from tests.harness.pool import Pool
 
@@ -30,7 +30,7 @@ def open_group(rank: int) -> MemberGroup:
     group = MemberGroup("127.0.0.1", 10)
     stores: list[Any] = [None, None]
     torch.distributed.all_gather_object(stores, group.address)
-    group.open(Plan("test/2", ("a", "b"), rank, tuple(stores), True, 0, (1,), 0, 0))
+    group.open(QuorumPlan("test/2", ("a", "b"), rank, tuple(stores), True, 0, (1,), 0, 0))
     return group
 
 
@@ -79,12 +79,12 @@ def error_of(rank: int, description: bytes) -> str:
 def test_invalid_descriptions_are_refused(pool: Pool, subtests: pytest.Subtests) -> None:
     descriptions = [
         b"\x80\x04no JSON",
-        notes.write([]),
-        notes.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
-        notes.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
-        notes.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),
-        notes.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
-        notes.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
+        json_messages.write([]),
+        json_messages.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
+        json_messages.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
+        json_messages.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),
+        json_messages.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
+        json_messages.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
     ]
     _, errors = pool.run(errors_of, descriptions, world=2)
     for sent, error in zip(descriptions, errors, strict=True):

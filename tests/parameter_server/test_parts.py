@@ -22,7 +22,7 @@ from lightning_loco.parameter_server.buckets import (
 )
 from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
 from lightning_loco.parameter_server.protocol import (
-    GradientClipping,
+    ClippingSettings,
     StepRequest,
     Unreachable,
     explain_unreachable,
@@ -122,10 +122,10 @@ def test_more_servers_than_parameters() -> None:
 
 
 def test_requests_of_several_workers_are_merged() -> None:
-    first = StepRequest((0, 2), [{"lr": 0.1}], GradientClipping("norm", 1.0))
+    first = StepRequest((0, 2), [{"lr": 0.1}], ClippingSettings("norm", 1.0))
     second = StepRequest((2, 3), [{"lr": 0.2}], None, "SIGTERM")
     merged = StepRequest.merge([first, second])
-    assert merged == StepRequest((2,), [{"lr": 0.1}], GradientClipping("norm", 1.0), "SIGTERM")
+    assert merged == StepRequest((2,), [{"lr": 0.1}], ClippingSettings("norm", 1.0), "SIGTERM")
     assert StepRequest.from_dict(merged.to_dict()) == merged
     assert StepRequest.from_dict(StepRequest().to_dict()) == StepRequest()
 

@@ -24,7 +24,7 @@ from lightning_loco.app.demo.optimizers import check_optimizer, make_optimizer
 NUM_BYTES = 256
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-norm transformer block: causal self-attention, then a GELU MLP, each with a residual.
 
     Args:
@@ -130,7 +130,9 @@ class ByteGPT(LightningModule):
         self.save_hyperparameters()
         self.embedding = nn.Embedding(NUM_BYTES, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width, num_heads, dropout) for _ in range(num_layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self.head.weight = self.embedding.weight

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_loco.distributed import WorkerGroup
-from lightning_loco.distributed import json_messages as notes
+from lightning_loco.distributed import WorkerGroup, json_messages
 from lightning_loco.engine.gathered_state import of_length, with_vectors
 from lightning_loco.model.replica import Replica
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
@@ -265,8 +264,10 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
-    messages = notes.all_gather(notes.write(value), group, names)
-    return [notes.read(message, name) for message, name in zip(messages, names, strict=True)]
+    messages = json_messages.all_gather(json_messages.write(value), group, names)
+    return [
+        json_messages.read(message, name) for message, name in zip(messages, names, strict=True)
+    ]
 
 
 def _checksum_of(file: Path) -> int:

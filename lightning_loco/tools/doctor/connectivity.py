@@ -176,7 +176,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Received:
+class TransferReply:
     """The reply to a :class:`Transfer`: the bytes of its second half, and how long that took."""
 
     num_bytes: int
@@ -285,13 +285,13 @@ async def measure_bandwidth(target: Facts, seconds: float) -> float:
     return 0.0
 
 
-async def _transfer(target: Facts, limit_s: float) -> Received:
+async def _transfer(target: Facts, limit_s: float) -> TransferReply:
     reader, writer = await connect(target.address, target.port, limit_s)
     sending = asyncio.ensure_future(_send(writer, TRANSFER_SHARE * limit_s))
     try:
         for _ in range(2):
             await receive(reader, limit_s, Identity)
-        return await receive(reader, limit_s, Received)
+        return await receive(reader, limit_s, TransferReply)
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -307,7 +307,7 @@ async def _send(writer: asyncio.StreamWriter, seconds: float) -> None:
         await writer.drain()
 
 
-async def _count(reader: asyncio.StreamReader) -> Received:
+async def _count(reader: asyncio.StreamReader) -> TransferReply:
     """Count the bytes of the second half of a transfer that has been announced."""
     transfer = await receive(reader, _MAX_CONNECTION_S, Transfer)
     seconds = min(transfer.seconds, _MAX_CONNECTION_S)
@@ -317,7 +317,7 @@ async def _count(reader: asyncio.StreamReader) -> Received:
         while now < end and (data := await asyncio.wait_for(reader.read(_BLOCK_BYTES), end - now)):
             now = time.monotonic()
             num_bytes += len(data) if now > half else 0
-    return Received(num_bytes, max(time.monotonic() - half, 0.0))
+    return TransferReply(num_bytes, max(time.monotonic() - half, 0.0))
 
 
 async def _measure_round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:

@@ -57,7 +57,7 @@ _COUNTED_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A run to be planned.
 
     Args:
@@ -219,7 +219,7 @@ class Plan:
         reason: Why.
     """
 
-    job: Job
+    job: PlannedRun
     options: tuple[Option, ...]
     chosen: Option
     reason: str
@@ -255,12 +255,12 @@ class Plan:
         return best
 
 
-def make_plan(job: Job) -> Plan:
+def make_plan(job: PlannedRun) -> Plan:
     """Estimate the costs of all candidates, and choose one.
 
     Example:
         >>> from lightning_loco.costs import as_links
-        >>> job = Job(124_000_000, 2, as_links("lan"), 0.5, 16_384, 2_480_000_000)
+        >>> job = PlannedRun(124_000_000, 2, as_links("lan"), 0.5, 16_384, 2_480_000_000)
         >>> make_plan(job).chosen.candidate.title
         'Streaming DiLoCo, int8'
     """
@@ -287,7 +287,7 @@ def make_plan(job: Job) -> Plan:
     return Plan(job, options, chosen, reason)
 
 
-def _best(candidate: Candidate, job: Job) -> Option:
+def _best(candidate: Candidate, job: PlannedRun) -> Option:
     """Return the candidate with the fewest local steps per round that suffice."""
     if candidate.method == "ddp":
         return _data_parallel(candidate, job)
@@ -310,7 +310,7 @@ def _best(candidate: Candidate, job: Job) -> Option:
     return options[tried[found]]
 
 
-def _cost(candidate: Candidate, job: Job, sync_every: int, fragments: int | None) -> Option:
+def _cost(candidate: Candidate, job: PlannedRun, sync_every: int, fragments: int | None) -> Option:
     """Return what a method costs with these settings."""
     encoding = ENCODINGS[candidate.compression]
     topologies: dict[str, Topology | None] = {
@@ -356,7 +356,7 @@ def _cost(candidate: Candidate, job: Job, sync_every: int, fragments: int | None
 
 
 def _exchange_s(
-    kind: str, job: Job, encoding: Encoding, fragments: int, topology: Topology | None
+    kind: str, job: PlannedRun, encoding: Encoding, fragments: int, topology: Topology | None
 ) -> float:
     """Return the seconds of the exchange of a fragment, of the slowest worker in round 0."""
     numel = job.num_parameters // fragments
@@ -365,7 +365,7 @@ def _exchange_s(
     return float((busy_s + latency_s).max())
 
 
-def _data_parallel(candidate: Candidate, job: Job) -> Option:
+def _data_parallel(candidate: Candidate, job: PlannedRun) -> Option:
     """Return what DDP costs, whose all-reduce is hidden behind the backward pass if possible."""
     method = Method(EverySteps(1), encoding=Encoding(1, job.bytes_per_gradient))
     costs = estimate(method, job.num_parameters, job.step_times, job.times, _COUNTED_ROUNDS)

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             or written.
     """
     # Here, not at the top: the other commands need neither NumPy nor networkx.
-    from lightning_loco.tools.plan.planner import Job, make_plan
+    from lightning_loco.tools.plan.planner import PlannedRun, make_plan
     from lightning_loco.tools.plan.text import as_json, report
 
     try:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value:g}.")
     step_s = args.step_s if args.tokens_per_s is None else args.tokens_per_step / args.tokens_per_s
     tokens = TOKENS_PER_PARAMETER * args.parameters if args.tokens is None else args.tokens
-    job = Job(
+    job = PlannedRun(
         args.parameters,
         num_workers,
         links,

@@ -19,7 +19,7 @@ from lightning_loco.tools.plan.loss import (
     OFFSET,
     SLOPE,
 )
-from lightning_loco.tools.plan.planner import BACKWARD_SHARE, MIN_ROUNDS, Job, Option, Plan
+from lightning_loco.tools.plan.planner import BACKWARD_SHARE, MIN_ROUNDS, Option, Plan, PlannedRun
 
 _HEADINGS = ("", "H", "parts", "late", "computes", "per round", "in all", "time", "speed")
 _START = "On each machine, with one as HOST and the same NAME on all (with GPUs add trainer=gpu):"
@@ -58,7 +58,7 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _head(job: Job) -> list[str]:
+def _head(job: PlannedRun) -> list[str]:
     slowest, uplink = job.times.slowest_link(), job.links.uplink_mbit_per_s
     shared = f"; uplink of a site: {uplink:g} Mbit/s" if uplink < math.inf else ""
     return [
@@ -101,7 +101,7 @@ def _row(plan: Plan, option: Option) -> str:
     return row + "".join(f"{cell:>{width}}" for cell, width in pairs) + f"  {gap}"
 
 
-def _legend(job: Job) -> list[str]:
+def _legend(job: PlannedRun) -> list[str]:
     low, high = (format_count(number) for number in FITTED_PARAMETERS)
     return [
         f"H: local steps per round, the fewest with which workers compute "
@@ -178,7 +178,7 @@ def _arguments(option: Option) -> dict[str, str]:
 # ------------------------------------------------------------------------- arithmetic
 
 
-def _arithmetic(job: Job, option: Option) -> list[tuple[str, str]]:
+def _arithmetic(job: PlannedRun, option: Option) -> list[tuple[str, str]]:
     """Return how the numbers of an option follow from those of the job, line by line."""
     n, steps = job.num_workers, job.steps
     parts = f" / {option.fragments} fragments" if option.fragments > 1 else ""
@@ -223,7 +223,7 @@ def _arithmetic(job: Job, option: Option) -> list[tuple[str, str]]:
     return rows + _loss(job, option)
 
 
-def _encoding(job: Job, option: Option) -> str:
+def _encoding(job: PlannedRun, option: Option) -> str:
     if option.candidate.method == "ddp":
         return f"gradients of {job.bytes_per_gradient} B"
     encoding = ENCODINGS[option.candidate.compression]
@@ -232,13 +232,13 @@ def _encoding(job: Job, option: Option) -> str:
     return f"{option.candidate.compression}, {encoding.row_bytes} B for {encoding.block}"
 
 
-def _sent(job: Job, option: Option) -> str:
+def _sent(job: PlannedRun, option: Option) -> str:
     n = job.num_workers
     sent = format_bytes(option.round_bytes / option.fragments)
     return f"all-reduce of N workers: 2 x (N - 1) / N = {2 * (n - 1) / n:.3g} messages: {sent}"
 
 
-def _exchange(job: Job, option: Option) -> str:
+def _exchange(job: PlannedRun, option: Option) -> str:
     megabits, link = 8e-6 * option.round_bytes / option.fragments, job.times.slowest_link()
     seconds = format_seconds(option.exchange_s)
     if job.links.sites > 1 or job.links.pairs:
@@ -246,7 +246,7 @@ def _exchange(job: Job, option: Option) -> str:
     return f"{megabits:,.5g} Mbit / {link.mbit_per_s:g} Mbit/s, and latency: {seconds}"
 
 
-def _loss(job: Job, option: Option) -> list[tuple[str, str]]:
+def _loss(job: PlannedRun, option: Option) -> list[tuple[str, str]]:
     if option.gap is None or option.candidate.method == "ddp":
         return []
     drift = SLOPE * math.log(job.num_workers) * (job.num_parameters / 1e9) ** -EXPONENT

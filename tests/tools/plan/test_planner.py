@@ -16,15 +16,15 @@ from lightning_loco.tools.plan.planner import (
     MIN_ROUNDS,
     SYNC_EVERY,
     TOPOLOGY_TITLES,
-    Job,
     Option,
     Plan,
+    PlannedRun,
     make_plan,
 )
 from lightning_loco.topology import RandomMatching, Ring
 
 
-def job(link: Any = "lan", **changes: Any) -> Job:
+def job(link: Any = "lan", **changes: Any) -> PlannedRun:
     """Two machines in a building, and 124M parameters."""
     links = as_links(link)
     assert links is not None
@@ -36,7 +36,7 @@ def job(link: Any = "lan", **changes: Any) -> Job:
         "tokens_per_step": 16_384,
         "tokens": 2_480_000_000,
     }
-    return Job(**{**values, **changes})
+    return PlannedRun(**{**values, **changes})
 
 
 AT_HOME = job(
