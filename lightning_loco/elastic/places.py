@@ -53,7 +53,7 @@ class Places:
         return self.place == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect a small value from every rank; see :mod:`lightning_loco.distributed.json_messages`.
+        """Collect a small value from every rank; see ``distributed.json_messages``.
 
         Raises:
             WorkerFailure: If a rank has failed or gives no sign of life; the message names it.
