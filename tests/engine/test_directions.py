@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def layers() -> dict[str, int]:
     """The rank of each package and module, as import-linter checks it; the lowest has 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = settings["tool"]["importlinter"]["contracts"][0]
-    rows = [row.split(" | ") for row in reversed(contract["layers"])]
+    rows = [re.split(" [|:] ", row) for row in reversed(contract["layers"])]
     return {name: rank for rank, row in enumerate(rows) for name in row}
 
 
