@@ -72,6 +72,7 @@ class RankRecord:
         self._started_s, self._started = time.monotonic(), time.time()
         self.validation_began_s = self._started_s
         self._first_step = trainer.global_step
+        self._waited_before_s = 0.0 if self._statistics is None else self._statistics.wait_s
         strategy, world = trainer.strategy, trainer.world_size
         worker, self._place = worker_and_place(strategy)
         self.spans = Spans(max(100, min(1000, MAX_SPANS // world)))
@@ -184,6 +185,7 @@ class RankRecord:
             "left_out": spans.left_out,
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
+            "wait_s": statistics and statistics.wait_s - self._waited_before_s,
         }
 
     def record_of_run(
@@ -216,6 +218,7 @@ class RankRecord:
             notes_of_run.append(NOT_MEASURED)
             if (distance := strategy.statistics.consensus_distance) is not None:
                 numbers["consensus distance"] = round_to(distance, 4)
+        waits = [rank["wait_s"] for rank in ranks if rank["wait_s"] is not None]
         return RunRecord(
             title=title(trainer),
             started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._started)),
@@ -233,6 +236,7 @@ class RankRecord:
             numbers=numbers,
             bytes_sent=sum(sent) / len(sent) if is_known else None,
             ddp_bytes=self._ddp_bytes(step),
+            wait_s=sum(waits) / len(waits) if waits else None,
             topology=drawing_of(trainer),
             settings={**self.settings_of_strategy(), **settings},
             versions=versions(trainer),

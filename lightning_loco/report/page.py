@@ -180,7 +180,7 @@ def tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
             if record.bytes_sent:
                 remark += f", {format_value(record.ddp_bytes / record.bytes_sent)} times as much"
         yield "sent per worker", format_bytes(record.bytes_sent), remark
-    waited_s = mean_share(record, "wait")
+    waited_s = mean_share(record, "wait") if record.wait_s is None else record.wait_s
     if waited_s is not None:
         part = f"{waited_s / record.seconds:.1%} of the time" if record.seconds else ""
         yield "waited per worker", format_seconds(waited_s), part

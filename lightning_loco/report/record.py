@@ -202,6 +202,8 @@ class RunRecord:
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.
         ddp_bytes: Bytes that DDP would have sent in the same steps; None if that is no comparison.
+        wait_s: Seconds for which a rank was blocked in exchanges, mean over the ranks; None if only
+            ``shares`` have it. It includes waits within sync points and checkpoints.
         topology: None if all exchange with all, or nobody does.
         settings: Settings by name, maybe in groups.
         versions: Versions of programs by name.
@@ -221,6 +223,7 @@ class RunRecord:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     bytes_sent: float | None = None
     ddp_bytes: float | None = None
+    wait_s: float | None = None
     topology: Drawing | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -280,7 +283,7 @@ class RunRecord:
         ]
         if any(not 0 <= lane < len(lanes) for lane, *_ in events):
             raise ValueError("an event is of no lane")
-        optional = ("bytes_sent", "ddp_bytes")
+        optional = ("bytes_sent", "ddp_bytes", "wait_s")
         numbers = {name: value.get(name) for name in optional}
         topology = value.get("topology")
         return cls(
