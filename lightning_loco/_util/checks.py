@@ -1,9 +1,7 @@
-"""Values of settings: checks of types and ranges, a plain form; bytes and seconds as text."""
+"""Checks of settings that several layers share: types, ranges, numbers of ranks."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -112,64 +110,3 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ValueError, which lists the allowed values, if a value is not one of them."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-
-
-ADDED_LATER = {"added_later": True}
-"""Metadata of a dataclass field that earlier checkpoints do not have: :func:`plain` leaves it out
-if it has its default."""
-
-
-def plain(value: Any) -> Any:
-    """Convert a setting to numbers, strings, lists and dictionaries that can be compared.
-
-    Functions are compared by module and name only: two lambdas of one module are equal, whatever
-    they compute. Use ``functools.partial`` for arguments that shall be compared.
-
-    Example:
-        >>> plain(functools.partial(max, key=3))
-        ['partial', 'builtins.max', [], {'key': 3}]
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, functools.partial):
-        return ["partial", plain(value.func), plain(value.args), plain(value.keywords)]
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if field.metadata != ADDED_LATER or getattr(value, field.name) != field.default
-        }
-        return [type(value).__qualname__, plain(fields)]
-    has_own_text = "__repr__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
-    return repr(value) if has_own_text else [type(value).__qualname__, plain(vars(value))]
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with a decimal unit, such as 12.3 MB."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: minutes from 3 min on, hours from 3 h on, days from 3 d on.
-
-    Example:
-        >>> [format_seconds(seconds) for seconds in (0.0123, 0.5, 12.34, 179)]
-        ['12.3 ms', '0.5 s', '12.3 s', '179 s']
-        >>> [format_seconds(seconds) for seconds in (245, 9000, 40_000, 1e6)]
-        ['4.1 min', '150.0 min', '11.1 h', '11.6 d']
-    """
-    for factor, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 3 * factor:
-            return f"{seconds / factor:,.1f} {unit}"
-    return f"{1000 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"

@@ -12,9 +12,8 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_loco
 from lightning_loco._util.run_folder import claim
+from lightning_loco._util.text import suggestion
 from lightning_loco.tools.doctor.facts import describe_versions
 
 STARTED = datetime.now()
@@ -154,19 +154,6 @@ def known_keys() -> tuple[set[str], set[str]]:
     return groups, {str(name) for name in default} - {"defaults"} | groups
 
 
-def suggestion(name: str, known: Collection[str], form: str = "{}=...") -> str:
-    """Suggest the known name that is most similar to ``name``, or else those that contain it.
-
-    Args:
-        name: What the user has written.
-        known: The known names.
-        form: Format of a suggestion.
-    """
-    close = get_close_matches(name, sorted(known), 1)
-    close = close or [one for one in sorted(known) if f"_{name}_" in f"_{one}_"]
-    return f" Did you mean {' or '.join(map(form.format, close))}?" if close else ""
-
-
 def unknown_key(cfg: DictConfig) -> str | None:
     """Describe a key at the top level that is never read; None if there is none.
 
@@ -177,7 +164,7 @@ def unknown_key(cfg: DictConfig) -> str | None:
     text = OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
         if key not in known and f"${{{key}" not in text:
-            instead = suggestion(key, known) or f" There are {', '.join(sorted(known))}."
+            instead = suggestion(key, known, "{}=...") or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting, and nothing refers to it.{instead}"
     return None
 
@@ -201,7 +188,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
             continue
         added, key, values = found.groups()
         if not added and key not in known and experiment:
-            instead = suggestion(key, known) or f" There are {', '.join(sorted(known))}."
+            instead = suggestion(key, known, "{}=...") or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting.{instead}"
         choices = {
             file.relative_to(folder / key).with_suffix("").as_posix()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.loco import RoundStrategy

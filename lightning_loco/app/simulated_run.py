@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import seed_everything
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError, errors_for

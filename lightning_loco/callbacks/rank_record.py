@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_loco.__about__ import __version__
-from lightning_loco._util.checks import plain
+from lightning_loco._util.plain import plain
 from lightning_loco.distributed import Statistics, json_messages
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco._util.checks import plain
+from lightning_loco._util.plain import plain
 from lightning_loco.callbacks.rank_record import STEPS, RankRecord, gather
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord

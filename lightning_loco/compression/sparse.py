@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_loco._util.checks import ADDED_LATER
 from lightning_loco.compression.codec import Codec, check_block
 
 _GROUP = 8
@@ -55,9 +54,7 @@ class Sparse(Codec):
 
     k: int = 64
     block: int = _LARGEST_BLOCK
-    mean_over: Literal["workers", "senders"] = dataclasses.field(
-        default="workers", metadata=ADDED_LATER
-    )
+    mean_over: Literal["workers", "senders"] = "workers"
 
     at_once = 2**18
     is_sparse = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_loco._util.text import suggestion
 from lightning_loco.costs.link import LINKS, NETWORKS, Link, Links
 
 LinkLike: TypeAlias = Link | Links | str | Path | Sequence[Any] | Mapping[str, Any]
@@ -144,8 +144,7 @@ def _as_link(value: object, where: str) -> Link:
     if isinstance(value, str):
         if value not in LINKS:
             names = (*LINKS, *NETWORKS) if where == "link" else tuple(LINKS)
-            close = difflib.get_close_matches(value, names, 1)
-            instead = f" Did you mean {close[0]!r}?" if close else ""
+            instead = suggestion(value, names, "'{}'")
             raise ValueError(
                 f"{where} must be one of {', '.join(names)}, a Link(...) or the path of a .yaml or "
                 f".json file, got {value!r}.{instead}"

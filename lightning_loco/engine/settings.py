@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict, Unpack
 
-from lightning_loco._util.checks import check_bytes, plain
+from lightning_loco._util.checks import check_bytes
+from lightning_loco._util.plain import plain
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
 from lightning_loco.compression import (
     Codec,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco._util.checks import plain
+from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import Codec, as_compression
 from lightning_loco.model.schema import schema_checksum

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning_loco._util.checks import plain
+from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.pairwise_average import Interpolation, PairwiseAverage
 from lightning_loco.compression import Codec
 from lightning_loco.costs import LinkLike, Links, as_links

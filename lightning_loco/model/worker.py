@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_loco._util.checks import plain
 from lightning_loco._util.fault_points import reach
+from lightning_loco._util.plain import plain
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.costs import Links
 from lightning_loco.distributed.devices import CPU, device_of

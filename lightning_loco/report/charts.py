@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lightning_loco._util.checks import format_bytes
+from lightning_loco._util.text import format_bytes
 from lightning_loco.report.record import Curve, Drawing, Event, Point, merged
 
 WIDTH, HEIGHT = 440, 290

@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.report.charts import (
     BELOW,
     NUM_COLORS,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings

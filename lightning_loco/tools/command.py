@@ -12,11 +12,11 @@ import math
 import os
 import socket
 import sys
-from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_loco._util.text import suggestion
 from lightning_loco.tools import report as report_command
 from lightning_loco.tools.doctor import run as doctor_command
 from lightning_loco.tools.doctor.facts import describe_versions
@@ -201,9 +201,7 @@ def main() -> int:
     keys.add_argument("file", metavar="FILE", help="path of the new file; it must not exist")
     name = next((one for one in sys.argv[1:] if not one.startswith("-")), "")
     if name and name not in commands.choices:
-        close = get_close_matches(name, commands.choices, 1)
-        instead = f" Did you mean {close[0]}?" if close else ""
-        known = ", ".join(commands.choices)
+        instead, known = suggestion(name, commands.choices), ", ".join(commands.choices)
         parser.error(f"there is no command {name}.{instead} There are {known}.")
     args = parser.parse_args()
     if args.command == "keys":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
 
+from lightning_loco._util.text import suggestion
 from lightning_loco.topology.custom import FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
 from lightning_loco.topology.matchings import RandomMatching, RandomTopology, RandomTwoPeer, Xor
@@ -96,9 +96,8 @@ def as_topology(value: Any) -> Topology:
 
 
 def _unknown(name: str, lead: str) -> str:
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), TOPOLOGIES, n=1, cutoff=0.5)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
+    instead = suggestion(name.lower().replace("-", "_"), TOPOLOGIES, "'{}'")
     return (
-        f"Unknown topology '{name}'. {hint}{lead} one of {', '.join(TOPOLOGIES)}, "
+        f"Unknown topology '{name}'.{instead} {lead} one of {', '.join(TOPOLOGIES)}, "
         "or the path of an edge-list file."
     )

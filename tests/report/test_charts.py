@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.report.charts import (
     MAX_DRAWN,
     Axis,

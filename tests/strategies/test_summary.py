@@ -15,7 +15,7 @@ from lightning_loco import (
     ReportCallback,
     StepEngine,
 )
-from lightning_loco._util.checks import format_bytes
+from lightning_loco._util.text import format_bytes
 from lightning_loco.app.result_table import measure
 from lightning_loco.report.page import tiles
 from lightning_loco.report.record import RunRecord

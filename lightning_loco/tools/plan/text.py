@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lightning_loco._util.checks import format_bytes, format_seconds
+from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.costs.method_costs import ENCODINGS
 from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.tools.plan.loss import (
