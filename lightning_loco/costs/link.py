@@ -5,6 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Workers = TypeVar("Workers", int, NDArray[np.int64])
+"""The number of a worker, or those of several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +183,8 @@ class Links:
             return self.between_sites
         return None
 
-    def site_of(self, worker: int) -> int:
-        """Return the index of the site of a worker; ValueError if N is not known."""
+    def site_of(self, worker: Workers) -> Workers:
+        """Return the index of the site of a worker, or of many; ValueError if N is not known."""
         if self.num_workers is None:
             raise ValueError(
                 "Sites divide a known number of workers. Use links.of_size(num_workers)."

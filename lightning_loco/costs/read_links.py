@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml  # type: ignore[import-untyped]
-
 from lightning_loco._util.text import suggestion
+from lightning_loco._util.user_files import MAX_ERROR, read_yaml
 from lightning_loco.costs.link import LINKS, NETWORKS, Link, Links
 
 LinkLike: TypeAlias = Link | Links | str | Path | Sequence[Any] | Mapping[str, Any]
@@ -21,9 +20,6 @@ _KEYS = ("default", "workers", "pairs", "sites", "between_sites", "uplink_mbit_p
 _PAIR = re.compile(r"\s*(\d+)\s*(-|->)\s*(\d+)\s*")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FIELDS = {field.name for field in dataclasses.fields(Link)}
-
-MAX_ERROR = 500
-"""Characters of an error about the content of a file, which may quote a part of it."""
 
 
 def as_links(value: LinkLike | None) -> Links | None:
@@ -96,42 +92,6 @@ def read_links(path: str | Path) -> Links:
         raise ValueError(f"{str(path)!r}: {str(error)[:MAX_ERROR]}") from None
     assert links is not None
     return links
-
-
-def read_yaml(path: str | Path, what: str) -> Any:
-    """Return the content of a user's file of YAML or JSON, which errors call ``what``.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If it cannot be read, is nested too deeply, or is far longer with its aliases
-            written out, which an error message would do.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        if _length(content, {}) > 100_000 + 4 * len(text):
-            raise ValueError("its aliases repeat too much. Write the values out")
-    except FileNotFoundError:
-        raise
-    except RecursionError:
-        raise ValueError(f"The {what} {str(path)!r} is nested too deeply.") from None
-    # Some values of YAML, such as an impossible date, raise errors of Python.
-    except (OSError, yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(f"The {what} {str(path)!r} cannot be read: {error}.") from None
-    return content
-
-
-def _length(value: object, known: dict[int, float]) -> float:
-    """Return about how long the text of a value is, infinite if it contains itself."""
-    if isinstance(value, str):
-        return len(value)
-    if not isinstance(value, (dict, list, tuple)):
-        return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_length(part, known) for part in parts)
-    return known[id(value)]
 
 
 def _is_path(text: str) -> bool:

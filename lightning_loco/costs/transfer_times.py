@@ -173,9 +173,10 @@ class LinkTimes:
         Messages that share a link are one entry, with the part of its bandwidth that each has.
         """
         links, n = self.links, len(workers)
-        at_site = np.bincount(self._sites_of(workers), minlength=links.sites)
+        sites = links.site_of(workers)
+        at_site = np.bincount(sites, minlength=links.sites)
         own = np.zeros((2, self.num_workers))  # messages that each worker sends and receives
-        own[:, workers] = (at_site - 1)[self._sites_of(workers)]
+        own[:, workers] = (at_site - 1)[sites]
         crossing = np.tile(at_site * (n - at_site), (2, 1))  # that leave each site, and enter it
         present = set(workers.tolist())
         pairs = [pair for pair in links.by_pair if present.issuperset(pair)]
@@ -248,7 +249,7 @@ class LinkTimes:
         latency_s = float(self.latency_s(senders, route, count).sum())
         busy_s = float(route.seconds(num_bytes)[1])
         if route.uplink_mbit_per_s[1] < math.inf:
-            at_site = np.bincount(self._sites_of(np.arange(self.num_workers)))
+            at_site = np.bincount(self.links.site_of(np.arange(self.num_workers)))
             crossing = at_site * (self.num_workers - at_site)
             part = num_bytes / (self.num_workers - 1)
             uplink_s = 8e-6 * part * crossing.max() / self.links.uplink_mbit_per_s
@@ -292,9 +293,6 @@ class LinkTimes:
         slowest_mbit_per_s = float(ring.mbit_per_s.min())
         return Link(slowest_mbit_per_s, float(ring.latency_s.max()), float(ring.jitter_s.max()))
 
-    def _sites_of(self, workers: Indices) -> Indices:
-        return workers * self.links.sites // self.num_workers
-
     def route(self, senders: Indices, receivers: Indices) -> Route:
         """Return the links that messages pass through; those to other sites share uplinks."""
         links, first, second = self.links, self.own[senders], self.own[receivers]
@@ -306,7 +304,7 @@ class LinkTimes:
             if (link := links.by_pair.get(pair)) is not None:
                 found[index], is_shared[index] = dataclasses.astuple(link), False
         if links.between_sites is not None:
-            origins, targets = self._sites_of(senders), self._sites_of(receivers)
+            origins, targets = links.site_of(senders), links.site_of(receivers)
             leaves = is_shared & (origins != targets)
             found[leaves] = dataclasses.astuple(links.between_sites)
             sent = np.bincount(origins[leaves], minlength=links.sites)
@@ -324,7 +322,7 @@ class LinkTimes:
         return route.latency_s + route.jitter_s * draws[senders]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # 26 MB for 100,000 workers
 def draw(seed: int, index: int, num_workers: int) -> Array:
     """Return a random number from 0 to 1 for each worker, ``(N,)``; ``index`` is from 0 on."""
     return np.random.default_rng((seed % 2**64, index)).random(num_workers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from lightning_loco.costs.read_links import MAX_ERROR, read_yaml
+from lightning_loco._util.user_files import MAX_ERROR, read_yaml
 from lightning_loco.gossip.peer_selection import Peer, as_peers
 
 _WITHOUT_SETTINGS = ("clock", "loss")

@@ -19,7 +19,6 @@ from lightning_loco.distributed.devices import has_streams
 from lightning_loco.model.flat import Packing
 from lightning_loco.model.schema import schema_checksum
 
-BUCKET_BYTES = 4 * 2**20
 NARROW = (BFloat16, Float16)
 """Codecs that need no buffer: values are sent in a narrower dtype."""
 

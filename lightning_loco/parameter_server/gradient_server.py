@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco._util.fault_points import reach
+from lightning_loco.costs.server_times import PREFETCH_BYTES
 from lightning_loco.parameter_server.backends import Backend
 from lightning_loco.parameter_server.buckets import Accumulator, ParamBucket
 from lightning_loco.parameter_server.clients import Clients
@@ -28,7 +29,6 @@ from lightning_loco.parameter_server.protocol import (
 )
 from lightning_loco.parameter_server.server_client import receive_parameters, send_parameters
 
-PREFETCH_BYTES = 16 * 2**20
 _ALIGNMENT = 8
 
 

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.compression import CODECS, Codec, check_compression
+from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.distributed.json_messages import MAX_BYTES, read, write
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized
 from lightning_loco.distributed.worker_group import is_of_a_signal
-from lightning_loco.parameter_server.buckets import BUCKET_BYTES, ParamBucket, plan_buckets
+from lightning_loco.parameter_server.buckets import ParamBucket, plan_buckets
 from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
 FRAME_BYTES = 64

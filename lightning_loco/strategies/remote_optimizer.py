@@ -17,11 +17,11 @@ from typing_extensions import Unpack
 from lightning_loco._util.checks import check_bytes
 from lightning_loco._util.clock import REAL_CLOCK
 from lightning_loco.compression import Codec, ErrorFeedback
+from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.model.schema import broadcast_model, check_model
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
 from lightning_loco.parameter_server.backends import check_optimizer
-from lightning_loco.parameter_server.buckets import BUCKET_BYTES
 from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.roles import check_ranks
 from lightning_loco.strategies import lightning_compat

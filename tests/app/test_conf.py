@@ -34,7 +34,7 @@ from lightning_loco.compression import (
 )
 from lightning_loco.costs import LINKS, NETWORKS, Link, Links
 from lightning_loco.costs.methods import METHOD_TABLE
-from lightning_loco.parameter_server import buckets
+from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.strategies.arguments import argument_names
@@ -189,7 +189,7 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                 assert hydra.utils.get_class(composed.algorithm._target_) is METHODS[name]
             if name == "remote_optimizer":
                 assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
-                assert strategy.bucket_bytes == buckets.BUCKET_BYTES
+                assert strategy.bucket_bytes == BUCKET_BYTES
             elif name != "ddp":
                 if "sync_every" in composed.algorithm:
                     every = 1 if name == "sparta" else 10

@@ -12,18 +12,14 @@ import pytest
 from lightning_loco.compression import CODECS
 from lightning_loco.costs import Link, Links, LinkTimes, as_links
 from lightning_loco.costs.method_costs import (
-    BUCKET_BYTES,
     ENCODINGS,
-    PREFETCH_BYTES,
     Method,
-    ServerTimes,
     StepTimes,
     Traffic,
     as_method,
     estimate,
 )
-from lightning_loco.parameter_server import buckets
-from lightning_loco.parameter_server import gradient_server as server
+from lightning_loco.costs.server_times import BUCKET_BYTES, ServerTimes
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.conftest import ROOT
@@ -105,8 +101,6 @@ UNIT = Link(8e-6 * BUCKET_BYTES)
 
 def test_a_server_receives_a_part_of_large_gradients_ahead(subtests: pytest.Subtests) -> None:
     """3 buckets of each, or one less than there are; the rest once the last worker sends."""
-    assert PREFETCH_BYTES == server.PREFETCH_BYTES
-    assert BUCKET_BYTES == buckets.BUCKET_BYTES
     for num_buckets, ahead in ((20, 3), (4, 3), (2, 1), (1, 1)):
         times = ServerTimes(times_of(UNIT, 4), num_buckets * BUCKET_BYTES, adds_to_first=False)
         for last_s, in_time in (
