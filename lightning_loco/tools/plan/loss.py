@@ -1,4 +1,4 @@
-r"""How much higher the loss of DiLoCo is expected to be than that of DDP on the same tokens.
+r"""The expected loss of DiLoCo relative to DDP on the same tokens.
 
 Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly:
 Scaling Laws for DiLoCo" (arXiv:2503.09799), trained models of P = 35M to 2.4B parameters with DDP
@@ -10,8 +10,8 @@ for larger models. So these ratios were fitted here by least squares:
 .. math::
     \ln (L_{DiLoCo} / L_{DDP}) = -0.00422 + 0.00813 \, \ln N \, (P / 10^9)^{-0.257}
 
-Its residuals have a standard deviation of 0.21 % and are at most 0.34 %. What the paper does not
-cover is marked, and widens the range.
+Its residuals have a standard deviation of 0.21 % and are at most 0.34 %. Values that
+the paper does not cover are marked, and widen the range.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LossGap:
 
 
 NO_GAP = LossGap(0.0, 0.0, 0.0)
-"""That of DDP, by definition."""
+"""The gap of DDP, and of the remote optimizer, which takes the same steps."""
 
 
 def diloco_gap(

@@ -1,9 +1,10 @@
-"""What each method would cost on a cluster, and which one to choose.
+"""Estimates the costs of each method on a cluster, and chooses one.
 
 For every method the smallest number of local steps per round is searched with which the workers
 compute for most of the time: more local steps than necessary cost quality. Among the methods whose
 loss can be predicted, the one with the lowest expected loss is chosen; of those with equal losses
-and bytes, the fastest.
+and bytes, the fastest. The remote optimizer is only shown: it trains as DDP does and needs one more
+machine.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from lightning_loco._util.codecs import Encoding
 from lightning_loco.costs import Links, LinkTimes
 from lightning_loco.costs.method_costs import (
     ENCODINGS,
-    Method,
     StepTimes,
     Traffic,
     as_method,
     estimate,
 )
 from lightning_loco.costs.methods import METHOD_TABLE
-from lightning_loco.schedules import EverySteps
 from lightning_loco.tools.plan.loss import MAX_SHORT_DELAY, NO_GAP, LossGap, diloco_gap
 from lightning_loco.topology import RandomMatching, Ring, Topology
 
@@ -162,6 +161,7 @@ TOPOLOGY_TITLES = {"random_matching": "random pairs", "ring": "ring"}
 
 CANDIDATES = (
     Candidate("ddp"),
+    Candidate("remote_optimizer"),
     Candidate("local_sgd"),
     *(Candidate("diloco", one) for one in ("none", "int8", "e3m0")),
     *(Candidate("streaming_diloco", one) for one in ("none", "int8", "e3m0")),
@@ -265,7 +265,11 @@ def make_plan(job: PlannedRun) -> Plan:
         'Streaming DiLoCo, int8'
     """
     options = tuple(_best(candidate, job) for candidate in CANDIDATES)
-    known = [(one, one.gap) for one in options if one.gap is not None]
+    known = [
+        (one, one.gap)
+        for one in options
+        if one.gap is not None and one.candidate.method != "remote_optimizer"
+    ]
     busy = [(one, gap) for one, gap in known if one.utilisation >= job.utilisation]
     share = f"{100 * job.utilisation:g} %"
     if busy:
@@ -289,8 +293,8 @@ def make_plan(job: PlannedRun) -> Plan:
 
 def _best(candidate: Candidate, job: PlannedRun) -> Option:
     """Return the candidate with the fewest local steps per round that suffice."""
-    if candidate.method == "ddp":
-        return _data_parallel(candidate, job)
+    if METHOD_TABLE[candidate.method].costs == "every_step":
+        return _every_step(candidate, job)
     tried = [every for every in SYNC_EVERY if every <= job.steps // MIN_ROUNDS] or [MIN_SYNC_EVERY]
     options: dict[int, Option] = {}
     is_streaming = METHOD_TABLE[candidate.method].costs == "streaming"
@@ -365,12 +369,16 @@ def _exchange_s(
     return float((busy_s + latency_s).max())
 
 
-def _data_parallel(candidate: Candidate, job: PlannedRun) -> Option:
-    """Return what DDP costs, whose all-reduce is hidden behind the backward pass if possible."""
-    method = Method(EverySteps(1), encoding=Encoding(1, job.bytes_per_gradient))
+def _every_step(candidate: Candidate, job: PlannedRun) -> Option:
+    """Return the costs of an exchange of gradients in every step.
+
+    DDP hides its all-reduce behind the backward pass if possible.
+    """
+    method = as_method(candidate.method, encoding=Encoding(1, job.bytes_per_gradient))
     costs = estimate(method, job.num_parameters, job.step_times, job.times, _COUNTED_ROUNDS)
     exchange_s = costs.seconds_per_round - job.step_s
-    step_s = job.step_s + max(0.0, exchange_s - BACKWARD_SHARE * job.step_s)
+    hidden_s = BACKWARD_SHARE * job.step_s if candidate.method == "ddp" else 0.0
+    step_s = job.step_s + max(0.0, exchange_s - hidden_s)
     sent = costs.bytes_per_round
     utilisation, time_s = job.step_s / step_s, step_s * job.steps
     return Option(

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=BYTES_PER_GRADIENT,
         default="32-true",
-        help="of the Trainer: bytes of DDP's gradients; rounds send float32; default %(default)s",
+        help="of the Trainer: bytes of gradients; rounds send float32; default %(default)s",
     )
     parser.add_argument(
         "--utilisation",

@@ -16,6 +16,7 @@ from lightning_loco.tools.plan.loss import (
     FITTED_TOKENS_PER_PARAMETER,
     FITTED_WORKERS,
     MAX_SHORT_DELAY,
+    NO_GAP,
     OFFSET,
     SLOPE,
 )
@@ -40,7 +41,7 @@ def report(plan: Plan) -> str:
         f"Reason: {plan.reason}.",
     ]
     if (better := plan.better) is not None:
-        loss = "" if better.candidate.method == "ddp" else f", loss {better.gap}"
+        loss = "" if better.gap == NO_GAP else f", loss {better.gap}"
         lines += [f"Lower loss: {_settings(better)}: {format_seconds(better.time_s)}{loss}."]
     for option in plan.faster:
         loss = "but its loss is not known" if option.gap is None else f"loss {option.gap}"
@@ -80,7 +81,7 @@ def _table(plan: Plan) -> list[str]:
 def _row(plan: Plan, option: Option) -> str:
     speed = plan.job.one_worker_s / option.time_s
     gap = str(option.gap)
-    if option.candidate.method == "ddp":
+    if option.gap == NO_GAP:
         gap = "0"
     elif option.gap is None:
         measured = option.candidate.measured
@@ -121,7 +122,7 @@ def _legend(job: PlannedRun) -> list[str]:
 
 
 def _settings(option: Option) -> str:
-    if option.candidate.method == "ddp":
+    if option.gap == NO_GAP:
         return option.candidate.title
     words = [f"{option.candidate.title}, every {option.sync_every} local steps"]
     if option.fragments > 1:
