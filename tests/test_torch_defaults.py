@@ -18,7 +18,7 @@ from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine import StepEngine
-from lightning_loco.engine.membership import DataShard
+from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.simulation import PairwiseSimulation, Simulation
 from lightning_loco.topology import TOPOLOGIES, get_topology, optimal_gossip

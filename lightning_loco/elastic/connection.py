@@ -37,11 +37,11 @@ from lightning_loco.elastic.recovery import (
 )
 from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.data_shard import DataShard
+from lightning_loco.engine.engine import Engine, LoopPosition
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Handle
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
-from lightning_loco.engine.membership import DataShard, LoopPosition
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.ownership import Block
 from lightning_loco.model.schema import schema_checksum
@@ -53,7 +53,7 @@ _MAY_DIFFER = ("sync_every", "bucket_bytes")
 class ElasticConnection:
     """Connects one engine with the other members of an elastic run.
 
-    Implements :class:`lightning_loco.engine.membership.MemberConnection`. A round of the engine
+    Implements :class:`lightning_loco.engine.engine.MemberConnection`. A round of the engine
     calls :meth:`send_status` with its status, then :meth:`start` with its message. ``last_round``
     is the last round whose result was received; None before the first one.
     """

@@ -10,7 +10,7 @@ import re
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.membership import MemberConnection
+from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.topology import Topology
@@ -91,11 +91,11 @@ class Elastic:
             )
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
-        """Check the algorithm; see :class:`lightning_loco.engine.membership.Membership`."""
+        """Check the algorithm; see :class:`lightning_loco.engine.settings.Membership`."""
         return prepare_for_members(algorithm, topology, is_late)
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
-        """Connect an engine; see :class:`lightning_loco.engine.membership.Membership`."""
+        """Connect an engine; see :class:`lightning_loco.engine.settings.Membership`."""
         check_settings(settings)
         if group.num_workers > 1:
             num_ranks = group.num_workers * group.replica_size

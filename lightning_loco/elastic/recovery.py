@@ -11,9 +11,8 @@ from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Mix
 from lightning_loco.compression import shared_part
 from lightning_loco.elastic.state_transfer import RunState
-from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.engine import Engine, LoopPosition
 from lightning_loco.engine.fragment_sync import FragmentSync
-from lightning_loco.engine.membership import LoopPosition
 
 MAX_VECTORS = 8
 """Most vectors of the length of the parameters in a state."""

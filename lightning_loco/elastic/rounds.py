@@ -41,7 +41,7 @@ from lightning_loco.elastic.quorum import (
     make_plan,
 )
 from lightning_loco.elastic.state_transfer import RunState
-from lightning_loco.engine.membership import DataShard
+from lightning_loco.engine.data_shard import DataShard
 
 WARN_EVERY_S = 10.0
 """Time between two warnings about what a round waits for."""

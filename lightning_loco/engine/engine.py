@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from lightning_loco.distributed.worker_status import (
     is_round,
     sync_point_id,
 )
+from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
-from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor
 from lightning_loco.model.worker import Worker
@@ -638,6 +638,61 @@ class Engine:
         self._dropped.clear()
 
 
+@runtime_checkable
+class MemberConnection(Exchange, Protocol):
+    """The connection of one engine with the other members: sends its messages and statuses.
+
+    Attributes:
+        loop: Position of the training loop around the engine, which is sent to joining workers;
+            None if there is no such loop.
+        data_shard: This member's part of the training data.
+    """
+
+    loop: LoopPosition | None
+    data_shard: DataShard
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker takes part in rounds."""
+
+    def join(self, engine: Engine) -> None:
+        """Join the run; a worker that has no state, or an older one, receives that of the run."""
+
+    def catch_up(self) -> None:
+        """Wait for the pending round; a worker that is behind then resumes from the run's state."""
+
+    def finish(self) -> None:
+        """Announce that the next rounds are the last of this worker.
+
+        They do not wait for further workers to join.
+        """
+
+    def leave(self) -> None:
+        """Leave the run after the pending round."""
+
+    def close(self) -> None:
+        """Leave the run: at once, or after the pending round if :meth:`finish` was called."""
+
+
+class LoopPosition(Protocol):
+    """Position of the training loop around an engine, such as learning rates and their schedules.
+
+    The position is read between two local steps, after the first one is complete.
+    """
+
+    def read(self) -> Any:
+        """Return the current position as plain values."""
+
+    def resume_from(self, position: Any, member: str) -> None:
+        """Continue at what :meth:`read` has returned on another member, which is named."""
+
+    def finish_step(self) -> None:
+        """Advance the learning rate schedules by one local step."""
+
+    def count_steps(self) -> None:
+        """Set the step count of the loop to that of the engine."""
+
+
 def sum_of_known(numbers: Iterable[float]) -> float:
     """The sum of the numbers that are not NaN; NaN if all are."""
     known = [number for number in numbers if not math.isnan(number)]
@@ -654,7 +709,9 @@ def connect_to_members(worker: Worker, settings: RoundSettings) -> MemberConnect
     """The connection to the other members of an elastic run; None if all ranks take part."""
     if settings.membership is None:
         return None
-    return settings.membership.connect(settings, worker.group)
+    connection = settings.membership.connect(settings, worker.group)
+    assert isinstance(connection, MemberConnection)
+    return connection
 
 
 def make_group_exchange(worker: Worker, settings: RoundSettings) -> Exchange:

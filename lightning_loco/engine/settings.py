@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict, Unpack
@@ -20,10 +20,11 @@ from lightning_loco.compression import (
     check_compression,
 )
 from lightning_loco.costs import LinkLike, Links, as_links
-from lightning_loco.engine.membership import Membership
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.engine.exchanges.exchange import Exchange
 from lightning_loco.model.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
-from lightning_loco.topology import as_topology, get_topology
+from lightning_loco.topology import Topology, as_topology, get_topology
 
 PENDING_BUCKETS = 2
 BUCKET_BYTES = 64 * 2**20
@@ -31,6 +32,27 @@ _LARGE = 2**20
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
 """Enough for any model to be one bucket."""
+
+
+@runtime_checkable
+class Membership(Protocol):
+    """Which workers take part in rounds, if that changes during a run."""
+
+    @property
+    def min_workers(self) -> int:
+        """Rounds wait while there are fewer workers."""
+
+    def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
+        """Check an algorithm and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
+
+        The result must not depend on the current number of workers; ValueError if it would.
+        """
+
+    def connect(self, settings: "RoundSettings", group: WorkerGroup) -> Exchange:
+        """Make the exchange of an engine with the other members, a ``MemberConnection``.
+
+        ValueError if the settings, or the ranks of this job, are not supported.
+        """
 
 
 # Its annotations are types and not strings, because LightningCLI reads them at run time.

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.elastic import check_settings, prepare_for_members
-from lightning_loco.engine.membership import MemberConnection
+from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.topology import Topology
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.data_stream import MembersSampler
-from lightning_loco.engine.membership import DataShard
+from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server.optimizer_state import (
     read_hyperparameters,
     write_hyperparameters,
@@ -62,7 +62,7 @@ def shard_dataloader(
 class TrainerPosition:
     """The loop position of a trainer: learning rates, their schedules, and the logged step.
 
-    Implements :class:`lightning_loco.engine.membership.LoopPosition`; ``steps`` returns the local
+    Implements :class:`lightning_loco.engine.engine.LoopPosition`; ``steps`` returns the local
     steps of this worker.
     """
 

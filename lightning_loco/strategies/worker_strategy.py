@@ -47,7 +47,7 @@ from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.membership import MemberConnection
+from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.parameter_server import RemoteOptimizer

@@ -19,7 +19,7 @@ from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import Commit, QuorumPlan
 from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.membership import DataShard
+from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.schedules import EverySteps
 from tests.harness.programs import free_ports
 

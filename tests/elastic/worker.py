@@ -20,7 +20,7 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, Linear, LocalSGD, Mix
 from lightning_loco.compression import ErrorFeedback, Sparse
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
-from lightning_loco.engine.membership import Membership
+from lightning_loco.engine.settings import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
