@@ -51,7 +51,7 @@ class KnownMethod:
 
 
 _NAMED = "lightning_loco.strategies.named"
-_ROUNDS = "lightning_loco.engine.constructors"
+_ROUNDS = "lightning_loco.engine.method_settings"
 
 METHOD_TABLE = {
     "ddp": KnownMethod(

@@ -43,8 +43,8 @@ from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Handle
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.ownership import Block
-from lightning_loco.model.schema import schema_checksum
 
 _MAY_DIFFER = ("sync_every", "bucket_bytes")
 """Settings that need not be equal on all members."""

@@ -35,7 +35,7 @@ from lightning_loco.gossip.ranks import RankReport
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
 from lightning_loco.model.flat import CHUNK_ELEMENTS
-from lightning_loco.model.schema import broadcast_inside
+from lightning_loco.model.same_model import broadcast_inside
 from lightning_loco.model.worker import EarlierRun, Worker
 
 _MAX_KEPT = 1000

@@ -39,8 +39,8 @@ from lightning_loco.gossip.protocol import WireFormat, pull_codec
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
+from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.model.schema import schema_checksum
 from lightning_loco.transport import read_certificate
 
 _ANY_FREE_PORT = 0
@@ -74,7 +74,7 @@ class PeerNode:
         dtype: Their dtype, float32 or float64.
         discovery: Who the peers are and where they listen.
         schema_checksum: Checksum of the model, 64 bits, equal on all peers; see
-            :func:`~lightning_loco.model.schema.schema_checksum`.
+            :func:`~lightning_loco.model.fingerprint.schema_checksum`.
         compression: Codec of the parameters on the wire, equal on all peers: a name such as
             ``"int8"`` or a codec. Default: no compression.
         fetch_timeout_s: Longest duration of a fetch, and so of :meth:`wait`, in seconds.

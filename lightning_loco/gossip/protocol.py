@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import Codec, as_compression
-from lightning_loco.model.schema import schema_checksum
+from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.transport import MalformedMessage
 
 # ------------------------------------------------------------------- how a model is encoded

@@ -1,7 +1,8 @@
-"""Checksums of tensors, to find out whether workers hold the same values."""
+"""Checksums of tensors and schemas, to find out whether workers hold the same values."""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -57,6 +58,17 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
     values = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     for piece in torch.split(values.view(torch.uint8), _PIECE_BYTES):
         yield piece.to("cpu", copy=True).numpy().data
+
+
+def schema_checksum(schema: object) -> int:
+    """Return a checksum of 64 bits of nested lists and tuples of strings and numbers.
+
+    Example:
+        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
+        False
+    """
+    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _sum(tensor: Tensor) -> Tensor:

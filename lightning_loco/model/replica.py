@@ -13,8 +13,9 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.model.consensus import pruning_masks
 from lightning_loco.model.flat import Cuts, FlatLayout, local_tensor
 from lightning_loco.model.ownership import Ownership, ResultSharing, whole_positions
-from lightning_loco.model.schema import broadcast_inside
-from lightning_loco.model.untracked import RunningStatistics, UntrackedParameters
+from lightning_loco.model.running_statistics import RunningStatistics
+from lightning_loco.model.same_model import broadcast_inside
+from lightning_loco.model.unexchanged import UnexchangedValues
 from lightning_loco.model.worker_vectors import WorkerVectors
 
 
@@ -23,7 +24,7 @@ class LocalValues(NamedTuple):
 
     params: Tensor
     buffers: Tensor
-    untracked: Tensor
+    unexchanged: Tensor
 
 
 class Replica:
@@ -46,7 +47,7 @@ class Replica:
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
         owners: The modules that hold the exchanged parameters.
-        untracked: All values that are not exchanged, compared between the workers.
+        unexchanged: All values that are not exchanged, compared between the workers.
         running_statistics: Statistics of BatchNorm among the buffers.
         copy_on_write: Protects the exchanged parameters while gradients are computed from them.
         vectors: Gathers and cuts vectors like that of the layout; None for a worker of one rank,
@@ -95,7 +96,7 @@ class Replica:
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in ids]
-        self.untracked = UntrackedParameters(model, parameters.values(), cuts.chunk_elements)
+        self.unexchanged = UnexchangedValues(model, parameters.values(), cuts.chunk_elements)
         self.running_statistics = RunningStatistics(model)
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.copy_on_write = CopyOnWrite(self.layout, self.reshard if self._sharded else None)
@@ -151,14 +152,14 @@ class Replica:
         if self._sharing is not None:
             self._sharing.share(fragment)
 
-    def share_untracked(self, group: WorkerGroup) -> None:
+    def share_unexchanged(self, group: WorkerGroup) -> None:
         """Take the buffers, and other values that are not exchanged, from the worker's first rank.
 
-        All ranks of the worker must call it, after :meth:`compare_untracked`.
+        All ranks of the worker must call it, after :meth:`compare_unexchanged`.
         """
         if group.inner is None:
             return
-        differing = group.gather_inside(self.untracked.differing.names, "sharing buffers")
+        differing = group.gather_inside(self.unexchanged.differing.names, "sharing buffers")
         names = set().union(*differing)
         named = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers())
@@ -210,10 +211,10 @@ class Replica:
             return self._local.params, self._local.buffers
         return self.layout.new_flat_on_cpu(), self.buffers.new_flat_on_cpu()
 
-    def local_untracked(self) -> tuple[list[str], Tensor]:
-        """Return names and flat local values of the untracked parameters that differ."""
-        differing = self.untracked.differing
-        values = self._local.untracked if self._local else differing.new_flat_on_cpu()
+    def local_unexchanged(self) -> tuple[list[str], Tensor]:
+        """Return names and flat local values of the unexchanged parameters that differ."""
+        differing = self.unexchanged.differing
+        values = self._local.unexchanged if self._local else differing.new_flat_on_cpu()
         return differing.names, values
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
@@ -232,14 +233,14 @@ class Replica:
         layouts = self.layout, self.buffers, FlatLayout(())
         self._local = LocalValues(*(layout.new_flat_on_cpu() for layout in layouts))
 
-    def compare_untracked(self, group: WorkerGroup) -> tuple[FlatLayout, FlatLayout]:
-        """Find the untracked parameters and the buffers that differ between the workers.
+    def compare_unexchanged(self, group: WorkerGroup) -> tuple[FlatLayout, FlatLayout]:
+        """Find the unexchanged parameters and the buffers that differ between the workers.
 
         All workers must call it, after :meth:`keep_local`. Copies those parameters as well.
         """
         assert self._local is not None
-        params, buffers = self.untracked.compare(group, self.buffers)
-        self._local = self._local._replace(untracked=params.new_flat_on_cpu())
+        params, buffers = self.unexchanged.compare(group, self.buffers)
+        self._local = self._local._replace(unexchanged=params.new_flat_on_cpu())
         return params, buffers
 
     def discard_local(self) -> None:
@@ -251,7 +252,7 @@ class Replica:
         if self._local is not None:
             self.reshard()
             local, self._local = self._local, None
-            self.untracked.differing.write(local.untracked)
+            self.unexchanged.differing.write(local.unexchanged)
             self.layout.write_held(local.params)
             self.restore_buffers(local.buffers)
 

@@ -30,7 +30,7 @@ from lightning_loco.model.ownership import (
     find_ownership,
 )
 from lightning_loco.model.replica import Replica
-from lightning_loco.model.schema import (
+from lightning_loco.model.same_model import (
     broadcast_model,
     check_model,
     check_outer_device,
@@ -289,7 +289,7 @@ class Worker:
             raise RuntimeError(_NO_CONSENSUS)
         replica.keep_local()
         replica.running_statistics.remove_before_round()
-        others, buffers = replica.compare_untracked(group)
+        others, buffers = replica.compare_unexchanged(group)
         if outer is not None:
             replica.layout.write(outer)
         else:
@@ -300,7 +300,7 @@ class Worker:
             average(others, group, statistics, valid, num_valid)
         elif buffers_at_start is not None:
             replica.restore_buffers(buffers_at_start)
-        replica.share_untracked(group)
+        replica.share_unexchanged(group)
         self.averaged_copies.synchronize(statuses, group, statistics)
 
     @torch.no_grad()
@@ -324,7 +324,7 @@ class Worker:
             "steps_since_round": self.steps_since_round,
             "params": params,
             "buffers": buffers,
-            "others": self.replica.local_untracked(),
+            "others": self.replica.local_unexchanged(),
             "running": self.replica.running_statistics.state_dict(),
             "statistics": self.statistics.state_dict(),
         }
@@ -335,7 +335,7 @@ class Worker:
         self.load_counters(saved)
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
-            self.replica.untracked.load(*saved["others"])
+            self.replica.unexchanged.load(*saved["others"])
         self.replica.running_statistics.load_state_dict(saved["running"])
 
     def load_counters(self, saved: dict[str, Any]) -> None:

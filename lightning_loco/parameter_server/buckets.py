@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_loco.compression import BFloat16, Codec, Float16
 from lightning_loco.compression.sums import add_written
 from lightning_loco.distributed.devices import has_streams
+from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.flat import Packing
-from lightning_loco.model.schema import schema_checksum
 
 NARROW = (BFloat16, Float16)
 """Codecs that need no buffer: values are sent in a narrower dtype."""

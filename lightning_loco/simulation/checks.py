@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_loco.model.schema import check_model, first_difference
+from lightning_loco.model.same_model import check_model, first_difference
 
 
 def copy_first(models: Sequence[nn.Module]) -> None:

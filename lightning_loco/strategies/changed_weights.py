@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.model.fingerprint import fingerprints
 from lightning_loco.model.flat import local_tensor
-from lightning_loco.model.schema import broadcast_model
+from lightning_loco.model.same_model import broadcast_model
 from lightning_loco.model.worker import Worker
 from lightning_loco.strategies import lightning_compat
 

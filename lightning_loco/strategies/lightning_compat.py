@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_loco.model.gradients import GradientClipping
+from lightning_loco.model.gradient_clipping import GradientClipping
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from lightning_loco._util.checks import (
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.worker_group import set_timeout
 from lightning_loco.engine import Engine
-from lightning_loco.model.gradients import GradientClipping
+from lightning_loco.model.gradient_clipping import GradientClipping
 from lightning_loco.model.replica import reshard
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.sharded_checkpoints import (

@@ -13,8 +13,8 @@ from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.costs import LinkLike
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.constructors import (
-    ClockEngine,
+from lightning_loco.engine.clock_engine import ClockEngine
+from lightning_loco.engine.method_settings import (
     async_diloco,
     async_model_average,
     delayed_nesterov,

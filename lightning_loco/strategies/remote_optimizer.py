@@ -19,7 +19,7 @@ from lightning_loco._util.clock import REAL_CLOCK
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.model.schema import broadcast_model, check_model
+from lightning_loco.model.same_model import broadcast_model, check_model
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
 from lightning_loco.parameter_server.backends import check_optimizer
 from lightning_loco.parameter_server.protocol import as_codec

@@ -22,7 +22,7 @@ from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
 from lightning_loco.model.replica import ParameterOwners
-from lightning_loco.model.schema import check_same_tensors
+from lightning_loco.model.same_model import check_same_tensors
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.changed_weights import averaged_models, share_complete_averages

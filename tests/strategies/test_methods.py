@@ -194,7 +194,7 @@ class BlendStrategy(LocoStrategy):
         kind: Literal["plain", "fancy"] = "plain",
         **common: Unpack[RoundArguments],
     ) -> None:
-        from lightning_loco.engine.constructors import blend
+        from lightning_loco.engine.method_settings import blend
 
         self._init_rounds(blend(topology, sync_every, part, kind), **common)
 '''
@@ -243,7 +243,7 @@ def checkout(tmp_path: Path) -> Path:
     (package / "algorithms" / "blend.py").write_text(MODULE)
     (tmp_path / "conf" / "algorithm" / "blend.yaml").write_text(CONFIG)
     for path, text in (
-        ("engine/constructors.py", SETTINGS),
+        ("engine/method_settings.py", SETTINGS),
         ("strategies/named.py", STRATEGY),
         ("costs/methods.py", ROW),
         ("__init__.py", EXPORT),

@@ -1,8 +1,7 @@
-"""Checks of a model before training starts: supported, and equal on all workers."""
+"""The same model on all workers: checks before training starts, and copies of worker 0's."""
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -129,17 +128,6 @@ def first_difference(
         f"{len(there)} {what_all} there and {len(here)} on worker 0; the first extra one is "
         f"{extra!r} on {'that worker' if longer is there else 'worker 0'}"
     )
-
-
-def schema_checksum(schema: object) -> int:
-    """Return a checksum of 64 bits of nested lists and tuples of strings and numbers.
-
-    Example:
-        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
-        False
-    """
-    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.model.schema import (
+from lightning_loco.model.same_model import (
     broadcast_model,
     check_model,
     check_same_schema,
     check_same_settings,
-    schema_checksum,
 )
 from tests.harness.pool import Pool, PoolError
 

@@ -1,16 +1,12 @@
-"""Engines and settings of rounds from single arguments, such as those of a strategy."""
+"""The settings of each method, from its own arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch import nn
-from typing_extensions import Unpack
-
 from lightning_loco.algorithms import (
     SPARTA,
-    Algorithm,
     DelayedNesterov,
     DiLoCo,
     EagerDiLoCo,
@@ -26,10 +22,7 @@ from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.costs import LinkLike
-from lightning_loco.distributed.devices import CPU
-from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.settings import WHOLE_MODEL_BYTES, RoundOptions, RoundSettings
+from lightning_loco.engine.settings import WHOLE_MODEL_BYTES, RoundSettings
 from lightning_loco.schedules import (
     EveryInterval,
     Schedule,
@@ -38,120 +31,6 @@ from lightning_loco.schedules import (
     hidden_rounds,
     streaming_rounds,
 )
-
-
-class StepEngine(Engine):
-    """An engine whose rounds begin after every H local steps, for plain loops and Lightning.
-
-    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
-    :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
-
-    Args:
-        model: The module to train; its trainable parameters are exchanged.
-        algorithm: What a round computes.
-        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker; or
-            as it changes, ``{0: 10, 1000: 50}``.
-        overlap: Apply a round's result one round later, and hide its communication.
-        warm_start: With overlap, make the first round a blocking one.
-        topology: The neighbours of each worker. Default: the algorithm's own.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
-        options: ``compression``, ``bucket_bytes``, ``membership``, ``link`` and ``outer_device``,
-            as in :class:`~lightning_loco.strategies.RoundArguments`. With a ``membership`` this job
-            is one worker; call :meth:`join` before the first step.
-
-    Raises:
-        ValueError: On every worker, if the model or the settings do not fit.
-
-    Example:
-        >>> import torch
-        >>> from lightning_loco.algorithms import DiLoCo
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> engine = StepEngine(model, DiLoCo(outer_lr=0.5, outer_momentum=0.0), sync_every=2)
-        >>> start = model.weight.item()
-        >>> for _ in range(2):  # stands for two optimizer steps
-        ...     _ = model.weight.data.add_(1.0)
-        ...     _ = engine.step()
-        >>> round(model.weight.item() - start, 6)  # one worker: half of the drift
-        1.0
-        >>> engine.close()
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        algorithm: Algorithm,
-        *,
-        sync_every: SyncEvery = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
-        group: WorkerGroup | None = None,
-        **options: Unpack[RoundOptions],
-    ) -> None:
-        def make_settings() -> RoundSettings:
-            schedule = by_steps(sync_every, overlap, warm_start)
-            return RoundSettings(algorithm, schedule, topology).with_options(**options)
-
-        if group is None and options.get("outer_device") is not None:
-            group = WorkerGroup.create(device=CPU)
-        super().__init__(model, make_settings, group)
-
-
-class ClockEngine(Engine):
-    r"""An engine that averages the workers' models again and again during training.
-
-    A round begins at the end of a local step: a snapshot of the parameters is sent. It ends at the
-    end of the first local step after the mean of all snapshots has arrived: the parameters then
-    move by ``mean - snapshot``, so that local steps made in between are kept. Meanwhile the
-    backend's thread communicates. Only the training thread changes parameters, between local steps,
-    so no lock is needed. Use it like a :class:`~lightning_loco.engine.StepEngine`; each worker
-    makes as many steps as it has batches.
-
-    Args:
-        model: The module to train; its trainable parameters are exchanged.
-        interval_s: Seconds between the end of a round and the next one; 0 for no pause.
-        warmup_steps: Local steps at the start in which :meth:`average_gradients` is to be called
-            before the optimizer's step, which makes them steps of DDP.
-        topology: Average with the neighbours of a topology only. Default: with all workers.
-        compression: How messages are compressed, e.g. ``"int8"``. Default: not at all.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
-        link: Links to emulate, as in :func:`~lightning_loco.costs.as_links`. Default: none.
-
-    Raises:
-        ValueError: On every worker, if the model or the settings do not fit.
-
-    Source:
-        Bagua's Asynchronous Model Average; see :class:`~lightning_loco.algorithms.ModelAverage`.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(1, 1)
-        >>> engine = ClockEngine(model, interval_s=0)
-        >>> [engine.step() for _ in range(4)]  # a round begins, ends, begins, ends
-        [True, True, True, True]
-        >>> engine.statistics.rounds
-        2
-        >>> engine.close()
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        interval_s: float = 0.5,
-        warmup_steps: int = 0,
-        topology: Any | None = None,
-        compression: Any | None = None,
-        group: WorkerGroup | None = None,
-        link: LinkLike | None = None,
-    ) -> None:
-        def make_settings() -> RoundSettings:
-            return async_model_average(interval_s, warmup_steps, topology, compression, link)
-
-        super().__init__(model, make_settings, group)
-
-
-# ------------------------------------------------ settings of each method, from its own arguments
 
 
 def local_sgd(sync_every: SyncEvery) -> RoundSettings:
