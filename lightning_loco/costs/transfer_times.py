@@ -222,20 +222,10 @@ class LinkTimes:
         return self._messages(senders, receivers, num_bytes, round_index).of_worker(worker)
 
     def all_neighbors(
-        self,
-        num_bytes: float,
-        topology: Topology,
-        round_index: int,
-        workers: Sequence[int] | None = None,
+        self, num_bytes: float, topology: Topology, round_index: int
     ) -> TransferTimes:
-        """Return what :meth:`neighbors` returns for each worker, much faster for many of them.
-
-        ``workers`` are those that take part, in the order of the topology. Default: all.
-        """
-        count = self.num_workers if workers is None else len(workers)
-        senders, receivers = messages_of(topology, count, round_index)
-        if workers is not None:
-            senders, receivers = np.asarray(workers)[senders], np.asarray(workers)[receivers]
+        """Return what :meth:`neighbors` returns for each worker, much faster for many of them."""
+        senders, receivers = messages_of(topology, self.num_workers, round_index)
         return self._messages(senders, receivers, num_bytes, round_index)
 
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:

@@ -1,4 +1,4 @@
-"""Checks that all simulations make: equal models, and for how long they run."""
+"""Checks of all simulations: the models are equal, and the length of a run is valid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_loco.model.same_model import check_model, first_difference
 def copy_first(models: Sequence[nn.Module]) -> None:
     """Give all models the parameters and buffers of the first one.
 
-    ValueError if one cannot be trained, or if they differ in name, shape, dtype or strides, or in
-    what is trainable.
+    ValueError if a model cannot be trained, or if names, shapes, dtypes, strides or
+    ``requires_grad`` differ.
     """
     for model in models:
         check_model(model)
@@ -32,7 +32,7 @@ def copy_first(models: Sequence[nn.Module]) -> None:
 
 
 def _schema(model: nn.Module) -> list[tuple[object, ...]]:
-    """Describe all parameters and buffers; strides matter for what is trained."""
+    """Describe all parameters and buffers, with the strides of trainable ones."""
 
     def describe(name: str, tensor: Tensor) -> tuple[object, ...]:
         strides = tensor.stride() if tensor.requires_grad else ()
@@ -42,9 +42,9 @@ def _schema(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 def check_length(num_rounds: int | None, seconds: float | None, step_s: Sequence[float]) -> None:
-    """Raise TypeError or ValueError unless a run is for a number of rounds, or for a time.
+    """Raise TypeError or ValueError unless the length is a number of rounds or a time.
 
-    ``step_s`` are the mean seconds of a local step, of each worker.
+    ``step_s`` holds the mean duration of a local step of each worker, in seconds.
     """
     if (num_rounds is None) == (seconds is None):
         raise ValueError("Give num_rounds or seconds, and not both.")

@@ -1,4 +1,4 @@
-"""Failures of simulated workers, which then come and go as the members of an elastic run do."""
+"""Failures of simulated workers, which come and go like the members of an elastic run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.elastic.elastic import check_settings, prepare_for_members
+from lightning_loco.elastic.elastic import prepare_for_members
 from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.topology import Topology
@@ -24,13 +24,13 @@ NOTICED_AFTER_S = 5.0
 class Failure:
     """A worker that dies, and may come back.
 
-    Until the others have noticed, rounds wait for it. The local step that it was making is lost.
+    Rounds wait for it until the others notice its death. The local step under way is lost.
 
     Args:
         worker: Index of the worker.
         at_s: When it dies, in seconds from the start of the simulation.
-        back_s: When it is there again, later than ``at_s`` by at least ``noticed_after_s``, because
-            it has a new place among the members; None for never.
+        back_s: When it is back, at least ``noticed_after_s`` later than ``at_s``, because it joins
+            as a new member; None for never.
         noticed_after_s: Seconds after which the others notice that it is dead.
 
     Raises:
@@ -49,17 +49,17 @@ class Failure:
     def __post_init__(self) -> None:
         if self.worker < 0 or not 0 <= self.at_s < math.inf or self.noticed_after_s < 0:
             raise ValueError(
-                "A failure has a worker from 0 on, and times in seconds, at least 0 and finite; "
+                "A failure has a worker from 0 on, and times in seconds, at least 0 and finite, "
                 f"got {self}."
             )
         if self.back_s is not None and self.back_s < self.at_s + self.noticed_after_s:
             raise ValueError(
-                f"A worker is back when the others have noticed that it was dead, at "
+                f"A worker can come back after the others have noticed that it was dead, at "
                 f"{self.at_s + self.noticed_after_s:g} s or later, got back_s={self.back_s:g}."
             )
 
     def events(self) -> Iterator[tuple[Literal["death", "noticed", "return"], float]]:
-        """Yield what happens, and when."""
+        """Yield the events of this failure with their times."""
         yield "death", self.at_s
         yield "noticed", self.at_s + self.noticed_after_s
         if self.back_s is not None:
@@ -74,14 +74,14 @@ def random_failures(
     seed: int = 0,
     noticed_after_s: float = NOTICED_AFTER_S,
 ) -> list[Failure]:
-    """Draw failures: each worker works and is away for exponentially distributed times in turn.
+    """Draw failures: the times between failures, and until a return, are exponential.
 
     Args:
         num_workers: Number of workers N.
         until_s: No worker dies later than this, in seconds.
         mean_between_s: Mean seconds from the start or a return of a worker to its next failure.
         mean_away_s: Mean seconds until it is back, beyond ``noticed_after_s``.
-        seed: Of the draws.
+        seed: Seed of the draws.
         noticed_after_s: As in :class:`Failure`.
 
     Raises:
@@ -114,14 +114,14 @@ class MembersOfSimulation:
     """The membership of simulated workers: elastic, without a lighthouse.
 
     Args:
-        failures: Of all workers.
+        failures: The failures of all workers.
     """
 
     failures: tuple[Failure, ...]
     min_workers: int = 1
 
     def check(self, num_workers: int) -> None:
-        """Raise ValueError for an unknown worker, or one that dies while it is dead."""
+        """Raise ValueError if a failure names an unknown worker, or one that is dead already."""
         alive_from = [0.0] * num_workers
         for failure in sorted(self.failures, key=lambda failure: failure.at_s):
             if failure.worker >= num_workers:
@@ -137,10 +137,6 @@ class MembersOfSimulation:
         """Check the algorithm, as for elastic members."""
         return prepare_for_members(algorithm, topology, is_late)
 
-    def check_settings(self, settings: RoundSettings) -> None:
-        """Raise ValueError for what elastic members cannot do."""
-        check_settings(settings)
-
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
-        """Raise RuntimeError: simulated workers exchange through the hub."""
+        """Raise RuntimeError: simulated workers exchange messages through the hub."""
         raise RuntimeError("Simulated workers do not connect to a lighthouse.")

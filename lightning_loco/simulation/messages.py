@@ -30,29 +30,29 @@ class Hub:
     """Collects the messages and the statuses of all workers, and returns the exchange's results.
 
     Here the whole message of a worker in a round is one bucket. The exchange is applied to the
-    buckets that processes would send, so that the numbers are the same. A message arrives once all
-    have sent whose messages it is made of, this worker's link is free, and the time has passed that
-    the bytes take; statuses take no time.
+    buckets that processes would send, so that the numbers are the same. A result arrives once all
+    its senders have sent, the worker's link is free, and the transfer time has passed. Statuses
+    take no time.
 
-    With ``admit``, workers come and go. A round is then one of all workers that are present, as
-    with elastic members: it ends at one time for all, and if a worker dies before, the others
-    repeat it.
+    With ``admit``, workers come and go, and the exchange is a mean. A round is then one of all
+    workers that are present, as with elastic members: it ends at one time for all, and if a worker
+    dies before, the others repeat it.
 
     Args:
-        exchange: The exchange whose ``simulate`` computes what each worker receives.
+        exchange: The exchange whose ``simulate`` computes the results.
         num_workers: Number of workers N.
         bucket_elements: Maximum length of the buckets of processes, in elements.
-        has_feedback: Whether the compression keeps what is lost of messages.
+        has_feedback: Whether the compression has error feedback.
         encoding: How messages are encoded. Default: not at all.
-        times: How long messages take. Default: no time.
+        times: Transfer times of messages. Default: no time.
         topology: The graph of gossip; None for other algorithms.
-        timeline: Where messages are recorded.
+        timeline: Records the messages.
         admit: Called with a round, the worker that has sent its message last, and the time, before
             the round is complete; returns workers that join in this round.
 
     Attributes:
         present: The workers that rounds wait for.
-        wakeups: Times and workers for which something arrives then, since they were last cleared.
+        wakeups: Times and receivers of arrivals since the list was last cleared.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Hub:
     def of_worker(
         self, worker: int, clock: Clock, statistics: Statistics | None = None
     ) -> HubExchange:
-        """Return the exchange of one worker, whose time its ``clock`` shows."""
+        """Return the exchange of one worker, with that worker's clock."""
         return HubExchange(self, worker, clock, statistics or Statistics())
 
     def round_at(self, index: int) -> HubRound:
@@ -99,16 +99,16 @@ class Hub:
         del self._rounds[index]
 
     def wake(self, workers: Iterable[int], time_s: float) -> None:
-        """Note that something arrives for some workers at a time."""
+        """Record that results arrive for some workers at a time."""
         self.wakeups += [(time_s, worker) for worker in workers]
 
     def lose(self, worker: int, now_s: float) -> None:
-        """A worker has died: rounds that have not ended are to be repeated without it."""
+        """Remove a dead worker from rounds that have not ended; the others repeat them."""
         for hub_round in list(self._rounds.values()):
             hub_round.lose(worker, now_s)
 
     def leave(self, worker: int, now_s: float) -> None:
-        """The others have noticed that a worker is dead, and wait for it no longer."""
+        """Stop to wait for a worker, whose death the others have noticed."""
         self.present.discard(worker)
         for hub_round in list(self._rounds.values()):
             hub_round.complete_if_all_have_sent(now_s)
@@ -124,9 +124,8 @@ class HubRound:
     Attributes:
         messages: The messages by worker.
         statuses: The statuses by worker.
-        members: Who takes part in a round of workers that come and go, once it is complete.
-        joining: Those of them that have joined in this round.
-        arrives_s: When the result arrives, by worker; known once all have sent their messages.
+        members: Members of a complete round of workers that come and go.
+        arrives_s: Arrival times of the result, by worker; known once all messages are sent.
     """
 
     def __init__(self, hub: Hub, index: int) -> None:
@@ -134,12 +133,10 @@ class HubRound:
         self.messages: dict[int, Tensor] = {}
         self.statuses: dict[int, WorkerStatus] = {}
         self.members: list[int] = []
-        self.joining: set[int] = set()
         self.arrives_s: dict[int, float] = {}
         self._hub = hub
         self._sent_s: dict[int, float] = {}
         self._status_s = 0.0
-        self._traffic: Traffic | None = None
         self._times: TransferTimes | None = None
         self._missing: dict[int, set[int]] = {}
         self._lengths: list[int] = []
@@ -157,13 +154,13 @@ class HubRound:
             self._hub.wake(range(self._hub.num_workers), self._status_s)
 
     def has_statuses(self, worker: int, now_s: float) -> bool:
-        """Whether a worker has the statuses of all."""
+        """Whether a worker has received all statuses."""
         if self._hub.admit is not None:
             return self.has_arrived(worker, now_s)
         return len(self.statuses) == self._hub.num_workers and now_s >= self._status_s
 
     def all_statuses(self) -> list[WorkerStatus]:
-        """Return the statuses of all that take part, in order."""
+        """Return the statuses of all members, in order."""
         workers = self.statuses if self._hub.admit is None else self.members
         return [self.statuses[worker] for worker in sorted(workers)]
 
@@ -202,14 +199,14 @@ class HubRound:
                     self._arrive(receiver, last_s)
 
     def _count_sent(self, worker: int, num_messages: int, statistics: Statistics) -> None:
-        """Count the bytes of a message, and let the worker's link be busy with it."""
-        statistics.bytes_sent += self._traffic_of(self._hub.num_workers).bytes_sent(num_messages)
+        """Count the bytes of a message, and occupy the worker's link with it."""
+        statistics.bytes_sent += self._traffic.bytes_sent(num_messages)
         if self._hub.times is not None:
             time = self._transfer_times().of_worker(worker)
             self._hub.links[worker].send(self._sent_s[worker], time)
 
     def _arrive(self, worker: int, last_s: float) -> None:
-        """All messages for a worker have been sent, the last one at ``last_s``."""
+        """Plan the arrival at a worker, to which the last message was sent at ``last_s``."""
         hub, time = self._hub, _NO_TIME
         if hub.times is not None:
             time = self._transfer_times().of_worker(worker)
@@ -217,33 +214,35 @@ class HubRound:
         hub.timeline.add(worker, "send", last_s, self.arrives_s[worker])
         hub.wake([worker], self.arrives_s[worker])
 
-    def _traffic_of(self, num_workers: int) -> Traffic:
-        if self._traffic is None:
-            exchange, wire = self._hub.exchange, next(iter(self.messages.values()))
-            encoding = self._hub.encoding or Encoding(1, wire.element_size())
-            kind: ExchangeKind = "gather" if isinstance(exchange, Gather) else "mean"
-            if isinstance(exchange, NeighborExchange):
-                kind = "neighbors"
-            self._traffic = Traffic.of(kind, len(wire), num_workers, encoding)
-        return self._traffic
+    @property
+    def _traffic(self) -> Traffic:
+        """The traffic of a worker in this round."""
+        exchange, wire = self._hub.exchange, next(iter(self.messages.values()))
+        kind: ExchangeKind = "mean"
+        if isinstance(exchange, NeighborExchange):
+            kind = "neighbors"
+        elif isinstance(exchange, Gather):
+            kind = "gather"
+        num_workers = len(self.members) or self._hub.num_workers
+        encoding = self._hub.encoding or Encoding(1, wire.element_size())
+        return Traffic.of(kind, len(wire), num_workers, encoding)
 
     def _transfer_times(self) -> TransferTimes:
         if self._times is None:
             assert self._hub.times is not None
-            traffic = self._traffic_of(self._hub.num_workers)
-            self._times = traffic.seconds(self._hub.times, self._hub.topology, self.index)
+            self._times = self._traffic.seconds(self._hub.times, self._hub.topology, self.index)
         return self._times
 
     def has_arrived(self, worker: int, now_s: float = math.inf) -> bool:
-        """Whether what a worker receives is there."""
+        """Whether the result has arrived at a worker."""
         return now_s >= self.arrives_s.get(worker, math.inf) < math.inf
 
     # ------------------------------------------------------------------ come and go
 
     def complete_if_all_have_sent(self, now_s: float, last: int | None = None) -> None:
-        """End the messages of a round in which all present workers have sent theirs.
+        """Complete the round if all present workers have sent their messages.
 
-        ``last`` is the worker that has sent last; None if the others have stopped to wait for one.
+        ``last`` is the last sender; None if the others no longer wait for a dead worker.
         """
         hub = self._hub
         assert hub.admit is not None
@@ -252,47 +251,24 @@ class HubRound:
         donor = min(hub.present) if last is None else last
         if joining := set(hub.admit(self.index, donor, now_s)):
             hub.present |= joining
-            self.joining |= joining
             return
         self.members = sorted(hub.present)
-        last_s = max(now_s, *(self._sent_s[worker] for worker in self.members))
-        self._traffic = None
-        traffic, time_s = self._traffic_of(len(self.members)), 0.0
+        last_s = arrives_s = max(now_s, *(self._sent_s[worker] for worker in self.members))
         if hub.times is not None and len(self.members) > 1:
-            settled = self._settled()
-            if hub.topology is None:
-                mean = hub.times.mean(traffic.num_bytes, traffic.hops, self.index, self.members)
-                time_s = mean.seconds
-            else:
-                neighbors = hub.times.all_neighbors(
-                    traffic.num_bytes, hub.topology, self.index, settled
-                )
-                time_s = float((neighbors.busy_s + neighbors.latency_s).max())
+            num_bytes, hops = self._traffic.num_bytes, self._traffic.hops
+            arrives_s += hub.times.mean(num_bytes, hops, self.index, self.members).seconds
         for worker in self.members:
-            self.arrives_s[worker] = last_s + time_s
-            hub.timeline.add(worker, "send", last_s, last_s + time_s)
-        hub.wake(self.members, last_s + time_s)
+            self.arrives_s[worker] = arrives_s
+            hub.timeline.add(worker, "send", last_s, arrives_s)
+        hub.wake(self.members, arrives_s)
 
-    def is_mean_for(self, worker: int) -> bool:
-        """Whether a worker joins in a round of gossip, and receives the mean of all messages."""
-        return worker in self.joining and isinstance(self._hub.exchange, NeighborExchange)
-
-    def bytes_sent(self, worker: int) -> int:
-        """Return what a worker has sent in a complete round of workers that come and go."""
-        traffic, topology = self._traffic_of(len(self.members)), self._hub.topology
-        if topology is None:
-            return traffic.num_bytes
-        settled = self._settled()
-        if worker not in settled:
-            return 0
-        position = settled.index(worker)
-        return traffic.bytes_sent(len(topology.receivers(position, len(settled), self.index)))
-
-    def _settled(self) -> list[int]:
-        return [worker for worker in self.members if worker not in self.joining]
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that each member has sent in a complete round of workers that come and go."""
+        return self._traffic.num_bytes
 
     def lose(self, worker: int, now_s: float) -> None:
-        """Forget the message of a dead worker, and let the others repeat a round under way."""
+        """Drop the message of a dead worker, and let the others repeat a round under way."""
         self._gone.add(worker)
         if self.members and worker in self.members and self.arrives_s[worker] > now_s:
             self.members, self.arrives_s = [], {}
@@ -304,7 +280,7 @@ class HubRound:
     # ----------------------------------------------------------------------- results
 
     def received_by(self, worker: int) -> Tensor:
-        """Return what a worker receives; RuntimeError if a message is missing."""
+        """Return the result for a worker; RuntimeError if a message is missing."""
         hub = self._hub
         if not self.has_arrived(worker):
             raise RuntimeError("A simulated round ends before all workers have begun it.")
@@ -323,26 +299,23 @@ class HubRound:
         return self._received[worker]
 
     def _mixed(self, exchange: NeighborExchange, worker: int) -> Tensor:
-        workers = self._settled() or list(range(self._hub.num_workers))
-        if self.is_mean_for(worker):
-            return torch.stack([self.messages[other] for other in workers]).mean(0)
-        position, count = workers.index(worker), len(workers)
+        count = self._hub.num_workers
         parts = {
-            sender: torch.split_with_sizes(self.messages[workers[sender]], self._lengths)
-            for sender in exchange.senders(position, count, self.index)
+            sender: torch.split_with_sizes(self.messages[sender], self._lengths)
+            for sender in exchange.senders(worker, count, self.index)
         }
         received = []
         for bucket in range(len(self._lengths)):
             messages = {sender: split[bucket] for sender, split in parts.items()}
-            received.append(exchange.simulate_worker(position, count, messages, self.index))
+            received.append(exchange.simulate_worker(worker, count, messages, self.index))
         return torch.cat(received)
 
     def lost_of(self, worker: int) -> Tensor | None:
-        """Return what the codec has lost of a message, if the compression keeps it."""
+        """Return what compression removed from a message, if there is error feedback."""
         return self.messages[worker] if self._hub.has_feedback else None
 
     def release(self, worker: int) -> None:
-        """A worker has received its message; forget the round after the last one."""
+        """Record that a worker needs the round no longer; forget it after the last worker."""
         self._released.add(worker)
         self._forget_if_received_by_all()
 
@@ -367,10 +340,10 @@ class HubExchange(SeparateStatuses):
         hub_round = self._hub.round_at(round_index)
         now_s = self._group.clock.now()
         hub_round.add_message(self._worker, bucket, now_s, self._statistics)
-        return HubHandle(hub_round, self._worker, bucket, self._group.clock, self._statistics)
+        return HubHandle(hub_round, self._worker, self._group.clock, self._statistics)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Return what each worker receives, given all messages in order of the workers."""
+        """Return the results of all workers, given all messages in order of the workers."""
         return self._hub.exchange.simulate(messages, round_index)
 
     def send_status(self, status: WorkerStatus, label: str) -> HubStatuses:
@@ -407,42 +380,34 @@ class HubStatuses:
 
 
 class HubHandle:
-    """The bucket that a worker has sent to the hub."""
+    """Handle of a message that a worker has sent to the hub."""
 
     def __init__(
-        self,
-        hub_round: HubRound,
-        worker: int,
-        bucket: Bucket,
-        clock: Clock,
-        statistics: Statistics,
+        self, hub_round: HubRound, worker: int, clock: Clock, statistics: Statistics
     ) -> None:
         self._round = hub_round
         self._worker = worker
-        self._bucket = bucket
         self._clock = clock
         self._statistics = statistics
 
     @property
     def lost(self) -> Tensor | None:
-        """What the codec has lost of the worker's message, if the compression keeps it."""
+        """What compression removed from the worker's message, if there is error feedback."""
         return self._round.lost_of(self._worker)
 
     def has_arrived(self) -> bool:
-        """Whether what this worker receives is there."""
+        """Whether the result has arrived."""
         return self._round.has_arrived(self._worker, self._clock.now())
 
     def wait(self) -> Tensor:
-        """Return what this worker receives."""
+        """Return the result."""
         received = self._round.received_by(self._worker)
         if self._round.members:
-            self._statistics.bytes_sent += self._round.bytes_sent(self._worker)
-            if self._round.is_mean_for(self._worker):
-                self._bucket.message.copy_(received)
+            self._statistics.bytes_sent += self._round.bytes_sent
         return received
 
     def release(self) -> None:
-        """The worker needs the round no longer."""
+        """Release the round for this worker."""
         self._round.release(self._worker)
 
 
@@ -450,7 +415,7 @@ class VirtualClock(Clock):
     """The time of one simulated worker, in seconds from the start of the simulation.
 
     Attributes:
-        time_s: It passes in local steps, and while the worker waits for others.
+        time_s: The time; it passes in local steps, and while the worker waits for others.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pairwise gossip of many workers in one process, on a virtual clock: a fetch waits for nobody."""
+"""Simulates pairwise gossip of many workers in one process, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEven
 
 
 class _GossipEvent(NamedTuple):
-    """What happens at a time: the end of a local step, or a peer that answers a request."""
+    """An event: the end of a local step, or the answer of a peer to a request."""
 
     time_s: float
     order: int
@@ -36,10 +36,10 @@ class _Fetch(NamedTuple):
     """A fetch that has begun.
 
     Attributes:
-        peer: Whose parameters are fetched.
-        began_s: When.
-        arrives_s: When they are there, or when the worker gives up.
-        in_time: Whether they arrive before the worker gives up.
+        peer: Index of the peer.
+        began_s: Start of the fetch.
+        arrives_s: Arrival of the parameters, or end of the timeout.
+        in_time: Whether the parameters arrive before the timeout.
     """
 
     peer: int
@@ -49,15 +49,15 @@ class _Fetch(NamedTuple):
 
 
 class PairwiseSimulation:
-    """Runs pairwise gossip in one process: peers, factors and blends are those of a real run.
+    """Runs pairwise gossip in one process, with the peers, factors and blends of a real run.
 
     Before each local step a worker may begin to fetch the parameters of a random peer; it blends
     them in after the first local step at whose end they have arrived. The peer sends the parameters
-    with which it began its present local step. Nobody waits.
+    with which it began its present local step. No worker waits for another one.
 
-    A fetch takes as long as with the emulated links of a real run. Several fetches from one peer
-    at the same time do not share its link, an uplink of a site is shared as if all workers fetched
-    at the same time, and no parameters are dropped for being too far away.
+    A fetch takes as long as with the emulated links of a real run. Simultaneous fetches from one
+    peer do not share its link, an uplink of a site is shared as if all workers fetched at the same
+    time, and parameters are never rejected for their norm.
 
     Args:
         models: One module per worker; all start from the parameters of the first one.
@@ -68,10 +68,10 @@ class PairwiseSimulation:
         compression: Codec of the parameters on the wire, as in
             :class:`~lightning_loco.PairwiseEngine`.
         fetch_timeout_s: Longest duration of a fetch in seconds.
-        seed: Of the jitter, and of the choice of peers.
+        seed: Seed of the jitter, and of the choice of peers.
 
     Attributes:
-        clocks: How long the parameters of each worker have been trained, in local steps.
+        clocks: The clock of each worker: the number of local steps in its parameters.
 
     Raises:
         ValueError: If there are fewer than two models, or a setting is invalid for them.
@@ -179,12 +179,12 @@ class PairwiseSimulation:
         return layout.num_bytes if codec is None else codec.num_bytes(layout.numel)
 
     def run(self, local_step: Callable[[int], Any], *, seconds: float) -> None:
-        """Let time pass; local steps that would end later are left for the next call.
+        """Run for some virtual time; local steps that would end later are left for the next call.
 
         Args:
-            local_step: Called with the index of a worker; must make one optimizer step of its
+            local_step: Called with the index of a worker; must take one optimizer step of its
                 model. It may return the loss, which interpolation by loss needs.
-            seconds: How much time passes.
+            seconds: Virtual time to run for.
 
         Raises:
             ValueError: If ``seconds`` is negative or not finite.
@@ -200,7 +200,7 @@ class PairwiseSimulation:
 
     @torch.no_grad()
     def _answer(self, worker: int) -> None:
-        """The peer of a worker sends its parameters; what arrives later is what it has now."""
+        """Let the peer of a worker send its present parameters, which arrive later."""
         fetch = self._fetches[worker]
         assert fetch is not None
         peer = fetch.peer
@@ -232,7 +232,7 @@ class PairwiseSimulation:
 
     @torch.no_grad()
     def _blend(self, worker: int, fetch: _Fetch) -> None:
-        """Blend in what a fetch has brought, as ``PairwiseEngine.update_wait`` does."""
+        """Blend in the result of a fetch, as ``PairwiseEngine.update_wait`` does."""
         received, self._received[worker] = self._received[worker], None
         selector, name = self._selectors[worker], self._names[fetch.peer]
         if not fetch.in_time:
@@ -252,17 +252,17 @@ class PairwiseSimulation:
 
     @property
     def losses(self) -> list[LossPoint]:
-        """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
+        """Losses that ``local_step`` has returned, in the order of virtual time."""
         return self._timeline.losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:
-        """What each worker did and when; ``"send"`` is a fetch."""
+        """Events of all workers with their times; ``"send"`` is a fetch."""
         return list(self._timeline.events)
 
     @property
     def costs(self) -> list[WorkerCosts]:
-        """What each worker has done; its rounds are its blends, and it sends what others fetch."""
+        """Costs of each worker; rounds are its blends, bytes sent are the fetches of others."""
         return [
             self._timeline.costs_of(
                 worker,

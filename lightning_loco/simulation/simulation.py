@@ -18,6 +18,7 @@ from lightning_loco.costs import LinkLike, LinkTimes, as_links
 from lightning_loco.costs.method_costs import StepTimes
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.elastic.elastic import check_settings
 from lightning_loco.elastic.recovery import copy_state, position_of, resume_from_state
 from lightning_loco.engine.engine import Engine, HasArrived
 from lightning_loco.engine.exchanges import make_exchange
@@ -32,11 +33,10 @@ from lightning_loco.simulation.messages import Hub, VirtualClock
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
 
 Part = HasArrived | None
-"""Whether what a worker waits for has arrived; None if it only lets others go first."""
+"""Returns whether a waiting worker may continue; None if the worker only yields its turn."""
 
 LocalStep = Callable[[int], Any]
-"""Makes a local step of the worker with this index; may return the training loss."""
-
+"""Takes a local step of the worker with this index; may return the training loss."""
 
 EventKind = Literal["run", "arrival", "death", "noticed", "return"]
 
@@ -44,15 +44,15 @@ _FAILURES = ("death", "noticed", "return")
 
 
 class _Event(NamedTuple):
-    """Something that happens to a worker at a time. Events of one time keep their order.
+    """An event of one worker. Events at the same time keep their order.
 
     Attributes:
-        time_s: When.
+        time_s: Time of the event.
         order: Number of the event.
-        worker: To whom.
-        kind: ``"run"``: it goes on; ``"arrival"``: what it waits for may have arrived;
-            ``"death"``, ``"noticed"``, ``"return"``: of a failure.
-        life: How often the worker had died when the event was planned.
+        worker: Index of the worker.
+        kind: ``"run"``: the worker continues; ``"arrival"``: its messages may have arrived;
+            ``"death"``, ``"noticed"``, ``"return"``: events of a failure.
+        life: Deaths of the worker before the event was planned.
     """
 
     time_s: float
@@ -65,19 +65,19 @@ class _Event(NamedTuple):
 class Simulation:
     """Runs the engines of all workers in one process, on a virtual clock.
 
-    It makes the same rounds at the same local steps as the processes of a real run, and computes
-    the same numbers; only the messages stay in memory. All workers start from the parameters of the
-    first one. Time passes in local steps, at the speed of each worker, and while messages are on
-    their links: an all-reduce waits for the slowest of all links, gossip for the neighbors, and
-    each link sends one message after the other.
+    Rounds begin at the same local steps as in the processes of a real run, and compute the same
+    numbers; only the messages stay in memory. All workers start from the parameters of the first
+    one. Time passes in local steps, at the speed of each worker, and while messages are on their
+    links: an all-reduce waits for the slowest link, gossip for the neighbors, and each link sends
+    one message after the other.
 
-    With ``failures`` workers die and come back, as members of an elastic run do. Rounds go on with
-    those present, once they have noticed. A worker that returns takes the state of another one, or
-    with gossip the mean of the others, and takes part in its first round with weight 0.
+    With ``failures`` workers die and come back, like members of an elastic run. Once the others
+    have noticed a death, rounds continue without that worker. A worker that returns takes the state
+    of another one, and takes part in its first round with weight 0.
 
     Args:
         models: One module per worker, all with the same parameters.
-        algorithm: What a round computes.
+        algorithm: The algorithm of the rounds.
         sync_every: Local steps between rounds: one number, one per worker, or a mapping.
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
@@ -85,17 +85,17 @@ class Simulation:
         compression: How messages are encoded, as in ``LocoStrategy``.
         speeds: Local steps per second of each worker. Default: local steps take no time, and
             workers take turns from round to round.
-        jitter: Largest part by which a local step takes longer or shorter, from 0 to less than 1;
-            see :class:`~lightning_loco.costs.method_costs.StepTimes`.
+        jitter: Largest relative change of the duration of a local step, from 0 to less than 1; see
+            :class:`~lightning_loco.costs.method_costs.StepTimes`.
         links: Links of the workers, as in ``LocoStrategy(link=...)``. Default: messages take no
             time.
         failures: When workers die and come back.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
 
     Attributes:
         engines: The engine of each worker.
-        algorithm: Prepared for these workers.
-        settings: Prepared for these workers.
+        algorithm: The algorithm, prepared for these workers.
+        settings: The settings, prepared for these workers.
 
     Raises:
         ValueError: If there is no model, or the settings are invalid for these workers.
@@ -148,7 +148,7 @@ class Simulation:
     ) -> Simulation:
         """Create a simulation with any schedule, compression and merge policy.
 
-        Without ``links`` they are those of the settings.
+        ``links`` default to the links in the settings.
 
         Raises:
             ValueError: If the schedule follows the clock and there are no ``speeds``, or as in the
@@ -181,7 +181,7 @@ class Simulation:
             settings = dataclasses.replace(settings, membership=members)
         self.settings = settings.prepare(num_workers, torch.initial_seed() % 2**31)
         if failures:
-            members.check_settings(self.settings)
+            check_settings(self.settings)
         self.algorithm = self.settings.algorithm
         self._step_times = make_step_times(speeds, num_workers, jitter, seed)
         if speeds is None and self.settings.schedule.sync_every_of(0) is None:
@@ -250,12 +250,12 @@ class Simulation:
 
     @property
     def round_index(self) -> int:
-        """Number of rounds that all workers have begun, without those that are dead."""
+        """Number of rounds that all living workers have begun."""
         return min(self.engines[worker].worker.round_index for worker in self._alive)
 
     @property
     def steps(self) -> list[int]:
-        """The local steps of each worker so far; one that has returned counts those of the run."""
+        """Local steps of each worker so far; a worker that has returned counts those of the run."""
         return [engine.worker.steps for engine in self.engines]
 
     @property
@@ -278,20 +278,21 @@ class Simulation:
         seconds: float | None = None,
         on_return: Callable[[int], None] | None = None,
     ) -> None:
-        """Make local steps and the rounds that are due.
+        """Take local steps and run the rounds that are due.
 
         Args:
-            local_step: Called with the index of a worker; must make one optimizer step of its
+            local_step: Called with the index of a worker; must take one optimizer step of its
                 model. It may return the loss, for :attr:`losses`.
             num_rounds: Rounds that each worker begins.
-            seconds: Instead of rounds, time that passes; local steps that would end later are not
-                made.
-            on_return: Called with the index of a worker that was dead and has the state of the
-                others now, to make a new optimizer, for example.
+            seconds: Virtual time to run for, instead of rounds; local steps that would end later
+                are not taken.
+            on_return: Called with the index of a worker that has come back and received the state,
+                to make a new optimizer, for example.
 
         Raises:
             TypeError: If ``num_rounds`` is not an integer.
-            ValueError: If both or neither are given, ``seconds`` without speeds, or not finite.
+            ValueError: If both or neither are given, or ``seconds`` is not finite or given without
+                speeds.
             RuntimeError: If all workers are dead.
         """
         check_length(num_rounds, seconds, self._step_times.step_s)
@@ -319,7 +320,7 @@ class Simulation:
         self._ended_s = end_s if end_s < math.inf else max(self.time_s)
 
     def _step_s(self, worker: int) -> float:
-        """Seconds that the next local step of a worker takes."""
+        """Duration of the next local step of a worker, in seconds."""
         return self._step_times.seconds(worker, self._made[worker])
 
     def _train(
@@ -343,7 +344,7 @@ class Simulation:
                 yield None
 
     def _finish_round(self, worker: int) -> Iterator[Part]:
-        """Go on with a round that may have been waiting when the last run ended."""
+        """Continue with a round that may have been waiting when the last run ended."""
         if (waiting := self._waiting.pop(worker, None)) is not None:
             yield waiting
         for part in self._unfinished[worker]:  # noqa: UP028  # `yield from` would close it
@@ -353,7 +354,7 @@ class Simulation:
         """Begin one round of all workers, at once."""
         for worker in self._alive:
             for fragment in self.engines[worker].fragments:
-                fragment.fresh_at = -1  # the caller has moved the parameters, if anyone
+                fragment.fresh_at = -1  # the caller may have changed the parameters
         self._interleave(lambda worker: self.engines[worker].round_in_parts())
 
     def drain(self) -> None:
@@ -379,14 +380,15 @@ class Simulation:
         end_s: float = math.inf,
         come_back: Callable[[int], Iterator[Part]] | None = None,
     ) -> None:
-        """Run what each worker does, always the one whose time is first.
+        """Advance all workers, always the one with the earliest time.
 
-        A worker that waits goes on when what it waits for has arrived, at the time when it has.
+        A waiting worker continues at the time at which its messages arrive.
 
         Args:
-            begin: Returns what a worker does.
+            begin: Returns the work of a worker.
             end_s: Failures after this time are left for the next call.
-            come_back: Returns what a worker does that returns. Default: it waits for the next call.
+            come_back: Returns the work of a worker that has come back. Default: it waits for the
+                next call.
         """
         self._admits = come_back is not None
         parts = {worker: begin(worker) for worker in sorted(self._alive)}
@@ -443,7 +445,7 @@ class Simulation:
     # --------------------------------------------------------------------- failures
 
     def _fail(self, worker: int, kind: EventKind, now_s: float) -> None:
-        """A worker dies, is noticed to be dead, or returns."""
+        """Handle an event of a failure."""
         if kind == "death":
             self._alive.discard(worker)
             self._returned.discard(worker)
@@ -465,7 +467,7 @@ class Simulation:
             self._returned.add(worker)
 
     def _join(self, worker: int, rest: Callable[[], Iterator[Part]]) -> Iterator[Part]:
-        """Wait for the next round, take part in it without weight, and do the ``rest``."""
+        """Wait for the next round, take part in it with weight 0, and continue with ``rest``."""
         clock = self._clocks[worker]
         yield lambda: worker in self._alive
         self._unfinished[worker] = self.engines[worker].round_in_parts()
@@ -476,7 +478,7 @@ class Simulation:
         yield from rest()
 
     def _admit(self, round_index: int, donor: int, now_s: float) -> list[int]:
-        """Give the workers that have returned the state at the start of a round."""
+        """Load the state at the start of a round into the workers that have returned."""
         if not self._admits or not self._returned:
             return []
         joining = sorted(self._returned)
@@ -503,17 +505,17 @@ class Simulation:
 
     @property
     def losses(self) -> list[LossPoint]:
-        """What ``local_step`` has returned, if it was a loss, in order of the virtual time."""
+        """Losses that ``local_step`` has returned, in the order of virtual time."""
         return self._timeline.losses
 
     @property
     def timeline(self) -> list[TimelineEvent]:
-        """What each worker did and when; local steps that follow each other are one event."""
+        """Events of all workers with their times; consecutive local steps are one event."""
         return list(self._timeline.events)
 
     @property
     def costs(self) -> list[WorkerCosts]:
-        """What each worker has done so far, and sent."""
+        """Steps, rounds, bytes and times of each worker so far."""
         return [
             self._timeline.costs_of(
                 worker,
@@ -534,7 +536,7 @@ class Simulation:
         return [engine.worker.replica.layout.new_flat() for engine in self.engines]
 
     def consensus(self) -> Tensor:
-        """Return the consensus parameters ``(P,)``: the mean over the workers that are alive."""
+        """Return the consensus parameters ``(P,)``: the mean over the living workers."""
         params = self.params()
         return torch.stack([params[worker] for worker in sorted(self._alive)]).mean(0)
 
@@ -548,7 +550,7 @@ class Simulation:
 def make_step_times(
     speeds: Sequence[float] | None, num_workers: int, jitter: float, seed: int
 ) -> StepTimes:
-    """Return how long local steps take; ValueError if there is not a speed for each worker."""
+    """Return the durations of local steps; ValueError unless each worker has a speed."""
     if speeds is None:
         return StepTimes([0.0] * num_workers, jitter, seed)
     if len(speeds) != num_workers or not all(0 < speed < math.inf for speed in speeds):

@@ -1,4 +1,4 @@
-"""What simulated workers have done and what it has cost: plain values for tables and pictures."""
+"""Events and costs of simulated workers, as plain values for tables and pictures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Kind = Literal["compute", "wait", "send", "away"]
 
 
 class TimelineEvent(NamedTuple):
-    """What a worker has done for some time.
+    """An event of a worker, with its start and end.
 
-    Messages are sent beside local steps if rounds are overlapped, so ``"send"`` may be at the same
-    time as another kind; all other kinds follow each other.
+    Overlapped rounds send messages during local steps, so a ``"send"`` may overlap an event of
+    another kind. Events of all other kinds follow each other.
 
     Attributes:
         worker: Index of the worker.
-        kind: What it did.
-        start_s: When it began, in seconds from the start of the simulation.
-        end_s: When it ended.
+        kind: Kind of the event.
+        start_s: Start of the event, in seconds from the start of the simulation.
+        end_s: End of the event.
     """
 
     worker: int
@@ -37,7 +37,7 @@ class LossPoint(NamedTuple):
         worker: Index of the worker.
         step: Local steps of that worker, this one included.
         time_s: When the step ended, in seconds from the start of the simulation.
-        loss: What the ``local_step`` of the simulation has returned.
+        loss: The loss that ``local_step`` has returned.
     """
 
     worker: int
@@ -48,17 +48,17 @@ class LossPoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerCosts:
-    """What one worker has done.
+    """Costs of one worker.
 
     Attributes:
         worker: Index of the worker.
-        steps: Local steps.
-        rounds: Rounds that it has begun.
+        steps: Number of local steps.
+        rounds: Number of rounds that it has begun.
         bytes_sent: Bytes of its messages; a ring all-reduce of B bytes counts as
             2 (N - 1) / N * B.
         time_s: Its time, in seconds from the start of the simulation.
-        compute_s: Seconds of local steps.
-        wait_s: Seconds for which it waited for others or for a link.
+        compute_s: Seconds in local steps.
+        wait_s: Seconds of waiting for other workers or for a link.
     """
 
     worker: int
@@ -71,19 +71,19 @@ class WorkerCosts:
 
     @property
     def utilisation(self) -> float:
-        """Share of its time that the worker has computed, from 0 to 1."""
+        """Share of the worker's time in local steps, from 0 to 1."""
         return self.compute_s / self.time_s if self.time_s else 0.0
 
 
 class Timeline:
-    """Records what all workers do. Local steps that follow each other are one event.
+    """Records the events of all workers. Consecutive local steps are one event.
 
     Args:
         num_workers: Number of workers N.
 
     Attributes:
-        events: In the order in which they ended, about.
-        losses: Of local steps, in order of the virtual time.
+        events: The events, roughly in the order of their ends.
+        losses: Losses of local steps, in the order of virtual time.
         seconds: Sum of the seconds of each worker, by kind.
     """
 
@@ -96,7 +96,7 @@ class Timeline:
         self._open: dict[int, int] = {}
 
     def add(self, worker: int, kind: Kind, start_s: float, end_s: float) -> None:
-        """Add what a worker did; nothing if it took no time."""
+        """Add an event, unless it took no time."""
         if not end_s > start_s:
             return
         self.seconds[worker][kind] += end_s - start_s
@@ -111,14 +111,14 @@ class Timeline:
     def costs_of(
         self, worker: int, steps: int, rounds: int, bytes_sent: int, time_s: float
     ) -> WorkerCosts:
-        """Return the costs of a worker, with the seconds that it has computed and waited."""
+        """Return the costs of a worker, with its seconds of local steps and of waiting."""
         seconds = self.seconds[worker]
         return WorkerCosts(
             worker, steps, rounds, bytes_sent, time_s, seconds["compute"], seconds["wait"]
         )
 
     def add_loss(self, worker: int, step: int, time_s: float, value: Any) -> float | None:
-        """Add what a local step has returned if it is a loss, and return that; None for others."""
+        """Add the returned value of a local step if it is a loss; return the loss, or None."""
         if not (isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0)):
             return None
         loss = float(value)
