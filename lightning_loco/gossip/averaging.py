@@ -1,4 +1,4 @@
-"""A model as one flat vector: how it is copied for peers, and averaged with that of a peer."""
+"""A model as one flat vector, which is copied for peers and averaged with a peer's vector."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelAverager:
     Call its methods under ``torch.no_grad()``. With ``keep_progress`` of the algorithm it holds a
     second copy of the model. The first ``num_params`` elements of the layout are parameters; the
     buffers behind them are averaged as they are, because statistics plus the change of others can
-    be impossible, such as a negative variance.
+    be invalid, such as a negative variance.
     """
 
     def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage, num_params: int) -> None:

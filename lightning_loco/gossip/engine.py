@@ -1,4 +1,4 @@
-"""The engine of pairwise gossip: each worker fetches the parameters of a random peer, then blends.
+"""The engine of pairwise gossip: each worker blends in the parameters of random peers.
 
 There are no rounds. In a plain PyTorch loop, with the two calls of dpwa::
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_loco.algorithms.pairwise_average import PairwiseAverage, Tag
 from lightning_loco.costs import LinkLike, as_links
@@ -31,7 +32,6 @@ from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import PeerNode, open_node
-from lightning_loco.gossip.ranks import RankReport
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
 from lightning_loco.model.flat import CHUNK_ELEMENTS
@@ -43,12 +43,12 @@ _SHARING = "sharing a blend between the ranks of a worker"
 
 
 class PeerExchange(NamedTuple):
-    """What exchanges parameters with peers; only the first rank of a worker has it.
+    """The parts that exchange parameters with peers, on the first rank of a worker only.
 
     Attributes:
         node: Serves and fetches parameters.
-        publisher: Copies those of the model for peers.
-        averager: Blends those of a peer into the model.
+        publisher: Copies the parameters of the model for peers.
+        averager: Blends the parameters of a peer into the model.
     """
 
     node: PeerNode
@@ -56,8 +56,52 @@ class PeerExchange(NamedTuple):
     averager: ModelAverager
 
 
+class RankReport(NamedTuple):
+    """Report of one rank of a worker after a local step, so that all its ranks blend together.
+
+    Attributes:
+        has_loss: 1 if it has a training loss, else 0.
+        loss: The training loss, which may be NaN.
+        clock: Its clock.
+        has_peer: 1 if the parameters of a peer have arrived here, else 0.
+        peer_clock: The peer's clock.
+        peer_loss: The peer's loss.
+        finite: 0 if the parameters held NaN or infinity when they were read last, else 1.
+    """
+
+    has_loss: float
+    loss: float
+    clock: float
+    has_peer: float
+    peer_clock: float
+    peer_loss: float
+    finite: float
+
+    @classmethod
+    def of(cls, loss: float | Tensor, clock: float, peer: Tag | None, finite: bool) -> Self:
+        """Make the report of a rank. A float ``loss`` is NaN if the loss is not known."""
+        has_loss = isinstance(loss, Tensor) or not math.isnan(loss)
+        tag = Tag(math.nan, math.nan) if peer is None else peer
+        return cls(has_loss, float(loss), clock, peer is not None, *tag, finite)
+
+    @property
+    def peer(self) -> Tag | None:
+        """Clock and loss of the peer whose parameters have arrived; None without."""
+        return Tag(self.peer_clock, self.peer_loss) if self.has_peer else None
+
+    def gather(self, group: WorkerGroup, label: str) -> tuple[Self, float | None]:
+        """Return the report of the first rank, and the mean loss; all ranks must call it.
+
+        The mean is over the ranks that have a loss; None if none has. RuntimeError if a rank is
+        missing or has failed; the message names it.
+        """
+        reports = [type(self)(*numbers) for numbers in group.agree(self, label)]
+        losses = [report.loss for report in reports if report.has_loss]
+        return reports[0], sum(losses) / len(losses) if losses else None
+
+
 class PairwiseEngine:
-    """Publishes this worker's parameters, and blends in those of random peers.
+    """Publishes this worker's parameters, and blends in the parameters of random peers.
 
     Serving and fetching happen in background threads, so a slow or dead peer does not slow down
     training. Only the training thread uses the model, between local steps. Copying it for peers
@@ -143,8 +187,8 @@ class PairwiseEngine:
     ) -> PairwiseEngine:
         """Create an engine with the nodes and settings of a YAML file in the format of dpwa.
 
-        The path is ``config_file`` of the class, which describes the other arguments and errors.
-        FileNotFoundError if the file does not exist.
+        ``path`` is the ``config_file`` of the class; other arguments and errors are described
+        there. FileNotFoundError if the file does not exist.
         """
         return cls(model, name=name, config_file=path, key_file=key_file, seed=seed)
 
@@ -157,9 +201,9 @@ class PairwiseEngine:
         group: WorkerGroup,
         optimized: Iterable[Tensor] | None = None,
     ) -> PairwiseEngine:
-        """Create an engine from settings; other arguments are those of the class.
+        """Create an engine from settings; other arguments are described in the class.
 
-        Of the trainable parameters only the ``optimized`` ones are exchanged. Default: all of them.
+        Only trainable parameters in ``optimized`` are exchanged. Default: all of them.
         """
         engine = cls.__new__(cls)
         engine._set_up(model, lambda: settings, seed, group, optimized)  # noqa: SLF001
@@ -206,20 +250,20 @@ class PairwiseEngine:
 
     @property
     def node(self) -> PeerNode:
-        """Serves and fetches parameters; has the statistics of the fetches.
+        """Serves and fetches parameters, and counts the fetches.
 
-        RuntimeError on another rank of a worker than the first.
+        RuntimeError on all ranks of a worker but the first.
         """
         if self._exchange is None:
             raise RuntimeError(
-                f"Place {self.worker.group.place} of a worker has no node: its first rank serves "
-                "and fetches for all of them. Use the node of place 0."
+                f"Place {self.worker.group.place} of a worker has no node: the first rank serves "
+                "and fetches for all ranks. Use the node of place 0."
             )
         return self._exchange.node
 
     @property
     def _agrees_on_loss(self) -> bool:
-        """Whether the loss is the mean over several ranks, which it need not be if it is unused."""
+        """Whether the loss is used, and is the mean over several ranks."""
         return self.worker.group.inner is not None and self.algorithm.uses_loss
 
     # ------------------------------------------------------------- local steps
@@ -408,7 +452,7 @@ class PairwiseEngine:
         return factor
 
     def _share(self) -> None:
-        """Take the parameters and buffers from the first rank of this worker, chunk by chunk."""
+        """Copy parameters and buffers from the first rank of this worker, chunk by chunk."""
         group, layout = self.worker.group, self._served
         for chunk in layout.chunks() if group.inner is not None else ():
             flat = torch.empty(len(chunk), dtype=layout.dtype, device=layout.device)
@@ -443,7 +487,7 @@ class PairwiseEngine:
         self.finish_at_sync_point()
 
     def finish_at_sync_point(self) -> None:
-        """Do the rest of :meth:`finish`, when all ranks are at the same sync point."""
+        """Finish as :meth:`finish` does, when all ranks are at the same sync point."""
         self.worker.check_trainable()
         self.write_consensus("the final consensus")
 
@@ -473,7 +517,7 @@ class PairwiseEngine:
             self.write_consensus(purpose)
 
     def write_consensus(self, purpose: str) -> None:
-        """Do what :meth:`show_consensus` does, when all ranks are at the same sync point."""
+        """Show the consensus as :meth:`show_consensus` does, at a sync point of all ranks."""
         self.worker.show_consensus(purpose)
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class FetchCounts:
         timeouts: Peers that did not answer in time, or were too slow.
         refused: Peers that refused or closed the connection, or have another model or key file.
         empty: Peers that had not published anything yet.
-        not_finite: Fetches whose parameters held NaN or infinity, or whose clock or loss no worker
-            can have.
+        not_finite: Fetches whose parameters held NaN or infinity, or with an implausible clock or
+            loss.
         too_large: Fetches whose parameters had a norm that :class:`ParameterCheck` rejects.
         errors: Other errors; each kind of error is logged once for each peer.
         malformed: Replies that violated the protocol.
@@ -115,7 +115,7 @@ class _Outcome(enum.Enum):
 
 
 class ParameterCheck:
-    """Whether the parameters of a peer are finite and not much larger than this worker's own.
+    """Checks that the parameters of a peer are finite and not much larger than this worker's own.
 
     Their norm may be ten times that of this worker's latest snapshot, or ten times the square root
     of their number if that is more; before there is a snapshot, only absurd norms are rejected.
@@ -408,7 +408,7 @@ class DelayedFetcher:
     Args:
         fetcher: Fetches the parameters.
         duration: How long a fetch takes on the emulated link.
-        clock: That of the fetcher.
+        clock: Clock of the fetcher.
     """
 
     def __init__(

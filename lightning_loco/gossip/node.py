@@ -1,4 +1,4 @@
-"""A node: serves the parameters of this worker and fetches those of its peers."""
+"""A node: serves the parameters of this worker and fetches parameters of its peers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PeerStatistics(FetchCounts):
 
 
 class PeerNode:
-    """Serves the latest parameters of this worker and fetches those of random peers.
+    """Serves the latest parameters of this worker and fetches parameters of random peers.
 
     Serving and fetching happen in background threads. The training thread only publishes its
     parameters, starts fetches and waits for them. The threads are daemons, so a node that is never
@@ -72,7 +72,7 @@ class PeerNode:
     Args:
         numel: Number of parameters P.
         dtype: Their dtype, float32 or float64.
-        discovery: Who the peers are and where they listen.
+        discovery: Names and addresses of the peers.
         schema_checksum: Checksum of the model, 64 bits, equal on all peers; see
             :func:`~lightning_loco.model.fingerprint.schema_checksum`.
         compression: Codec of the parameters on the wire, equal on all peers: a name such as
@@ -189,8 +189,8 @@ class PeerNode:
     def publish(self, flat: Tensor, tag: Tag) -> bool:
         """Copy parameters for peers to read. Never waits for them.
 
-        They are ``(P,)``, on any device; ValueError for another shape. Returns whether there was
-        memory for them: slow peers may be reading all of it.
+        ``flat`` is ``(P,)``, on any device; ValueError for another shape. Returns False, and keeps
+        the last snapshot, while slow peers are reading all of the memory.
         """
         return self.snapshots.publish(flat, tag)
 
@@ -287,7 +287,7 @@ def make_discovery(settings: PairwiseSettings, group: WorkerGroup) -> PeerDiscov
 
 
 def _own_host(group: WorkerGroup) -> str:
-    """Return where the other ranks reach this one: loopback if all are on one machine."""
+    """Return the address of this rank for the others: loopback if all are on one machine."""
     names = group.gather_objects(socket.gethostname(), "peer discovery")
     if len(set(names)) == 1:
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Which peers there are, where they listen, and which one to read from next.
+"""Finds the peers and their addresses, and chooses the next one to read from.
 
 :class:`StoreDiscovery` finds the ranks of a job in its key-value store, :class:`NodeListDiscovery`
 takes the nodes of a user's list. :class:`PeerSelector` chooses among them.
@@ -39,7 +39,7 @@ class Peer(NamedTuple):
 
 
 class PeerDiscovery(Protocol):
-    """Who the other peers are and where they listen. Used by one thread at a time."""
+    """Names and addresses of the other peers. Used by one thread at a time."""
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +61,7 @@ class PeerDiscovery(Protocol):
         ...
 
     def find(self, name: str) -> Peer | None:
-        """Return where a peer listens; None if it is not known yet."""
+        """Return a peer with its address; None if that is not known yet."""
         ...
 
     def forget(self, name: str) -> None:
@@ -136,6 +136,9 @@ class NodeListDiscovery:
         nodes: All nodes including this one: :class:`Peer` or mappings with name, host and port.
         name: Name of this node.
 
+    Attributes:
+        is_local: Whether all hosts are loopback addresses.
+
     Raises:
         ValueError: If a name is missing, used twice or unknown, or a port is out of range.
         TypeError: If an entry is of another type.
@@ -148,8 +151,8 @@ class NodeListDiscovery:
     """
 
     def __init__(self, nodes: Sequence[Peer | Mapping[str, object]], name: str) -> None:
-        self._nodes = as_peers(nodes)
-        self._peers = {peer.name: peer for peer in self._nodes}
+        self._peers = {peer.name: peer for peer in as_peers(nodes)}
+        self.is_local = all(is_loopback(peer.host) for peer in self._peers.values())
         if name not in self._peers:
             raise ValueError(
                 f"There is no node {name!r} in the list, only "
@@ -164,19 +167,9 @@ class NodeListDiscovery:
         return list(self._peers)
 
     @property
-    def nodes(self) -> list[Peer]:
-        """All nodes in the order of the list, including this one."""
-        return list(self._nodes)
-
-    @property
     def port(self) -> int:
         """Port of this node."""
         return self._own.port
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all hosts are loopback addresses."""
-        return all(is_loopback(peer.host) for peer in self._nodes)
 
     def announce(self, port: int) -> None:
         """Do nothing: the other nodes have the same list."""
@@ -250,7 +243,7 @@ def is_loopback(host: str) -> bool:
 
 
 def worker_name(worker: int) -> str:
-    """Return the name under which the other workers of a job know a worker."""
+    """Return the name of a worker for the other workers of its job."""
     return f"worker{worker}"
 
 
@@ -264,7 +257,7 @@ _NOT_CHOSEN_POINTS = 1
 
 
 class PeerSelector:
-    """Chooses random peers, and chooses those less often that have failed recently.
+    """Chooses random peers; peers that have failed recently are chosen less often.
 
     Each peer has a score in [10, 1000], which starts at 1000. A success adds 10 points; a timeout
     or a refusal subtracts 100. The next peer is the one with the largest ``score + U``, where U is
@@ -318,7 +311,7 @@ class PeerSelector:
         self._add(name, _SUCCESS_POINTS)
 
     def record_failure(self, name: str) -> None:
-        """Record that a peer did not answer, refused, or sent parameters that cannot be used."""
+        """Record that a peer did not answer, refused, or sent unusable parameters."""
         self._add(name, -_FAILURE_POINTS)
 
     def _add(self, name: str, points: int) -> None:

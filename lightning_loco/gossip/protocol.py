@@ -30,7 +30,7 @@ and a multiple of the cache line.
 
 
 class ModelId(NamedTuple):
-    """What must be equal on two workers before one reads from the other.
+    """Identifies a model and its encoding; equal on two workers that read from each other.
 
     Attributes:
         schema_checksum: Checksum of the names, shapes and dtypes of all parameters, 64 bits.
@@ -70,7 +70,7 @@ class WireFormat(NamedTuple):
 
     @property
     def model_id(self) -> ModelId:
-        """What two workers compare before one reads from the other."""
+        """Identifies the model and its encoding."""
         encoding = str(self.dtype) if self.codec is None else plain(self.codec)
         return ModelId(self.schema_checksum, schema_checksum(encoding))
 

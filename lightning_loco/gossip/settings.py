@@ -25,7 +25,7 @@ class PairwiseSettings:
     """How a worker fetches and averages the parameters of its peers.
 
     Arguments and errors are those of :class:`~lightning_loco.gossip.PairwiseEngine`, except for
-    ``link``: the links to emulate, or None. What is in ``config_file`` is in the other fields then.
+    ``link``: the links to emulate, or None. The contents of ``config_file`` go to the other fields.
     """
 
     algorithm: PairwiseAverage
@@ -108,7 +108,7 @@ class PairwiseSettings:
 
     @property
     def consensus_key(self) -> str | None:
-        """The entry of the state that is the consensus; None, since it is the mean of the ranks."""
+        """None: the consensus is the mean of the ranks, not an entry of the state."""
         return self.algorithm.consensus_key
 
     @property

@@ -25,12 +25,12 @@ from lightning_loco.gossip.protocol import WireFormat
 from lightning_loco.model.flat import FlatLayout
 
 _NUM_SNAPSHOTS = 3
-_NORM_BLOCK = 2**17  # values whose copy is still in the cache
+_NORM_BLOCK = 2**17  # sums of blocks are added in double precision
 
 
 @dataclasses.dataclass(eq=False)
 class Snapshot:
-    """Memory for one snapshot, and what it holds.
+    """One snapshot and its memory.
 
     Attributes:
         wire: The encoded parameters, as uint8.
@@ -116,8 +116,8 @@ class Snapshots:
         if buffer is None:
             return False
         with torch.no_grad():
-            norm = copy_with_norm(flat, buffer)
-        self.commit_flat(tag, norm)
+            buffer.copy_(flat)
+        self.commit_flat(tag, norm_of(buffer))
         return True
 
     def flat_buffer(self) -> Tensor | None:
@@ -172,17 +172,7 @@ class Snapshots:
 
 def norm_of(values: Tensor) -> float:
     """Return the norm of ``values`` ``(P,)``. It is not finite if a value or square is not."""
-    return math.sqrt(sum(map(_squared_norm, torch.split(values, _NORM_BLOCK))))
-
-
-def copy_with_norm(values: Tensor, out: Tensor) -> float:
-    """Copy ``values`` ``(P,)`` and return the norm of the copy, in one pass over the memory."""
-    blocks = zip(torch.split(values, _NORM_BLOCK), torch.split(out, _NORM_BLOCK), strict=True)
-    return math.sqrt(sum(_squared_norm(target.copy_(source)) for source, target in blocks))
-
-
-def _squared_norm(block: Tensor) -> float:
-    return float(torch.dot(block, block))
+    return math.sqrt(sum(float(torch.dot(b, b)) for b in torch.split(values, _NORM_BLOCK)))
 
 
 # ------------------------------------------------------------- from the model to a snapshot
@@ -194,8 +184,8 @@ MAX_COPY_SHARE = 0.05
 class Publisher:
     """Publishes snapshots of a model on the CPU, in at most 5 % of the time.
 
-    ``was_finite`` says whether the parameters were when they were last copied; ``loss`` is the last
-    one that was recorded, or None.
+    ``was_finite`` is whether the parameters were finite at the last copy; ``loss`` is the last
+    recorded loss, or None.
     """
 
     def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
@@ -243,8 +233,8 @@ class DevicePublisher:
     The parameters are packed on the GPU, together with their norm and the loss, and encoded there
     if there is a codec. One asynchronous copy brings them into the pinned memory of the next
     snapshot while training continues. The first call of :attr:`is_due` that finds the copy complete
-    publishes the snapshot; only then the norm and the loss are known on the host, so that
-    ``was_finite`` and ``loss`` are those of the last complete copy.
+    publishes the snapshot. Only then norm and loss are known on the host, so ``was_finite`` and
+    ``loss`` describe the last complete copy.
 
     The copies take at most 5 % of the time. The GPU holds one more vector of P numbers and, with a
     codec, its encoded form.

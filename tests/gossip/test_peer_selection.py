@@ -63,7 +63,6 @@ def test_nodes_are_taken_from_a_list() -> None:
     discovery = NodeListDiscovery([*NODES[:2], {"name": "c", "host": "::1", "port": 4003}], "b")
     assert discovery.names == ["a", "c"]
     assert discovery.port == 4002
-    assert discovery.nodes == NODES
     assert discovery.is_local
     assert discovery.find("c") == NODES[2]
     assert not NodeListDiscovery([*NODES, Peer("d", "10.0.0.1", 4000)], "a").is_local
