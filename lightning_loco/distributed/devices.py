@@ -30,7 +30,7 @@ def device_of(model: nn.Module) -> torch.device:
 def device_of_messages(
     outer_device: Literal["cpu"] | None, parameters: torch.device
 ) -> torch.device:
-    """Return the device of messages: ``outer_device`` if given, else that of the parameters."""
+    """Return the device of messages: ``outer_device`` if given, else the parameters' device."""
     return parameters if outer_device is None else CPU
 
 

@@ -105,7 +105,7 @@ def _check_default_group(device: torch.device, timeout_s: float, replica_size: i
 class Job:
     """The ranks of a job, connected by its key-value store.
 
-    Waits have a timeout, except those of :meth:`gather` and :meth:`wait_until_written`. An error
+    Waits have a timeout, except in :meth:`gather` and :meth:`wait_until_written`. An error
     names the rank that is missing.
 
     Args:
@@ -151,7 +151,7 @@ class Job:
             self._connect(key)
 
     def _connect(self, key: tuple[str, int, int]) -> bool:
-        """Connect to the store; return False if it is another one than that of earlier jobs."""
+        """Connect to the store; return False if earlier jobs had another one."""
         address, port, _ = key
         with self._store_errors_named():
             if key not in _stores:

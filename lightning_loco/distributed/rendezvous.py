@@ -171,7 +171,7 @@ def wait_until_others_know(store: TimeoutStore, worker: int, num_present: int) -
     Worker 0 waits up to 2 seconds until the others know, since the store may end with it.
 
     Args:
-        store: Key-value store with keys of its own for this error.
+        store: Key-value store with a prefix for this error alone.
         worker: Number of this worker.
         num_present: How many workers are not missing, including this one.
     """

@@ -1,4 +1,4 @@
-"""Statistics of communication: bytes, seconds and rounds, and what a rank did when."""
+"""Statistics of communication: bytes, seconds and rounds, and a timeline of a rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ IN_BACKGROUND = ("round", "send")
 
 
 class Spans:
-    """What a rank did when: the first and the last spans of time, and the sums of all.
+    """Timeline of a rank: the first and the last spans of time, and the sums of all.
 
     Args:
-        limit: How many of the first ones are kept, and how many of the last.
+        limit: Number of first spans to keep, and of last ones.
 
     Attributes:
         seconds: Of all spans, by kind; time within several spans counts for the innermost one,
@@ -81,7 +81,7 @@ class Statistics:
         losses: Last training loss of each worker at the last round; NaN if unknown.
         members: Number of workers in the last round of an elastic group; None without one.
         repaired: How often a member had drifted from the others and has received their state.
-        spans: When this rank waited, made rounds and was at sync points; None unless recorded.
+        spans: When this rank waited, ran rounds and was at sync points; None unless recorded.
     """
 
     rounds: int = 0
@@ -105,7 +105,7 @@ class Statistics:
 
     @property
     def worker_wait_s(self) -> float:
-        """Seconds for which the worker was blocked: those of the rank that has waited most."""
+        """Seconds for which the worker was blocked, on the rank that has waited longest."""
         return max(self.wait_s, self.longest_wait_s)
 
     def state_dict(self) -> dict[str, float]:
@@ -123,7 +123,7 @@ class Statistics:
         self.wait_s = float(state["wait_s"])
 
     def record(self, kind: str, start_s: float, end_s: float) -> None:
-        """Record what this rank did between two times of the clock, if that is recorded."""
+        """Record an activity of this rank between two times of the clock, if that is recorded."""
         if self.spans is not None:
             self.spans.add(kind, start_s, end_s)
 

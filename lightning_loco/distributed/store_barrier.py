@@ -1,9 +1,9 @@
 """A barrier in the job's key-value store at which a worker with a round can call the others.
 
-An all-reduce must be called by all workers, and those at a sync point cannot know whether another
-one makes a round. So a worker at a sync point writes its status to the store and waits for those of
-all. A worker in a round comes to the barrier only when its all-reduce is late, because some workers
-may then be at a sync point.
+An all-reduce must be called by all workers, and workers at a sync point cannot know whether another
+one runs a round. So a worker at a sync point writes its status to the store and waits for the
+statuses of all. A worker in a round comes to the barrier only when its all-reduce is late, because
+some workers may then be at a sync point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StoreBarrier:
     """One worker's access to the barrier.
 
     A counter in the store counts the workers that have come to an exchange of statuses; it grows by
-    ``_ROUND_COUNT`` more for each that makes a round. The last one writes the result.
+    ``_ROUND_COUNT`` more for each that runs a round. The last one writes the result.
 
     Args:
         store: Key-value store shared by all workers.
@@ -50,7 +50,7 @@ class StoreBarrier:
     def wait(
         self, numbers: Sequence[float], watchdog: Watchdog, label: str, timeout_s: float
     ) -> list[list[float]] | None:
-        """Wait for all workers; return the numbers of all, or None if any of them makes a round.
+        """Wait for all workers; return the numbers of all, or None if any of them runs a round.
 
         No worker can be further than this one: every exchange needs all of them. ``numbers`` are
         this worker's status, as many on all workers. WorkerFailure if a worker is late or has

@@ -51,7 +51,7 @@ class Heartbeat(NamedTuple):
     Attributes:
         number: How many heartbeats it has sent.
         num_exchanges: How many exchanges it has started.
-        label: What it was waiting for last.
+        label: Its last wait, in words.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Watchdog(BackgroundThread):
         timeout_s: How long the store may be silent while no worker waits for another, in seconds.
         monitor: Whether the thread reads the heartbeats of all workers all the time, so that
             missing workers are known at once. Default: they are read when an exchange has failed.
-        clock: Clock for waits, also those of the store unless that is a ``TimeoutStore``.
+        clock: Clock for waits, also in the store unless that is a ``TimeoutStore``.
 
     Attributes:
         failure: The error that another worker has reported, or None.
@@ -362,7 +362,7 @@ class Watchdog(BackgroundThread):
         return [self._names[worker] for worker in missing] if self.failure is None else []
 
     def labels(self) -> dict[int, str]:
-        """Return what each worker that has sent a heartbeat was waiting for when it sent it."""
+        """Return the label of the last heartbeat of each worker that has sent one."""
         heartbeats = self._read_heartbeats() or {}
         return {worker: heartbeat.label for worker, heartbeat in heartbeats.items()}
 

@@ -82,8 +82,8 @@ class PendingWork:
     """Several works of a backend, which have just been started and complete together.
 
     ``Work.wait`` of gloo blocks the host until the data have arrived, at most for the timeout of
-    the process group. That of NCCL only makes the device wait: the host would then block in its
-    next read, without a timeout. With NCCL the host therefore polls until the works are completed,
+    the process group. With NCCL only the device waits: the host would then block in its
+    next read, without a timeout. The host therefore polls until the works are completed,
     a worker has failed, or ``timeout_s`` of the group has passed since they were started.
     """
 

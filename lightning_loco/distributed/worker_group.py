@@ -1,6 +1,6 @@
 """The ranks of a job: process groups, agreement on errors, and a watchdog.
 
-Every engine makes groups of its own, in the same order on all workers.
+Every engine makes its own groups, in the same order on all workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.rendezvous import SHORTEST_POLL_INTERVAL_S, Rendezvous
 from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
-from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized, worker_names
+from lightning_loco.distributed.watchdog import (
+    Watchdog,
+    WorkerFailure,
+    capitalized,
+    rank_names,
+    worker_names,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +72,12 @@ class WorkerGroup:
         ranks: Global ranks of the column, by worker.
         inner: gloo group of the ranks of this worker; None for a worker of one rank.
         inside: Process groups of ranks of this worker for tensors, by their places, with the
-            backend of ``data``; that of all of them among them.
+            backend of ``data``; the group of all of them is included.
         data: Process group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
         control: gloo group for the worker statuses and small values; None for a single worker, and
             with a job.
         watchdog: Detects failed workers; None for a single worker.
-        store_barrier: Lets workers wait at a sync point while others have a round to make; None
+        store_barrier: Lets workers wait at a sync point while others have a round to run; None
             for a single worker, and with a job.
         timeout_s: Longest wait for another worker, in seconds.
         store: The job's key-value store, with keys of this group's own; None for a single worker.
@@ -127,8 +133,8 @@ class WorkerGroup:
         Args:
             timeout_s: Longest wait for another worker, in seconds.
             device: Device of the parameters; of the same kind on all workers.
-            backend: Backend for messages. Default: gloo on the CPU, and on other devices that of
-                the default process group.
+            backend: Backend for messages. Default: gloo on the CPU, and on other devices the
+                backend of the default process group.
             replica_size: Number of consecutive ranks that are one worker.
 
         Raises:
@@ -220,11 +226,7 @@ class WorkerGroup:
         """Names of all ranks, for messages."""
         if self.replica_size == 1:
             return self.names
-        return [
-            f"{name}, place {place} (rank {worker * self.replica_size + place})"
-            for worker, name in enumerate(self.names)
-            for place in range(self.replica_size)
-        ]
+        return rank_names(self.num_workers, self.replica_size)
 
     def _start(self, store: TimeoutStore) -> None:
         rendezvous = Rendezvous(
@@ -292,7 +294,7 @@ class WorkerGroup:
             raise self.explain_error(error, _SETUP_LABEL, started) from error
 
     def _new_column_group(self, backend: str | None) -> dist.ProcessGroup | None:
-        """Make the groups of all columns, and return that of this one; None for one worker."""
+        """Make the groups of all columns, and return this column's; None for one worker."""
         if self.num_workers == 1:
             return None
         num_ranks, step = self.num_workers * self.replica_size, self.replica_size
@@ -301,10 +303,10 @@ class WorkerGroup:
     def new_inner_group(
         self, backend: str | None, timeout_s: float | None = None
     ) -> dist.ProcessGroup | None:
-        """Make the groups of all workers, and return that of this one; None for one rank.
+        """Make the groups of all workers, and return this worker's; None for one rank.
 
         All ranks must call it, and the caller destroys the group. ``timeout_s`` is its longest
-        wait, by default that of this group.
+        wait, by default this group's.
         """
         size = self.replica_size
         if size == 1:

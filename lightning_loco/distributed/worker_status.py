@@ -23,15 +23,15 @@ from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 
 IN_ROUND = 0.0
-"""The ``sync_point`` of a worker that makes a round."""
+"""The ``sync_point`` of a worker that runs a round."""
 
 
 class WorkerStatus(NamedTuple):
-    """What one worker sends to all others; NaN stands for what it does not know.
+    """The numbers that one worker sends to all others; NaN stands for unknown ones.
 
     Attributes:
         sync_point: Id of the sync point at which the worker waits, as :func:`sync_point_id` gives
-            it; :data:`IN_ROUND` if it makes a round.
+            it; :data:`IN_ROUND` if it runs a round.
         round_index: Rounds that this worker has begun; equal on all workers.
         steps: Local steps since the last round.
         weight: Weight in a mean: 1, or 0 for a worker without valid progress.
@@ -71,7 +71,7 @@ class PendingStatuses(Protocol):
     """The statuses of all workers, which are being received.
 
     Attributes:
-        label: What they are for, e.g. ``"round 12"``.
+        label: Their purpose, e.g. ``"round 12"``.
     """
 
     label: str
@@ -108,7 +108,7 @@ class KnownStatuses:
 
 
 class GatheredStatuses:
-    """Statuses in an all-gather of their own, to which this worker's is sent at once.
+    """Statuses in a separate all-gather, to which this worker's is sent at once.
 
     With ``needs_weights`` they are gathered again if a worker at a sync point has sent no weight to
     a round, because it had not read its parameters.
@@ -188,7 +188,7 @@ def total_weight(weights: Sequence[float], label: str) -> float:
 
 
 def is_round(statuses: list[WorkerStatus]) -> bool:
-    """Whether a worker makes a round, in which those at a sync point must take part."""
+    """Whether a worker runs a round, in which workers at a sync point must take part."""
     return any(status.sync_point == IN_ROUND for status in statuses)
 
 

@@ -32,12 +32,11 @@ class BucketChunk:
         algorithm: What a round computes.
         state: The algorithm's state, cut to this chunk.
         sent_params: Memory for the parameters as they were sent, if they are kept.
-        scratch: Memory of ``len(params)`` elements or more. Default: that of the message, if it is
-            as long.
+        scratch: Memory of ``len(params)`` elements or more. Default: the message, if it is as long.
         compression: How messages are compressed.
         residual: State of the compression, cut to this chunk.
-        is_partial: Whether messages are shorter than slices of the parameters. That of a short
-            slice may be as long nevertheless.
+        is_partial: Whether messages are shorter than slices of the parameters; the message of a
+            short slice may still be as long.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class BucketChunk:
         return len(self.params)
 
     def info_of(self, info: RoundInfo) -> RoundInfo:
-        """What the algorithm may know of a round, with the position of this chunk."""
+        """The info of a round for this chunk: with its position and the bounds of its tensors."""
         return dataclasses.replace(info, start=self.params.whole_position, bounds=self._bounds)
 
     def pack(self, into: Tensor) -> None:
@@ -120,18 +119,18 @@ class BucketChunk:
             self._compression.prepare_message(into, self.residual)
 
     def restart(self, info: RoundInfo) -> None:
-        """Write the parameters from which local steps go on once the message is sent."""
+        """Write the parameters from which local steps continue once the message is sent."""
         info = self.info_of(info)
         if (start := self._algorithm.on_send(self.message, None, self.state, info)) is not None:
             self.unpack(start)
 
     def keep_lost(self, lost: Tensor, was_prepared: bool) -> None:
-        """Keep for the next round what was lost; see :meth:`Compression.update_residual`."""
+        """Keep the loss for the next round; see :meth:`Compression.update_residual`."""
         if self._compression is not None:
             self._compression.update_residual(lost, self.residual, was_prepared)
 
     def decode(self, received: Tensor) -> None:
-        """Turn what was received, in place, into what it would be without compression."""
+        """Turn a received message, in place, into the values without compression."""
         if self._compression is not None:
             self._compression.add_reference(received, self.residual)
 
@@ -141,13 +140,13 @@ class BucketChunk:
             self._compression.update_reference(received, self.residual)
 
     def combine(self, messages: Tensor, info: RoundInfo) -> Tensor:
-        """Compute what is received from the messages of all workers, ``(N, len(message))``."""
+        """Combine the messages of all workers, ``(N, len(message))``."""
         return self._algorithm.combine(messages, self.info_of(info))
 
     def update(self, received: Tensor, info: RoundInfo, next_message: Tensor | None) -> Tensor:
-        """Compute the result of a round from what the exchange has brought for this chunk.
+        """Compute the result of a round from the received message of this chunk.
 
-        ``next_message`` is that of the next round, if it is sent at the same time.
+        ``next_message`` is the message of the next round, if it is sent at the same time.
         """
         info, own = self.info_of(info), self.message
         if self.is_partial:
@@ -160,7 +159,7 @@ class BucketChunk:
         return result
 
     def local_start(self, result: Tensor) -> Tensor:
-        """The parameters from which local steps go on, given the result of a round."""
+        """The parameters from which local steps continue, given the result of a round."""
         if self._compression is None:
             return result
         return self._compression.local_params(result, self.residual, out=self.scratch)
@@ -170,7 +169,7 @@ class Bucket:
     """Chunks that travel in one collective: their messages, then in the first one the statuses.
 
     Attributes:
-        wire: What is sent.
+        wire: The memory that is sent.
         chunks: In order.
         statuses: The end of ``wire``, behind the messages; empty in all buckets but the first.
     """
@@ -196,12 +195,12 @@ class Bucket:
         return self.chunks[0].params.start
 
     def keep_lost(self, lost: Tensor | None, was_prepared: bool) -> None:
-        """Let each chunk keep its slice of what was lost, if that is fed back."""
+        """Let each chunk keep its slice of the loss, if that is fed back."""
         for chunk, part in self.split(lost) if lost is not None else ():
             chunk.keep_lost(part, was_prepared)
 
     def split(self, received: Tensor) -> Iterator[tuple[BucketChunk, Tensor]]:
-        """Yield each chunk with its slice of what was received.
+        """Yield each chunk with its slice of a received message.
 
         Args:
             received: A message, ``(len(self),)`` or longer; or one per worker, in rows.

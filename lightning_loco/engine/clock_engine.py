@@ -18,10 +18,10 @@ class ClockEngine(Engine):
 
     A round begins at the end of a local step: a snapshot of the parameters is sent. It ends at the
     end of the first local step after the mean of all snapshots has arrived: the parameters then
-    move by ``mean - snapshot``, so that local steps made in between are kept. Meanwhile the
+    move by ``mean - snapshot``, which keeps the local steps in between. Meanwhile the
     backend's thread communicates. Only the training thread changes parameters, between local steps,
     so no lock is needed. Use it like a :class:`~lightning_loco.engine.StepEngine`; each worker
-    makes as many steps as it has batches.
+    takes as many steps as it has batches.
 
     Args:
         model: The module to train; its trainable parameters are exchanged.
@@ -30,7 +30,7 @@ class ClockEngine(Engine):
             before the optimizer's step, which makes them steps of DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
         compression: How messages are compressed, e.g. ``"int8"``. Default: not at all.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        group: The workers. Default: all ranks of the default process group, in new groups.
         link: Links to emulate, as in :func:`~lightning_loco.costs.as_links`. Default: none.
 
     Raises:

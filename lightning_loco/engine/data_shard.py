@@ -47,7 +47,7 @@ class DataShard:
             return self._base + row * self.num_readers + self._reader
 
     def start_round(self) -> None:
-        """Record how many positions the last round used, to estimate those of the next one."""
+        """Record how many positions the last round used, to estimate the number of the next one."""
         with self._lock:
             used = self._used - self._used_before_round
             self._most_per_round = max(used, self._most_per_round)

@@ -1,4 +1,4 @@
-"""Counts the local steps of one worker and makes its rounds when the schedule says so."""
+"""Counts the local steps of one worker and runs its rounds when the schedule says so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _END = "the end of training"
 class Engine:
     """One worker's part in the training of all.
 
-    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
+    Call :meth:`step` after every step of the optimizer, on every rank. After the last one, call
     :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
     :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` make
     one from single arguments.
@@ -50,21 +50,23 @@ class Engine:
     Args:
         model: The module to train; its trainable parameters are exchanged.
         make_settings: Makes the settings; may raise, which then happens on all workers.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        group: The workers. Default: all ranks of the default process group, in new groups.
         optimized: Exchange only these trainable parameters. Default: all of them.
 
     Attributes:
         worker: The worker's group, replica and counters.
         fragments: The rounds of each fragment of the parameters.
         settings: Checked against the number of workers, without ``"auto"``.
-        statistics: What communication has cost so far.
-        paused: Set it to make no rounds for a while; the same on all workers.
+        statistics: Bytes, seconds and rounds of communication so far.
+        paused: Set it to skip rounds for a while; the same on all workers.
         shows_outer: Whether the consensus is the outer parameters, if there are any, instead
             of the mean of the local ones.
-        consensus_every: Measure the consensus distance every that many rounds; 0 for never.
-        consensus_elements: How many elements to measure it from.
-        measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
-        connection: To the other members of an elastic run; None if all ranks always take part.
+        consensus_every: Rounds between measurements of the consensus distance; 0 for never.
+        consensus_elements: Number of elements to estimate it from.
+        measure_outer_gradient: Whether rounds measure the norm of the outer gradient, which costs
+            one more pass over memory.
+        connection: Connection to the other members of an elastic run; None if all ranks always take
+            part.
 
     Raises:
         ValueError: Or TypeError on every worker, if the model or the settings do not fit.
@@ -145,7 +147,7 @@ class Engine:
     # ---------------------------------------------------------------- local steps
 
     def step(self) -> bool:
-        """Count one local step and make the rounds that are due.
+        """Count one local step and run the rounds that are due.
 
         Returns:
             Whether a round has begun or ended.
@@ -159,7 +161,7 @@ class Engine:
         return due
 
     def count_step(self) -> None:
-        """Count one local step without making a round."""
+        """Count one local step without running a round."""
         self.worker.count_step(self._schedule.positions_in_round(self.worker.round_index))
 
     @property
@@ -205,8 +207,8 @@ class Engine:
     def round_in_parts(self) -> Iterator[HasArrived]:
         """Do what :meth:`make_round` does; before each part that may wait, yield a function.
 
-        It returns whether what the part needs has arrived. The caller may do something else until
-        then, as the simulation does.
+        It returns whether everything that the part needs has arrived. The caller may do something
+        else until then, as the simulation does.
         """
         if self.connection is not None:
             self._record_statuses()
@@ -226,15 +228,16 @@ class Engine:
     ) -> Iterator[HasArrived]:
         """Begin a round, and end it at once if the schedule says so; in parts.
 
-        ``sync_point`` is where this worker waits, or ``IN_ROUND``; ``statuses`` are those of all
-        workers, if they were exchanged already.
+        ``sync_point`` is where this worker waits, or ``IN_ROUND``; ``statuses`` are the statuses of
+        all workers, if they were exchanged already.
         """
         worker, fragment = self.worker, self.fragments[self._turn]
         began_at_s = self._clock.now()
         if self.connection is not None:
             for index in range(len(self.fragments)):
                 if index != self._turn:
-                    self._apply(index)  # a worker that joins gets the state between two rounds
+                    # A worker that joins gets the state between two rounds.
+                    run_through(self._apply_in_parts(index))
         worker.check_trainable()
         index, steps = worker.round_index, worker.steps
         if statuses is None:
@@ -279,7 +282,7 @@ class Engine:
             self._record_statuses()
 
     def _prepare(self, sync_point: float) -> WorkerStatus:
-        """Prepare the next round as far as possible alone, and return this worker's status."""
+        """Do the local part of the next round, and return this worker's status."""
         worker, fragment = self.worker, self.fragments[self._turn]
         fragment.measure_gradient = self.measure_outer_gradient
         own = self._status(sync_point)
@@ -305,7 +308,7 @@ class Engine:
         )
 
     def _share(self, index: int) -> None:
-        """Share what has changed in a fragment with the other ranks of this worker."""
+        """Copy the new values of a fragment to the other ranks of this worker."""
         fragment = self.fragments[index]
         fragment.is_torn = True
         self.worker.replica.share(index)
@@ -322,7 +325,7 @@ class Engine:
     def _record_rounds(self, fragment: FragmentSync, ended: Iterable[PendingRound]) -> None:
         """Record rounds of a fragment that have ended: when, and the norm of the outer gradient.
 
-        In a worker of several ranks, also what they have cost the other ranks.
+        In a worker of several ranks, also their bytes and seconds on the other ranks.
         """
         statistics, group, now_s = self.statistics, self.worker.group, self._clock.now()
         for pending in ended:
@@ -349,9 +352,6 @@ class Engine:
             self.statistics.consensus_distance = self.worker.measure_consensus(
                 self.consensus_elements
             )
-
-    def _apply(self, index: int) -> None:
-        run_through(self._apply_in_parts(index))
 
     def _apply_in_parts(self, index: int) -> Iterator[HasArrived]:
         """Apply the pending round of a fragment, if there is one."""
@@ -430,7 +430,7 @@ class Engine:
                     return statuses
 
     def _join_round(self, sync_point: float, label: str, statuses: list[WorkerStatus]) -> None:
-        """Take part in the round of others, which the statuses at a sync point have shown."""
+        """Take part in a round of others, which the statuses at a sync point announce."""
         status, group = self._prepare(sync_point), self.worker.group
         if self._exchange.is_weighted:  # the others need this worker's weight
             statuses = GatheredStatuses(group, self.statistics, status, label).wait()
@@ -503,13 +503,13 @@ class Engine:
                 p.grad = None
 
     def abort(self) -> None:
-        """Stop making rounds; all workers must call it, and may call it twice."""
+        """Stop rounds; all workers must call it, and may call it twice."""
         if not self.paused:
             self.sync_point("abort of the averaging")
             self.paused = True
 
     def resume(self) -> None:
-        """Make rounds again after :meth:`abort`; all workers must call it."""
+        """Run rounds again after :meth:`abort`; all workers must call it."""
         if self.paused:
             self.sync_point("resumption of the averaging")
             self.paused = False
@@ -520,8 +520,8 @@ class Engine:
     def finish(self) -> None:
         """Leave the mean of the local parameters in the model, on all workers.
 
-        No round is made: a short last one would move the parameters as far as a whole one. Pending
-        rounds are waited for and not applied, unless :meth:`drain` was called. Elastic members make
+        No round is run: a short last one would move the parameters as far as a whole one. Pending
+        rounds are waited for and not applied, unless :meth:`drain` was called. Elastic members run
         a last round, whose outer parameters are the same on all.
 
         Raises:
@@ -564,7 +564,8 @@ class Engine:
         """Return everything that this rank needs to resume exactly, also within a round.
 
         The entry ``"shared"`` is equal on all workers if the algorithm is replicated. In a worker
-        of several ranks, vectors of rounds have what this rank owns: see ``gather_state``.
+        of several ranks, vectors of rounds hold only the elements that this rank owns: see
+        ``gather_state``.
         """
         self._record_statuses()
         shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
@@ -588,7 +589,7 @@ class Engine:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make what the model holds now the start of the rounds, as if there had been none before.
+        """Start the rounds anew from the present values of the model.
 
         Outer parameters are the present ones and momentum is zero; pending rounds are dropped, and
         the next round is a whole one. All workers must call it at the same step, and hold the same
@@ -656,7 +657,7 @@ class MemberConnection(Exchange, Protocol):
         """Whether this worker takes part in rounds."""
 
     def join(self, engine: Engine) -> None:
-        """Join the run; a worker that has no state, or an older one, receives that of the run."""
+        """Join the run; a worker without state, or with an older one, receives the run's state."""
 
     def catch_up(self) -> None:
         """Wait for the pending round; a worker that is behind then resumes from the run's state."""
@@ -684,13 +685,13 @@ class LoopPosition(Protocol):
         """Return the current position as plain values."""
 
     def resume_from(self, position: Any, member: str) -> None:
-        """Continue at what :meth:`read` has returned on another member, which is named."""
+        """Continue at a result of :meth:`read` on another member, which is named."""
 
     def finish_step(self) -> None:
         """Advance the learning rate schedules by one local step."""
 
     def count_steps(self) -> None:
-        """Set the step count of the loop to that of the engine."""
+        """Set the step count of the loop to the engine's."""
 
 
 def sum_of_known(numbers: Iterable[float]) -> float:
@@ -700,7 +701,7 @@ def sum_of_known(numbers: Iterable[float]) -> float:
 
 
 def run_through(parts: Iterator[object]) -> None:
-    """Do all parts, one right after the other: each waits itself for what it needs."""
+    """Do all parts, one after the other; each waits for its own data."""
     for _ in parts:
         pass
 
@@ -741,7 +742,7 @@ def make_fragments(
 ) -> list[FragmentSync]:
     """The fragments of the schedule, which share the memory of vectors ``(P,)``.
 
-    Buckets have up to ``bucket_elements``, by default what ``settings.bucket_bytes`` allows.
+    Buckets have up to ``bucket_elements``, by default as many as ``settings.bucket_bytes`` allows.
     """
     layout, algorithm = worker.replica.layout, settings.algorithm
     longest = bucket_elements or settings.bucket_elements(layout.numel, layout.dtype.itemsize)

@@ -33,7 +33,7 @@ class FragmentMemory:
             Default: new memory.
 
     Attributes:
-        holds_all: Whether every bucket has memory of its own.
+        holds_all: Whether every bucket has its own memory.
         buckets: In order; :meth:`build` replaces them.
         chunks: Of all buckets, in order.
         sums: Memory for one number per chunk.
@@ -163,10 +163,10 @@ class FragmentMemory:
         return [part.to(self.layout.device, copy=True) for part in parts]
 
     def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
-        """Cut into buckets what a pending round has received, as :meth:`gather` has returned it.
+        """Cut the result of a pending round, from :meth:`gather`, into buckets.
 
-        ``messages`` are the own ones, for algorithms that need them. Without them, what was
-        received is put into the memory of the messages.
+        ``messages`` are this worker's, for algorithms that need them. Without them, the result is
+        put into the memory of the messages.
         """
         memory = [bucket.message for bucket in self.buckets]
         lengths = [part.numel() for part in memory]
@@ -182,7 +182,7 @@ class FragmentMemory:
         return {"residual": dict(self.residual), "sent_params": self.sent_params}
 
     def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
-        """Load a state of the algorithm, and what :meth:`state_dict` has returned."""
+        """Load a state of the algorithm, and a result of :meth:`state_dict`."""
         for own, values in ((self.state, state), (self.residual, saved["residual"])):
             for key in own.keys() - values.keys():
                 del own[key]

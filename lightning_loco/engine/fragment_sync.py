@@ -6,11 +6,11 @@ messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
 overlapped one, local steps lie in between.
 
 Everything has been received before ``apply`` changes anything. So a round that fails while it waits
-leaves the algorithm's state, and the parameters, as ``begin`` has left them; in a blocking round
-these are the parameters of before. Two kinds of rounds change some buckets while others are still
-to be sent or received: a blocking round that is larger than ``bucket_bytes``, and an overlapped one
-whose message is made while the round before is applied. A failure in between marks the fragment as
-torn, and it is not saved.
+leaves the algorithm's state, and the parameters, as they were after ``begin``; in a blocking round
+these are the parameters before the round. Two kinds of rounds change some buckets while others are
+still to be sent or received: a blocking round that is larger than ``bucket_bytes``, and an
+overlapped one whose message is computed while the round before is applied. A failure in between
+marks the fragment as torn, and it is not saved.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class PendingRound:
 
     Attributes:
         index: Number of the round.
-        valid: Whether this worker's message holds progress of its own, with weight in a mean.
+        valid: Whether this worker's message holds its own progress, with weight in a mean.
         began_at: Local steps of this worker when the round began.
-        statuses: Of all workers.
-        handles: Of the buckets that have been sent, in order.
-        received: What they have brought; None before :meth:`FragmentSync.wait`.
-        is_overlapped: Whether local steps are made while it is pending.
+        statuses: Statuses of all workers.
+        handles: Handles of the buckets that have been sent, in order.
+        received: Their results; None before :meth:`FragmentSync.wait`.
+        is_overlapped: Whether local steps continue while it is pending.
         is_reduced: Whether ``received`` has been divided by the total weight, or combined, and
             decoded, and the residuals have been updated.
         finite: Whether this worker's parameters were finite when it began.
@@ -75,7 +75,7 @@ class PendingRound:
         return all(handle.has_arrived() for handle in self.handles) and have_statuses_arrived
 
     def state_dict(self, statuses: Sequence[WorkerStatus]) -> dict[str, Any]:
-        """All but what is received, for a checkpoint, with the statuses that are to be kept."""
+        """Everything but the received messages, for a checkpoint, with the statuses to be kept."""
         names = ("index", "valid", "began_at", "finite")
         own = {name: getattr(self, name) for name in names}
         return {**own, "statuses": [status.numbers for status in statuses]}
@@ -85,7 +85,7 @@ class PendingRound:
         """A round from a checkpoint, which is only to be applied.
 
         Args:
-            saved: What :meth:`state_dict` has returned.
+            saved: Result of :meth:`state_dict`.
             received: By bucket, reduced.
         """
         return cls(
@@ -112,12 +112,12 @@ class FragmentSync:
         pending: The round that has begun and is not applied yet, or None.
         began_at: Local steps of this worker when the last round began.
         fresh_at: Local steps from which progress counts: ``began_at``, or later if the parameters
-            were replaced by those of another worker.
+            were replaced by the parameters of another worker.
         applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
-        gradient_norm: That of the last round.
+        gradient_norm: Norm of the outer gradient in the last round.
         is_torn: Whether a round has failed when some of its buckets had been applied, or before
-            all ranks of the worker had got what it brings.
+            all ranks of the worker had its result.
         is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
             if other ranks of the worker have found otherwise.
     """
@@ -150,9 +150,9 @@ class FragmentSync:
     # ----------------------------------------------------------- before a round
 
     def prepare(self, index: int) -> bool:
-        """Do what needs no other worker, and return whether the parameters are finite.
+        """Compute the messages locally if possible; return whether the parameters are finite.
 
-        If every bucket has memory of its own and no round is pending, the messages are made here;
+        If every bucket has its own memory and no round is pending, the messages are computed here;
         the sums of their chunks show whether all values are finite. Otherwise the parameters are
         read for that.
 
@@ -186,9 +186,9 @@ class FragmentSync:
     def restore_start(self) -> None:
         """Go back to where the last round began, because parameters hold NaN or infinity.
 
-        For fragments without a round now: one local step spreads NaN over all parameters, so that a
-        fragment cannot get rid of it alone. The result of a pending round then replaces the
-        parameters, and the local steps made since are lost.
+        For fragments without a round now: one local step spreads NaN over all parameters, so a
+        single fragment cannot remove it. The result of a pending round then replaces the
+        parameters, and the local steps taken since are lost.
         """
         for chunk in self.memory.chunks:
             if (start := chunk.round_start()) is not None:
@@ -206,7 +206,7 @@ class FragmentSync:
         Args:
             index: Number of the round.
             began_at: Local steps of this worker.
-            valid: Whether it has progress of its own.
+            valid: Whether it has its own progress.
             status: To send.
             label: What the round is called in messages.
         """
@@ -224,7 +224,7 @@ class FragmentSync:
     def make_in_turn(self, pending: PendingRound) -> None:
         """Send the other buckets, and apply each before the memory of a later one is needed.
 
-        For a blocking round whose buckets do not all have memory of their own.
+        For a blocking round whose buckets share memory.
         """
         sent, waiting = iter(pending.handles), deque[tuple[Bucket, Handle]]()
         for bucket in self.memory.buckets:
@@ -242,8 +242,8 @@ class FragmentSync:
         Returns whether that has changed parameters.
 
         With a merge policy that keeps progress, the round before is applied first. Otherwise the
-        new message must hold the local steps made since that round began, so the message of each
-        chunk is made right before the result of that round overwrites it.
+        new message must hold the local steps taken since that round began, so the message of each
+        chunk is computed right before the result of that round overwrites it.
         """
         before = self.pending
         pending.is_overlapped, pending.finite = is_overlapped, self.is_finite
@@ -261,7 +261,7 @@ class FragmentSync:
         return restarts or before is not None
 
     def _restarts(self, pending: PendingRound) -> bool:
-        """Whether local steps go on from other parameters once a message is sent."""
+        """Whether local steps continue from other parameters once a message is sent."""
         keeps_progress = self._merge_policy.keeps_progress and self.is_finite
         is_first = self.pending is None and not keeps_progress
         return is_first and self._is_overlapped(pending.index)
@@ -278,7 +278,7 @@ class FragmentSync:
         return self._send(bucket, pending.index)
 
     def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
-        """Make the message of a chunk; a worker without valid progress sends the round's start."""
+        """Compute the message of a chunk; without valid progress, of the round's start."""
         is_weighted = self._exchange.is_weighted
         if valid or (self.is_finite and not is_weighted):
             self._propose_local(chunk, into, info)
@@ -322,7 +322,7 @@ class FragmentSync:
     # --------------------------------------------------------- a round: the end
 
     def apply(self, steps: int) -> None:
-        """Wait for the pending round, if any, and apply all that it brings, or nothing.
+        """Wait for the pending round, if any, and apply its result as a whole, or not at all.
 
         Args:
             steps: Local steps of this worker so far.
@@ -332,7 +332,7 @@ class FragmentSync:
             self._apply(self.pending, steps, True)
 
     def wait(self) -> None:
-        """Wait for all that the pending round brings, without applying it."""
+        """Wait for the result of the pending round, without applying it."""
         if self.pending is not None:
             self._receive(self.pending)
 
@@ -356,7 +356,7 @@ class FragmentSync:
         keeps_local: bool,
         following: PendingRound | None = None,
     ) -> None:
-        """Apply a pending round; the messages of one that follows are made right before.
+        """Apply a pending round; the messages of a following one are computed right before.
 
         Args:
             pending: The round.
@@ -413,7 +413,7 @@ class FragmentSync:
         return received
 
     def _statuses(self, pending: PendingRound) -> list[WorkerStatus]:
-        """The statuses of all workers; none where a worker waits for its neighbours only."""
+        """The statuses of all workers; none if a worker waits for its neighbours only."""
         return pending.statuses.wait() if self._knows_workers else []
 
     def _info(self, index: int, statuses: Sequence[WorkerStatus], age: float) -> RoundInfo:
@@ -426,14 +426,14 @@ class FragmentSync:
         )
 
     def _commit(self) -> None:
-        """From here on the round counts: everything has been received that is applied next."""
+        """Mark the fragment as torn until the round is applied; everything has been received."""
         reach("outer step")
         self.is_torn = True
 
     def _reduced(
         self, pending: PendingRound, bucket: Bucket, received: Tensor, info: RoundInfo
     ) -> Iterator[tuple[BucketChunk, Tensor]]:
-        """Yield each chunk with the mean, or what the algorithm makes of all messages."""
+        """Yield each chunk with the mean, or the algorithm's combination of all messages."""
         weight = 1.0
         if self._exchange.is_weighted and not pending.is_reduced:
             total = total_weight(info.weights, pending.statuses.label)
@@ -500,7 +500,7 @@ class FragmentSync:
             )
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the algorithm's state with what was received for it, and this worker's own state.
+        """Return the algorithm's state with the received messages, and this worker's own state.
 
         RuntimeError as :meth:`check_whole`.
         """
@@ -515,7 +515,7 @@ class FragmentSync:
         return shared, {"pending": pending, **memory.state_dict()}
 
     def _received_and_reduced(self, pending: PendingRound) -> Tensor:
-        """What a pending round brings, as it is applied later."""
+        """The result of a pending round, as it is applied later."""
         received, statuses = self._receive(pending)
         if not pending.is_reduced:
             info = self._info(pending.index, statuses, age=0)
@@ -532,7 +532,7 @@ class FragmentSync:
         return self.memory.gather(received)
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` has returned."""
+        """Load a result of :meth:`state_dict`."""
         memory, pending = self.memory, own["pending"]
         if self.pending is not None:
             self._receive(self.pending)
@@ -556,7 +556,7 @@ class FragmentSync:
         """Apply a pending round of a checkpoint where no round may be pending.
 
         The parameters move by as much as the result moves the start of the round. So the local
-        steps made since then are kept, and are in the message of the next round.
+        steps taken since then are kept, and are in the message of the next round.
 
         Args:
             pending: Its state with ``"received"``, the own ``"messages"`` if the algorithm needs

@@ -1,7 +1,7 @@
-"""The state of a worker of several ranks: gathered from what each rank owns, and cut into it.
+"""The state of a worker of several ranks: gathered from the parts of its ranks, and cut into them.
 
 An engine has the outer state, the residuals and the pending messages of the elements that its rank
-owns. A whole state has those of all elements, like that of a worker of one rank.
+owns. A whole state has all elements, like the state of a worker of one rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | No
     All ranks of the worker must call it. A worker of one rank gets its state unchanged.
 
     Args:
-        state: What ``Engine.state_dict`` has returned, with or without the entry ``"shared"``.
-        replica: That of the engine.
+        state: Result of ``Engine.state_dict``, with or without the entry ``"shared"``.
+        replica: The engine's.
 
     Raises:
         ValueError: If a rank of the worker holds a shard of the parameters.
@@ -37,7 +37,7 @@ def gather_state(state: dict[str, Any], replica: Replica) -> dict[str, Any] | No
 
 
 def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
-    """Return what this rank owns of a whole state, for ``Engine.load_state_dict``.
+    """Return this rank's part of a whole state, for ``Engine.load_state_dict``.
 
     ValueError if a rank of the worker holds a shard of the parameters.
     """
@@ -47,7 +47,7 @@ def own_state(whole: dict[str, Any], replica: Replica) -> dict[str, Any]:
 
 
 def whole_length(fragment: int, replica: Replica) -> int:
-    """Return the length of what a round brings to a fragment of the whole worker."""
+    """Return the length of a round's result for a fragment of the whole worker."""
     if (vectors := replica.vectors) is None:
         return sum(map(len, replica.fragments[fragment]))
     return vectors.length(fragment)
@@ -65,13 +65,13 @@ def of_length(numel: int) -> Callable[[Any, int | None], bool]:
 def with_vectors(
     state: dict[str, Any], is_vector: Callable[[Any, int | None], bool], convert: _Convert
 ) -> dict[str, Any]:
-    """Return a state with other vectors; fragments share those that they have shared before.
+    """Return a state with other vectors; fragments share the same entries as before.
 
     Args:
         state: Of an engine, with or without the entry ``"shared"``; without ``"fragments"`` if
             the engine has no rounds.
         is_vector: Whether a value is a vector, given the fragment to which it belongs if it is one.
-        convert: Returns what replaces it.
+        convert: Returns the vector that replaces it.
     """
     found: dict[int, Any] = {}
 

@@ -29,7 +29,7 @@ _LONGEST_NAP_S = 0.2
 class SendTimes:
     """Records in the job's store when each message of each worker is sent, before it is sent.
 
-    So the receiver of a message can read its send time without waiting. Times are those of the
+    So the receiver of a message can read its send time without waiting. Times are from the
     clock's ``wall_time``, which is the same for all processes of a host. Records are overwritten
     after 1024 messages.
     """
@@ -208,7 +208,7 @@ class EmulatedHandle:
 
     @property
     def lost(self) -> Tensor | None:
-        """What was lost of this worker's message, from the handle of the exchange itself."""
+        """The loss of this worker's message, from the handle of the exchange itself."""
         lost: Tensor | None = self._handle.lost
         return lost
 

@@ -22,9 +22,9 @@ from lightning_loco.model.worker import EarlierRun
 def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     """Load as much of an earlier run's state as fits; all workers must call it.
 
-    The engine is a new one, whose model holds the consensus of that run. Its states are those of
-    whole workers, of which each rank takes what it owns. Returns what is dropped or reset, in
-    words, equal on all workers. KeyError if an entry is missing.
+    The engine is new, and its model holds the consensus of that run. The states are for whole
+    workers, and each rank takes the elements that it owns. Returns notes on state that is dropped
+    or reset, equal on all workers. KeyError if an entry is missing.
     """
     algorithm, state = engine.settings.algorithm, saved.state
     if not saved.is_of(algorithm) or not (saved.has_same_workers or algorithm.replicated):
@@ -84,7 +84,7 @@ def _with_consensus(engine: Engine, state: dict[str, Any]) -> dict[str, Any]:
 def _fragment(
     engine: Engine, index: int, state: dict[str, Any], saved: EarlierRun, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of one fragment to load: that of the algorithm, and the worker's own."""
+    """The state of one fragment to load: the algorithm's, and the worker's own."""
     settings, params = engine.settings, state["params"]
     former = index if len(state["fragments"]) == len(engine.fragments) else 0
     shared, own = dict(state["shared"][former]), dict(state["fragments"][former])
@@ -101,7 +101,7 @@ def _fragment(
 
 
 def _changed(engine: Engine, saved: EarlierRun) -> set[str]:
-    """The names of the settings that differ from those of the earlier run."""
+    """The names of the settings that differ from the earlier run."""
     described = engine.settings.describe()
     return {name for name, value in described.items() if saved.settings.get(name) != value}
 
@@ -122,7 +122,7 @@ def _can_stay_pending(engine: Engine, saved: EarlierRun) -> bool:
 
 
 def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) -> State:
-    """The state for this algorithm from that of one of its class with other settings."""
+    """The state for this algorithm from the state of an algorithm of its class, set differently."""
     start = algorithm.round_start(old)
     fresh = algorithm.init((params if start is None else start).clone())
     names = _state_names(algorithm)

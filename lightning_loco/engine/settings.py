@@ -68,7 +68,7 @@ class RoundOptions(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class RoundSettings:
-    """How rounds are made.
+    """The settings of rounds.
 
     Args:
         algorithm: What a round computes.
@@ -76,9 +76,9 @@ class RoundSettings:
         topology: Who exchanges with whom. Default: the algorithm's own.
         compression: How messages are compressed: a codec, its name, an ``ErrorFeedback`` or
             ``Compensated``. Default: not at all.
-        merge_policy: How a late result and the local steps made since become local parameters.
-            Default: that of the algorithm.
-        bucket_bytes: Memory for messages that are being sent, in bytes. Overlapped rounds take as
+        merge_policy: How a late result and the local steps taken since become local parameters.
+            Default: the algorithm's own.
+        bucket_bytes: Memory for messages that are being sent, in bytes. Overlapped rounds use as
             much as they need.
         num_workers: Set by :meth:`prepare`.
         membership: Which workers take part. Default: all ranks, during the whole run.
@@ -121,13 +121,13 @@ class RoundSettings:
             raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
         if self.outer_device not in (None, "cpu"):
             raise ValueError(
-                "outer_device must be 'cpu' for the host's memory, or None for that of the "
+                "outer_device must be 'cpu' for the host's memory, or None for the memory of the "
                 f"parameters' device, got {self.outer_device!r}."
             )
         if self.link is not None and self.membership is not None:
             raise ValueError(
                 "link=... delays the exchanges of workers that are there during the whole run, and "
-                "not those of elastic members. Drop link or membership."
+                "not the exchanges of elastic members. Drop link or membership."
             )
         if self.is_overlapped and self.algorithm.merge_policy is None:
             raise ValueError(
@@ -145,7 +145,7 @@ class RoundSettings:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether local steps are made while rounds are pending, at least after the first ones."""
+        """Whether local steps continue while rounds are pending, at least after the first ones."""
         return self.schedule.is_overlapped(2**31)
 
     @property
@@ -156,7 +156,7 @@ class RoundSettings:
     def prepare(self, num_workers: int, seed: int = 0) -> "RoundSettings":
         """Check everything against the number of workers and resolve ``"auto"`` settings.
 
-        ``seed`` is that of the run, equal on all workers, for random default topologies. ValueError
+        ``seed`` is the run's seed, equal on all workers, for random default topologies. ValueError
         if settings do not fit each other or the number of workers.
         """
         topology = None if self.topology is None else as_topology(self.topology)
@@ -199,7 +199,7 @@ class RoundSettings:
         )
 
     def _check_messages(self, algorithm: Algorithm) -> None:
-        """Refuse what messages of another kind than one vector per worker cannot do."""
+        """Refuse settings that need messages of one vector per worker where there are others."""
         name = type(algorithm).__name__
         if self.is_partial and self.is_overlapped:
             raise ValueError(
@@ -245,7 +245,7 @@ class RoundSettings:
         return {} if self.compression is None else self.compression.init(params)
 
     def describe(self) -> dict[str, Any]:
-        """All that affects numbers, as plain values, to compare workers and for checkpoints."""
+        """Return all settings that affect numbers, as plain values for comparisons."""
         fields = dataclasses.fields(self.algorithm)
         return {
             "algorithm": type(self.algorithm).__name__,
@@ -275,7 +275,7 @@ class RoundSettings:
             workers = range(self.num_workers)
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
         if not self.is_overlapped:
-            copies *= self.schedule.num_fragments  # each has memory of its own
+            copies *= self.schedule.num_fragments  # each has its own memory
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PENDING_BUCKETS * copies * itemsize))
 
     def cuts(

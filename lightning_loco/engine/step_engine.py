@@ -18,7 +18,7 @@ from lightning_loco.schedules import SyncEvery, by_steps
 class StepEngine(Engine):
     """An engine whose rounds begin after every H local steps, for plain loops and Lightning.
 
-    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
+    Call :meth:`step` after every step of the optimizer, on every rank. After the last one, call
     :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
 
     Args:
@@ -27,9 +27,9 @@ class StepEngine(Engine):
         sync_every: Local steps between rounds, at least 1; or a list with one entry per worker; or
             as it changes, ``{0: 10, 1000: 50}``.
         overlap: Apply a round's result one round later, and hide its communication.
-        warm_start: With overlap, make the first round a blocking one.
+        warm_start: With overlap, run the first round as a blocking one.
         topology: The neighbours of each worker. Default: the algorithm's own.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        group: The workers. Default: all ranks of the default process group, in new groups.
         options: ``compression``, ``bucket_bytes``, ``membership``, ``link`` and ``outer_device``,
             as in :class:`~lightning_loco.strategies.RoundArguments`. With a ``membership`` this job
             is one worker; call :meth:`join` before the first step.

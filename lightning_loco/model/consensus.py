@@ -29,8 +29,8 @@ def average(
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
     Messages are scaled by a power of two, which changes no bit of the mean, so that the sum of
-    large numbers does not overflow. They are on ``device``, by default that of the layout. The mean
-    is over the ``num_valid`` workers, at least 1, whose values are ``valid``.
+    large numbers does not overflow. They are on ``device``, by default the layout's. The mean is
+    over the ``num_valid`` workers, at least 1, whose values are ``valid``.
     """
     scale = 0.5 ** (num_valid - 1).bit_length()
     device = device or layout.device
@@ -82,8 +82,8 @@ class AveragedCopies:
     """Averaged copies of the model, and its pruning masks, made equal on all workers.
 
     In the consensus, averaged copies (``modules``, those that exist now, the same on all workers)
-    are replaced by their mean over the workers, and masks of ``torch.nn.utils.prune`` by those of
-    worker 0. Values that are equal on all workers are not changed, bit for bit.
+    are replaced by their mean over the workers, and masks of ``torch.nn.utils.prune`` by the masks
+    of worker 0. Values that are equal on all workers are not changed, bit for bit.
 
     The new values stay in training. This changes no later average: the mean of moving averages is
     the moving average of the mean, also if the mean was taken in between. Copies and masks may

@@ -58,7 +58,7 @@ class FlatLayout:
         named_tensors: Names and floating-point tensors, without duplicates (tied weights).
         cuts: How to cut the vector into chunks. Default: a single chunk. Dense tensors are cut to
             fit; a tensor with gaps in memory stays whole, and its chunk may then be longer.
-        device: Device of new vectors. Default: that of the tensors.
+        device: Device of new vectors. Default: the tensors' device.
         owned: Slices, cut by ``cuts``, that the vector consists of. Default: all of the tensors.
         whole_position: From a position in the vector of all tensors to that in the vector of the
             whole tensors, of which these may be shards. Default: they are whole.

@@ -34,13 +34,13 @@ class Replica:
         model: The module to train.
         cuts: How to cut the exchanged parameters into chunks.
         exchanged: Parameters of the module to exchange. Default: all that require gradients.
-        device: Device of messages. Default: that of the parameters.
+        device: Device of messages. Default: the parameters' device.
         ownership: Which of their elements this rank exchanges. Default: all.
 
     Attributes:
         model: The module.
         parameters: The exchanged parameters, by name.
-        layout: Where they are in a flat vector; its vector is what this rank owns of them.
+        layout: Where they are in a flat vector, which consists of the elements that this rank owns.
         fragments: By fragment, slices of that vector.
         num_parameters: Number of elements of the exchanged parameters, of which this rank may hold
             a part.
@@ -50,8 +50,8 @@ class Replica:
         unexchanged: All values that are not exchanged, compared between the workers.
         running_statistics: Statistics of BatchNorm among the buffers.
         copy_on_write: Protects the exchanged parameters while gradients are computed from them.
-        vectors: Gathers and cuts vectors like that of the layout; None for a worker of one rank,
-            which owns all elements.
+        vectors: Gathers and cuts vectors of the layout; None for a worker of one rank, which owns
+            all elements.
 
     Note:
         Buffers (BatchNorm statistics, for example) are local during training and averaged into the
@@ -114,7 +114,7 @@ class Replica:
     # --------------------------------------------- a worker of several ranks
 
     def reshard(self) -> None:
-        """Drop copies of whole parameters: FSDP2 keeps those of a forward pass without a backward.
+        """Drop copies of whole parameters, which FSDP2 keeps until a backward pass.
 
         It would use them again in the next one, even if the shards have changed. Not between a
         forward and a backward pass.
@@ -138,7 +138,7 @@ class Replica:
             self.vectors = WorkerVectors(self._ownership, group, holds_shards=False)
 
     def use_held_vectors(self, group: WorkerGroup) -> None:
-        """Let checkpoints have what each rank holds, in place of the vectors of the whole worker.
+        """Let checkpoints have vectors of each rank's elements, in place of the whole worker's.
 
         Call it after :meth:`connect`.
         """
@@ -244,7 +244,7 @@ class Replica:
         return params, buffers
 
     def discard_local(self) -> None:
-        """Discard the local values: what the module holds now are the new ones."""
+        """Discard the local values: the present values of the module are the new ones."""
         self._local = None
 
     def show_local(self) -> None:
@@ -272,7 +272,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 class ParameterOwners:
     """The modules that hold the exchanged parameters, also after a parameter has moved.
 
-    Names are those of the start. ``slots`` are the module and the attribute that hold each
+    Names are the names at the start. ``slots`` are the module and the attribute that hold each
     parameter, and the parameter.
     """
 
@@ -305,11 +305,11 @@ class ParameterOwners:
 class CopyOnWrite:
     """Copies of the parameters for rounds between a forward pass and the end of the optimizer step.
 
-    Such a round is made if this worker calls a collective in its ``training_step`` while another
-    worker has a round to make. It must not change the parameters, from which gradients are being
+    Such a round runs if this worker calls a collective in its ``training_step`` while another
+    worker has a round to run. It must not change the parameters, from which gradients are being
     computed, so it works on copies, which are the ``tensors`` of the layout meanwhile. At the end
-    of the step, the parameters move by what the round has changed, as if it had come just before
-    the step. Without such a round, nothing is copied.
+    of the step, the parameters move by the change of the round, as if it had come just before the
+    step. Without such a round, nothing is copied.
 
     Outside of that time rounds call ``otherwise``, if it is given, before they read or write.
     """

@@ -15,13 +15,13 @@ class RunningStatistics:
     r"""The running statistics of BatchNorm, reduced to the batches since the last round.
 
     A round moves the weights as far as many local steps do, and the running statistics follow only
-    within tens of batches: until then they describe the weights before the round. With momentum m,
+    within tens of batches; until then they describe the weights before the round. With momentum m,
     the statistics of the k batches since the round alone are
 
     .. math:: s = \frac{s_k - (1 - m)^k s_0}{1 - (1 - m)^k}
 
-    where :math:`s_0` are the statistics at the end of the round and :math:`s_k` those of now. It is
-    the bias correction of Adam's averages.
+    where :math:`s_0` are the statistics at the end of the round and :math:`s_k` the present ones.
+    It is the bias correction of Adam's averages.
 
     Statistics are left unchanged if rounds come faster than they are forgotten (within 2 / m local
     steps), in modules whose statistics have no momentum, and without batches since the round.
@@ -46,7 +46,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def record(self, steps_since_round: int) -> None:
-        """Record the statistics at the end of a round, so many local steps after the last one."""
+        """Record the statistics at the end of a round, ``steps_since_round`` after the last one."""
         for name, module, momentum in self._modules():
             if steps_since_round * momentum >= _MEMORY_LENGTHS:
                 values = module.running_mean, module.running_var, module.num_batches_tracked
@@ -54,7 +54,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def remove_before_round(self) -> None:
-        """Reduce the statistics in the modules to those of the batches since the last round."""
+        """Reduce the statistics in the modules to the batches since the last round."""
         for name, module, momentum in self._modules():
             start = self._recorded.get(name)
             mean, var = module.running_mean, module.running_var

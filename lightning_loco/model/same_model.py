@@ -112,8 +112,8 @@ def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
 def first_difference(
     there: Sequence[Sequence[object]],
     here: Sequence[Sequence[object]],
-    what_all: str = "trainable parameters",
-    parts: Sequence[str] = _PARTS,
+    what_all: str,
+    parts: Sequence[str],
 ) -> str:
     """Describe the first difference between the schemas of another worker and of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
@@ -149,8 +149,8 @@ def broadcast_model(model: nn.Module, group: WorkerGroup) -> int:
 def broadcast_inside(tensors: Iterable[Tensor], group: WorkerGroup, label: str) -> None:
     """Copy tensors, or shards of them, to the ranks of a worker that hold the same elements.
 
-    They get those of the first of these ranks. All ranks of the worker must call it, with the same
-    tensors; if any is a ``DTensor``, all ranks of all workers.
+    They get the values of the first of these ranks. All ranks of the worker must call it, with the
+    same tensors; if any is a ``DTensor``, all ranks of all workers.
     """
     if group.inner is None:
         return

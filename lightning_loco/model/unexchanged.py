@@ -86,8 +86,8 @@ class UnexchangedValues:
             names = ", ".join(sorted(incompatible))
             warnings.warn(
                 f"{names}: these buffers, or parameters that no optimizer has, differ in shape or "
-                "dtype between the workers, so the consensus has those of one worker. Keep values "
-                "of one worker only out of the module's parameters and persistent buffers.",
+                "dtype between the workers, so the consensus has the values of one worker. Keep "
+                "values of one worker only out of the module's parameters and persistent buffers.",
                 stacklevel=2,
             )
 

@@ -68,7 +68,7 @@ class Settings(Protocol):
     def cuts(
         self, numel: int, itemsize: int, longest: int, boundaries: tuple[int, ...] = ()
     ) -> Cuts:
-        """How to cut so many elements into chunks of about ``longest``, at least at boundaries."""
+        """Where to cut ``numel`` elements into chunks of ``longest``; always at boundaries."""
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, to compare them between workers."""
@@ -79,18 +79,18 @@ class Settings(Protocol):
 
     @property
     def outer_device(self) -> Literal["cpu"] | None:
-        """Device of messages, equal on all workers; None for that of the parameters."""
+        """Device of messages, equal on all workers; None for the parameters' device."""
 
 
 S = TypeVar("S", bound=Settings)
 
 
 class Worker:
-    """What every worker has, whatever engine decides when and how it exchanges.
+    """One worker, independent of the engine that decides when and how it exchanges.
 
     Attributes:
         checksum: Checksum of the initial model, equal on all workers.
-        statistics: What communication has cost so far.
+        statistics: Bytes, seconds and rounds of communication so far.
         stop: This worker's part in the agreement to stop.
         steps: Local steps so far.
         steps_since_round: Local steps since the last round began.
@@ -215,7 +215,7 @@ class Worker:
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all workers have reached the same sync point; for engines without rounds.
 
-        Arguments, result and errors are those of ``Engine.sync_point``.
+        Arguments, result and errors are as in ``Engine.sync_point``.
         """
         sync_point = sync_point_id(purpose)
         while True:
@@ -309,7 +309,7 @@ class Worker:
         self.replica.show_local()
 
     def measure_consensus(self, max_elements: int) -> float:
-        """Return the consensus distance, estimated from at most so many elements."""
+        """Return the consensus distance, estimated from at most ``max_elements``."""
         sample = self.replica.sample(max_elements, self.round_index)
         numel, group = self.replica.layout.numel, self.group
         own = consensus_distance(sample, numel, group, self.statistics)
@@ -384,7 +384,7 @@ class EarlierRun:
     """The state of an earlier run: one with other settings, or other workers.
 
     Attributes:
-        state: State that this worker has saved; that of worker 0 if this worker is new.
+        state: State that this worker has saved; worker 0's if this worker is new.
         algorithm: Name of the class of its algorithm.
         settings: Its settings, as plain values.
         has_same_workers: Whether it had as many workers, and each has its own state.
@@ -405,7 +405,7 @@ class EarlierRun:
         return any(fragment["pending"] for fragment in self.state.get("fragments", ()))
 
     def dropped_by(self, algorithm: object) -> list[str]:
-        """Describe what is dropped if all workers start from the consensus, one note each."""
+        """Describe the state that is dropped if all workers start from the consensus."""
         notes = ["all workers start from the consensus"]
         states = [shared["state"] for shared in self.state.get("shared", ())]
         names = sorted(set().union(*states))

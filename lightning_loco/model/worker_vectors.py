@@ -1,7 +1,7 @@
-"""Vectors of a worker of several ranks: gathered from what each rank owns, and cut into it.
+"""Vectors of a worker of several ranks: gathered from the parts of its ranks, and cut into them.
 
-A checkpoint has vectors of all elements that a rank holds, so that they do not depend on who owns
-what: of whole parameters those of the first rank, of shards those of each rank.
+A checkpoint has vectors of all elements that a rank holds, so that they do not depend on ownership:
+from the first rank for whole parameters, from each rank for shards.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class WorkerVectors:
     ) -> None:
         """Send a chunk of what each rank owns to those that get vectors."""
         members, own = self._group.inside[places], chunks[places.index(self._group.place)]
-        # The vector may be in the host's memory, and the group may send from that of a GPU only.
+        # The vector may be in the host's memory, and the group may send from a GPU's only.
         longest, device = max(sum(map(len, chunk)) for chunk in chunks), device_of_group(members)
         sent = torch.zeros(longest, dtype=part.dtype, device=device)
         values = _read(part, _positions(self._owned(fragment), own))

@@ -446,7 +446,7 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
             ["algorithm=ddp", "membership=elastic"],
             "DDP does not let workers join and leave. Drop m",
         ),
-        (["membership=elastic", "link=wan"], "not those of elastic members. Drop link or"),
+        (["membership=elastic", "link=wan"], "not the exchanges of elastic members. Drop link or"),
         (["inner.data_parallel_size=0"], "inner: data_parallel_size is .* at least 1, got 0"),
         (["inner.tensor_parallel_size=two"], "inner: tensor_parallel_size .* got 'two'"),
         (

@@ -515,7 +515,7 @@ def test_a_worker_alone_has_no_link() -> None:
 
 
 def test_members_that_come_and_go_have_no_link() -> None:
-    with pytest.raises(ValueError, match="not those of elastic members. Drop link or"):
+    with pytest.raises(ValueError, match="not the exchanges of elastic members. Drop link or"):
         StepEngine(Point(torch.zeros(3)), LocalSGD(), membership=Elastic("a:1"), link="wan")
     with pytest.raises(TypeError, match=r"link must be as_links\('wan'\) or None, got 'wan'"):
         RoundSettings(LocalSGD(), link="wan")  # type: ignore[arg-type]

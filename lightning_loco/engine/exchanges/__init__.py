@@ -31,11 +31,11 @@ def make_exchange(
         statistics: Where bytes and seconds are counted.
         topology: Who exchanges with whom, for gossip.
         compression: How messages are compressed. Default: not at all.
-        is_overlapped: Whether local steps are made while rounds are pending.
+        is_overlapped: Whether local steps continue while rounds are pending.
         carries_status: Whether an all-reduce may carry statuses behind its first bucket.
 
     Raises:
-        ValueError: If the algorithm makes no rounds, or needs a topology.
+        ValueError: If the algorithm has no rounds, or needs a topology.
     """
     name = type(algorithm).__name__
     if algorithm.exchange == "pull":

@@ -37,7 +37,7 @@ class AllReduce(SeparateStatuses):
         group: The workers.
         statistics: Where bytes and seconds are counted.
         carries_status: Whether statuses travel behind the first bucket of a round.
-        is_overlapped: Whether local steps are made while rounds are pending. If so, and if waiting
+        is_overlapped: Whether local steps continue while rounds are pending. If so, and if waiting
             does not block the host, workers at a sync point are called when a round starts: a local
             step may wait for the device, and thus for the round.
     """
@@ -135,7 +135,8 @@ class StatusesBehindMessage:
 
     def has_arrived(self) -> bool:
         """Whether the bucket has arrived; calls workers at a sync point if it is late."""
-        if not self._handle.has_arrived() and self._is_late():
+        is_late = self._group.clock.now() > self._started + PATIENCE_S
+        if is_late and not self._handle.has_arrived():
             self._call()
         return bool(self._handle.has_arrived())
 
@@ -147,9 +148,6 @@ class StatusesBehindMessage:
             self._handle.wait()
             self._statuses = statuses_in(self._table)
         return self._statuses
-
-    def _is_late(self) -> bool:
-        return self._group.clock.now() > self._started + PATIENCE_S
 
     def _call(self) -> None:
         if not self._is_called:

@@ -144,7 +144,7 @@ class CompressedAllReduce(SeparateStatuses):
         group: The workers.
         statistics: Where bytes and seconds are counted.
         compression: How messages are compressed.
-        is_overlapped: Whether local steps are made while rounds are pending.
+        is_overlapped: Whether local steps continue while rounds are pending.
     """
 
     is_weighted = True
@@ -237,7 +237,7 @@ class CompressedAllReduce(SeparateStatuses):
 def _in_turn(
     before: Future[Tensor] | None, run: Callable[[], Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """Run after an earlier call; on a GPU in a stream of its own, and wait for it."""
+    """Run after an earlier call; on a GPU in a new stream, and wait for it."""
     is_cuda = device.type == "cuda"
     ready = torch.cuda.current_stream(device).record_event() if is_cuda else None
 

@@ -1,4 +1,4 @@
-"""What every exchange must offer: it moves the messages and the statuses of all workers.
+"""The interface of exchanges, which move the messages and the statuses of all workers.
 
 Every exchange has two faces that must agree: ``start(...).wait()`` between processes, and
 ``simulate(...)`` on the list of all messages.
@@ -22,16 +22,16 @@ class Handle(Protocol):
 
     @property
     def lost(self) -> Tensor | None:
-        """After :meth:`wait`: what was lost of the own message; None if it is not fed back."""
+        """After :meth:`wait`: the loss of the own message; None if it is not fed back."""
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return at once; never waits."""
 
     def wait(self) -> Tensor:
-        """Return what was received, perhaps in the message's memory; called once."""
+        """Return the received message, perhaps in the memory of the sent one; called once."""
 
     def release(self) -> None:
-        """Let the memory of what was received be used again."""
+        """Let the memory of the received message be used again."""
 
 
 class Arrived(NamedTuple):
@@ -56,8 +56,8 @@ class Exchange(Protocol):
     """One way to move messages.
 
     Attributes:
-        is_weighted: Whether workers of weight 0 send zeros and are left out: what is received is a
-            sum, to be divided by the total weight, or their mean if the codec averages senders, or
+        is_weighted: Whether workers of weight 0 send zeros and are left out: a received message is
+            a sum, to be divided by the total weight, or a mean if the codec averages senders, or
             holds the messages of all.
         carries_status: Whether statuses travel behind the message of a round's first bucket.
     """
@@ -71,7 +71,7 @@ class Exchange(Protocol):
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """What each worker receives, given all messages in the order of the workers.
 
-        What is lost of the messages is left in their memory, if it is fed back.
+        Their loss is left in the messages' memory, if it is fed back.
         """
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
@@ -89,12 +89,12 @@ class Exchange(Protocol):
         """Wait at a sync point until all workers have sent their status.
 
         Returns:
-            The statuses; None if a worker makes a round that carries them.
+            The statuses; None if a worker runs a round that carries them.
         """
 
 
 class SeparateStatuses:
-    """Statuses of all workers in an all-gather of their own.
+    """Statuses of all workers in a separate all-gather.
 
     Args:
         group: The workers.

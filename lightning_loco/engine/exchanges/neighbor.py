@@ -6,7 +6,7 @@ With compressed messages the mean over all workers stays exact:
 
 .. math:: r_i = \sum_j W_{ij} Q(u_j) + (u_i - Q(u_i))
 
-Each worker adds what its own message has lost, so the mean loses nothing and no residual is needed.
+Each worker adds the loss of its own message, so the mean loses nothing and no residual is needed.
 Messages with the same encoding mix no further, so workers stay apart by up to the coding error.
 """
 
@@ -136,7 +136,7 @@ class NeighborHandle:
         wait_blocks_host: Whether the backend is gloo.
         mix: Mixes the messages, in the thread that calls :meth:`wait`.
         timed: Counts the seconds of the wait.
-        give_back: Gives back the memory of what was received.
+        give_back: Gives the memory of received messages back.
     """
 
     lost = None
@@ -217,7 +217,7 @@ class MixingRow(NamedTuple):
         Args:
             message: This worker's own; only read. It is the result if there are no others.
             encoded: The same, encoded.
-            received: Those of the others, encoded.
+            received: The messages of the others, encoded.
             codec: How messages are encoded. Default: not at all.
         """
         if not self.others:
