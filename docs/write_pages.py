@@ -23,6 +23,7 @@ from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
+from typing_extensions import get_type_hints, is_typeddict
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -41,11 +42,12 @@ _ROLE = re.compile(r":(?:attr|class|data|func|meth):`~?([^`]+)`")
 _CODE_EXAMPLE = re.compile(r"^( *)Example::\n\n((?:\1 +\S.*\n?|\n)+)", re.MULTILINE)
 _MATH = re.compile(r"^( *)\.\. math::(.*\n(?:\1 +\S.*\n?)*)", re.MULTILINE)
 _ROLE_OF_MATH = re.compile(r":math:`([^`]+)`")
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 _KINDS = {
     inspect.Parameter.POSITIONAL_ONLY: griffe.ParameterKind.positional_only,
     inspect.Parameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
     inspect.Parameter.VAR_POSITIONAL: griffe.ParameterKind.var_positional,
-    inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
+    _KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
     inspect.Parameter.VAR_KEYWORD: griffe.ParameterKind.var_keyword,
 }
 
@@ -179,6 +181,13 @@ def _annotation_of(parameter: inspect.Parameter) -> str | None:
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", written)
 
 
+def _default_of(parameter: inspect.Parameter) -> str | None:
+    """Return the default of a parameter as it is written."""
+    if parameter.default is parameter.empty:
+        return None
+    return "..." if parameter.default is ... else repr(parameter.default)
+
+
 class Docstrings(griffe.Extension):
     """Gives griffe what this package has at run time: signatures, and docstrings as Markdown."""
 
@@ -193,22 +202,25 @@ class Docstrings(griffe.Extension):
         self, *, node: griffe.ObjectNode, cls: griffe.Class, **kwargs: Any
     ) -> None:
         """Take the arguments of a constructor from its signature, as `help` does."""
+        if is_typeddict(node.obj):  # optional keys; their defaults are in the docstring
+            options = [
+                inspect.Parameter(name, _KEYWORD_ONLY, default=..., annotation=hint)
+                for name, hint in get_type_hints(node.obj).items()
+            ]
+            cls.set_member("__init__", griffe.Function("__init__"))
+        else:
+            options = [*inspect.signature(node.obj.__init__).parameters.values()]
         constructor = cls.members.get("__init__")
-        if isinstance(constructor, griffe.Alias):  # its class is made by the registry
-            constructor = griffe.Function("__init__")
-            cls.set_member("__init__", constructor)
         if isinstance(constructor, griffe.Function):
             constructor.parameters = griffe.Parameters(
                 *(
                     griffe.Parameter(
-                        parameter.name,
-                        annotation=_annotation_of(parameter),
-                        kind=_KINDS[parameter.kind],
-                        default=None
-                        if parameter.default is parameter.empty
-                        else repr(parameter.default),
+                        option.name,
+                        annotation=_annotation_of(option),
+                        kind=_KINDS[option.kind],
+                        default=_default_of(option),
                     )
-                    for parameter in inspect.signature(node.obj.__init__).parameters.values()
+                    for option in options
                 )
             )
 
