@@ -54,7 +54,7 @@ class Worker:
         self._barrier.wait()
 
     def wait_for_device(self) -> None:
-        """Let a GPU finish what it has been given."""
+        """Wait until a GPU has finished its work."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -62,8 +62,8 @@ class Worker:
     def process_group(self, size: int | None = None) -> Iterator[None]:
         """A new default process group of all workers: gloo, or NCCL on a GPU.
 
-        ``size``: of so many consecutive workers instead. All workers must make one at the same
-        time.
+        ``size``: of this number of consecutive workers instead. All workers must make one at the
+        same time.
         """
         self._groups += 1
         size = size or self.num_workers
@@ -122,7 +122,7 @@ def _work(
 
 
 def let_nccl_share_the_gpu(rank: int) -> None:
-    """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
+    """Let NCCL take this process for another machine: it refuses two ranks on one GPU."""
     os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 

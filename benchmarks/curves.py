@@ -24,7 +24,7 @@ class Curve(NamedTuple):
         name: In the legend.
         losses: Local steps and validation losses.
         bytes_sent: By one worker, up to the last of these steps.
-        is_hidden: Whether local steps go on while a message is under way.
+        is_hidden: Whether local steps continue while a message is under way.
     """
 
     name: str

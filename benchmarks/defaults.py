@@ -7,7 +7,7 @@ made on the spot.
   python benchmarks/defaults.py
   python benchmarks/defaults.py --only diloco async_diloco --seeds 0 1 2 3 4
 
-How to read it: ``loss`` is that of the model that ``fit`` returns, on images that it has not seen;
+How to read it: ``loss`` is of the model that ``fit`` returns, on images that it has not seen;
 ``alone`` is the mean of the losses of two workers that never exchange. Means over the seeds, with
 standard deviations. ``above alone`` is the difference with the same seed; it is too much if it is
 more than two of its standard deviations above zero and the run gives no advice. ``bytes`` are what
@@ -147,7 +147,7 @@ def fit(name: str, seed: int) -> list[Result]:
 
 
 def cells(name: str, results: list[list[Result]], alone: list[list[Result]]) -> list[str]:
-    """A row of the table; the results are those of all workers for each seed."""
+    """A row of the table; there are the results of all workers for each seed."""
     losses, of_alone = (
         [statistics.fmean(worker.loss for worker in workers) for workers in of_seeds]
         for of_seeds in (results, alone)

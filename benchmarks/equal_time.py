@@ -107,7 +107,7 @@ class Training(NamedTuple):
 
     Attributes:
         method: Its row.
-        ratio: Of the time of an exchange to that of a local phase.
+        ratio: Time of an exchange, divided by the time of a local phase.
         seed: Of weights and batches.
     """
 
@@ -116,7 +116,7 @@ class Training(NamedTuple):
     seed: int
 
     def plan(self, options: argparse.Namespace) -> tuple[RoundSettings | None, int]:
-        """How it makes its rounds, and for how many local steps there is time."""
+        """The settings of its rounds, and the number of local steps for which there is time."""
         exchange = self.ratio * options.sync_every
         make = METHODS[self.method]
         if make is None:
@@ -127,7 +127,7 @@ class Training(NamedTuple):
         return settings, int(options.steps / cost)
 
     def key(self, options: argparse.Namespace) -> str:
-        """What it is, for the file of results: two ratios may come to the same training."""
+        """Its key in the file of results: two ratios may have the same training."""
         settings, steps = self.plan(options)
         rounds = None if settings is None else settings.describe()
         model = [options.width, options.layers, options.lr, options.workers, str(options.text)]

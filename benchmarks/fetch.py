@@ -5,7 +5,7 @@ the end of ``wait``, and of the same bytes with ``sendall`` and ``recv_into`` in
 there already, on a connection that is there already. The two take turns, and which comes first
 changes; the first turn is not counted. A fetch includes its check that all values are finite.
 
-How to read it: the ratio is the socket's seconds divided by those of the fetch, turn by turn, and
+How to read it: the ratio is the socket's seconds divided by the fetch's, turn by turn, and
 should be at least 0.80 for float32. The same bytes with a codec are two or four times as many
 parameters, which are decoded to float32 as they come, and with a key file all is encrypted: those
 rows have no bound. Whatever else runs on the machine changes both; look at the load.
@@ -73,7 +73,7 @@ def time_turns(
 
 
 def numel_of(num_bytes: int, compression: str | None) -> int:
-    """How many parameters travel in so many bytes, or a few less."""
+    """How many parameters travel in this number of bytes, or a few less."""
     if compression is None:
         return num_bytes // 4
     codec = CODECS[compression]()

@@ -7,12 +7,12 @@
 consensus     The factor per round by which workers come closer, on rings, tori and hypercubes of 8
               to 64 workers: plain gossip, the momentum that is optimal on the graph, and the
               defaults of GASLoC. Rounds per factor e against chi, and the exponents of chi.
-every_step    A byte MLP with SGD and a warm-up, on 8 workers that each read a part of the text of
-              their own: D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of
+every_step    A byte MLP with SGD and a warm-up, on 8 workers that each read another part of the
+              text: D-PSGD, CHOCO-SGD, A2CiD2 and GASLoC on four graphs. The learning rate of
               each method is the best of a few on the ring, for two seeds that are not used again.
 virtual_time  The same MLP with AdamW and windows from the whole text, until the virtual time is
               over: DDP, DiLoCo, streaming DiLoCo and GASLoC, on one slow link and in two data
-              centres, or other networks. Messages take as long as those of a model that is
+              centres, or other networks. Messages take as long as for a model that is
               ``--scale`` times larger.
 
 How to read it: means over the seeds, with standard deviations. ``p`` is the two-sided p-value of
@@ -223,7 +223,7 @@ class Text:
         self.validation = held_out[starts[:, None] + torch.arange(CONTEXT + 1)]
 
     def batches(self, worker: int, num_workers: int, seed: int, own_part: bool) -> Iterator[Tensor]:
-        """Random windows of a worker, of its own part of the text or of all."""
+        """Random windows of a worker, from its part of the text or from all."""
         share = len(self._text) // num_workers if own_part else len(self._text)
         first = worker * share if own_part else 0
         generator = torch.Generator().manual_seed(seed * 1000 + worker)
@@ -252,7 +252,7 @@ def local_steps(
     make: Callable[[Any], torch.optim.Optimizer],
     warmup_steps: int = 0,
 ) -> Callable[[int], None]:
-    """The function that makes a local step of a worker; its learning rate rises at first."""
+    """The function that takes a local step of a worker; its learning rate rises at first."""
     optimizers = [make(model.parameters()) for model in models]
     schedulers = [
         torch.optim.lr_scheduler.LambdaLR(one, lambda t: min(1.0, (t + 1) / (warmup_steps + 1)))
@@ -386,7 +386,7 @@ def draw_groups(records: list[Record], group: str, base: str, label: str, path: 
 
 
 Rounds = Callable[[int, int], RoundSettings]
-"""Makes the settings of rounds every H local steps; an all-reduce takes as long as so many."""
+"""From H and the duration of an all-reduce, both in local steps, to the settings of rounds."""
 
 
 def gasloc(topology: str, overlap: bool = False) -> Rounds:

@@ -1,7 +1,7 @@
 """Seven checks of workers that shard the model, with all ranks on one GPU.
 
-Four ranks, two workers of two, share the first GPU; an option of NCCL makes it take each for a
-machine of its own.
+Four ranks, two workers of two, share the first GPU; an option of NCCL makes it take each for
+another machine.
 
   1 numbers   2 x 2 ranks with FSDP2 in float32 end where two workers of one rank do, which read the
               rows of both of their ranks
@@ -16,16 +16,16 @@ machine of its own.
   6 failure   a rank is killed: all others end in time and name it
   7 compiled  compiled blocks end where blocks that are not compiled do
 
-Each check has processes of its own and its own limit in seconds; all together end within 9 minutes.
+Each check has its own processes and its own limit in seconds; all together end within 9 minutes.
 A check whose ranks are still running at its limit has failed: then the stacks of all their threads
 are printed.
 
 How to read it: "apart" is the distance between the final parameters of two runs, divided by the
-distance from the start, of the tensor where it is largest. "between steps" is what PyTorch has
-allocated at the start of a batch, against the formula. "peak" is the most while steps and rounds
-are made, against the formula and the parameters and gradients of two layers in bfloat16, which are
-gathered during a step. "ratio" is the median over the turns, with the lowest and the highest. The
-exit status is 1 if a check has failed.
+distance from the start, of the tensor where it is largest. "between steps" is the memory that
+PyTorch has allocated at the start of a batch, against the formula. "peak" is the most during steps
+and rounds, against the formula and the parameters and gradients of two layers in bfloat16, which
+are gathered during a step. "ratio" is the median over the turns, with the lowest and the highest.
+The exit status is 1 if a check has failed.
 
 With --device cpu the ranks use gloo. There the syncs and the memory are left out; memory.py
 measures the memory on CPUs. With --quick as well it shows that the script runs: models are tiny,
@@ -357,7 +357,7 @@ class Found(NamedTuple):
 
 
 def distance(found: Parameters, expected: Parameters, sizes: Sizes) -> float:
-    """The largest distance of a tensor, as a share of what training has changed."""
+    """The largest distance of a tensor, as a share of the change by training."""
     start = Model(Run(sizes, steps=0))
     worst = 0.0
     for name, values in start.named_parameters():
@@ -377,7 +377,7 @@ def check_numbers(processes: Processes, is_quick: bool) -> Found:
 
 
 def check_overlap(processes: Processes, is_quick: bool) -> Found:
-    """Collectives of rounds and those of FSDP2 do not wait for each other for ever."""
+    """Collectives of rounds and of FSDP2 do not wait for each other for ever."""
     method = partial(AsyncDiLoCoStrategy, sync_every=8, timeout_s=TIMEOUT_S, summary=False)
     steps = 40 if is_quick else 500
     run = Run(TINY if is_quick else SMALL, steps, method=method, has_adamw=True)
@@ -421,7 +421,7 @@ def local_steps() -> LocoStrategy:
 
 
 def check_memory(processes: Processes, is_quick: bool) -> Found:
-    """The memory of a rank is that of the formula."""
+    """The memory of a rank agrees with the formula."""
     if processes.device == "cpu":
         return Found(None, "PyTorch counts the memory of a GPU only; see memory.py", {})
     sizes = SMALL if is_quick else GPT_302M

@@ -1,14 +1,14 @@
 """Whether a hidden round pays: validation loss after equal time, by how long an exchange takes.
 
 Every method trains the demo's GPT for as long as a worker alone needs for ``--steps`` local steps.
-What it gets done in that time depends on the exchange: of the whole model it takes ``ratio`` times
+How much it trains in that time depends on the exchange: of the whole model it takes ``ratio`` times
 as long as a local phase of ``--sync-every`` steps. Blocking rounds stop for it, data-parallel
 training stops in every step, hidden rounds stop only if a result is due before it is there, and a
 link that is always busy holds all workers up. A learning-rate schedule ends when the time is over.
 
 The workers are simulated (:class:`lightning_loco.Simulation`: the same numbers as real processes),
 and so is the time: no machine's noise is in this table. Finished trainings are kept in the file of
-``--out`` and repeated only if the settings change, so an interrupted run goes on where it was.
+``--out`` and repeated only if the settings change, so an interrupted run continues where it was.
 
   python benchmarks/hidden.py --png hidden.png         the whole table, and a picture
   python benchmarks/hidden.py --text FILE --only diloco streaming_2 alone

@@ -1,7 +1,7 @@
 """One hostile worker of four: the validation loss by attack and by mean of the pseudo-gradients.
 
 Measured: the validation loss of the demo under DiLoCo with the settings of ``conf/``, after
-``--steps`` local steps of each worker. The last worker makes its local steps like the others, but
+``--steps`` local steps of each worker. The last worker takes its local steps like the others, but
 from the first round on sends something else than its pseudo-gradient (``--attacks``):
 
   none        its pseudo-gradient: all four are honest
@@ -16,7 +16,7 @@ as real processes), so the losses do not depend on the machine's load.
   python benchmarks/hostile_worker.py
   python benchmarks/hostile_worker.py --attacks sign_flip --aggregates trimmed_mean --seeds 0 1 2
 
-How to read it: ``to three honest`` is the loss above that of the baseline, in percent. The robust
+How to read it: ``to three honest`` is the loss above the baseline's, in percent. The robust
 means should stay within 5 %. The plain mean should not, which shows that an attack is one; without
 an attack there is no bound. With several seeds the losses are medians with quartiles.
 """
@@ -105,7 +105,7 @@ class Training(NamedTuple):
 
 
 def fit(training: Training, options: argparse.Namespace) -> float:
-    """The loss of one training, in a process of its own."""
+    """The loss of one training, in its own process."""
     return training.train(options)
 
 

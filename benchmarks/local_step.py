@@ -68,10 +68,10 @@ class Clock(Callback):
 
 
 def time_fit(worker: Worker, is_plain: bool, sizes: dict[str, int], steps: int) -> list[float]:
-    """Seconds from the start of each batch of a fit of ByteGPT to that of the next."""
+    """Seconds from the start of each batch of a fit of ByteGPT to the start of the next."""
     num_ranks = 1 if is_plain else worker.num_workers
     strategy: Strategy | str = "auto" if is_plain else DiLoCoStrategy(sync_every=10**6)
-    # Each is a machine of its own to Lightning, which starts no processes then.
+    # Lightning takes each for another machine, and starts no processes then.
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

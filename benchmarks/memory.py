@@ -5,7 +5,7 @@ The first table is measured on a model without activations, in units of its para
 
   owned    tensors that are alive between rounds and were not before there was an engine
   rounds   the largest size of all tensors that torch allocated, above the level before the engine,
-           while rounds are made
+           during rounds
 
 The second table is about DiLoCo with AdamW, on workers of one rank, and of two ranks with DDP or
 FSDP2 inside. It says for one rank, in the same units:
@@ -116,7 +116,7 @@ def make_model(num_layers: int, width: int) -> nn.Module:
 
 
 def make_engine(model: nn.Module, name: str, group: WorkerGroup) -> StepEngine:
-    """An engine that makes a round at every step."""
+    """An engine that runs a round at every step."""
     algorithm, overlap, _ = SETTINGS[name]
     return StepEngine(
         model, algorithm, sync_every=1, overlap=overlap, bucket_bytes=BUCKET_BYTES, group=group

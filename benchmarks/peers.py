@@ -1,4 +1,4 @@
-"""DiLoCo beside what other libraries offer: the same model, data, seeds and local steps.
+"""DiLoCo beside other libraries: the same model, data, seeds and local steps.
 
 Every run trains the demo's GPT on the demo's text with its own worker processes, and the libraries
 follow each other in turn, forwards and then backwards. All share one training loop
@@ -8,19 +8,19 @@ are listed as absent, and a run that fails or is not done by the deadline says s
   no library   the local steps alone: what the other columns are compared with
   blocking     what the library does after the last local step of a phase, and elsewhere outside of
                the local steps, until the last worker is done. The workers wait for each other
-               before, over a pipe and off the clock. DDP has no rounds: its steps minus those of
-               workers alone, for as many steps
+               before, over a pipe and off the clock. DDP has no rounds: its steps minus the same
+               number of steps of workers alone
   waited       of that, how long the training thread had no processor: it waited for the network, a
                lock or another process (or for a core, on a busy machine)
   sent         bytes on the interface for each worker and round, with headers and acknowledgements
   more         a local step that ends no phase, minus one of workers alone (whose time stands there)
-  memory       highest resident memory of a worker and its child processes, minus that of one alone
-  val loss     of the workers' own models in the end, mean over the workers. The DiLoCos should have
+  memory       highest resident memory of a worker and its child processes, minus a worker alone
+  val loss     of the workers' own models at the end, mean over the workers. The DiLoCos should have
                the same; PostLocalSGD averages without an outer step, DDP averages gradients, dpwa
                gossips
   wall         seconds of all counted rounds with their local steps
 
-The loopback is that of a network namespace of its own, the shaped link joins a namespace for each
+The loopback is in its own network namespace, the shaped link joins a namespace for each
 worker at a switch behind a token bucket (Linux, as root); without namespaces the loopback counts
 the bytes of all processes, and the shaped link is skipped.
 

@@ -6,7 +6,7 @@ one worker alone (alone), which sees only its own share of the tokens. Each fit 
 ``train.py`` with the settings of ``conf/``; its command line is its name in the JSON file.
 
 A fit of 600 steps takes minutes. Finished ones are kept in the JSON file and repeated only when
-``conf/`` has come to say something else, so an interrupted run goes on where it was. ``--fresh``
+``conf/`` has changed, so an interrupted run continues where it was. ``--fresh``
 repeats those that are asked for, after a change of the code for instance.
 
   python benchmarks/quality.py --png quality.png             the whole table, and the loss curves
@@ -18,12 +18,12 @@ repeats those that are asked for, after a change of the code for instance.
 ``--set NAME=VALUE`` without a dot means ``algorithm.NAME`` and goes to the rows that know it; with
 a dot it is any setting of ``conf/``.
 
-How to read it: ``to ddp`` is the loss above that of ddp, in percent. A bound names the row that it
-compares with, and holds for the demo with 4 workers, sync_every=10 and 600 steps; those of
+How to read it: ``to ddp`` is the loss above ddp's, in percent. A bound names the row that it
+compares with, and holds for the demo with 4 workers, sync_every=10 and 600 steps; bounds of
 compressed rows are means over three seeds. The picture has the losses along local steps, bytes and
 the time that they would take across a ``--link``, where hidden rounds wait for nothing and all
 others for their bytes; it shows the first seed. ``to alone`` should be clearly negative for all
-workers that talk. With several seeds losses and differences are means with standard deviations.
+workers that exchange. With several seeds losses and differences are means with standard deviations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row(NamedTuple):
         algorithm: Of ``conf/algorithm``.
         topology: Of ``conf/topology``, if it takes one.
         bound: Of the gap to the row ``base``, in percent.
-        base: What it is compared with.
+        base: The row that it is compared with.
         also: Further settings.
     """
 

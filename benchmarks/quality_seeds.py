@@ -17,7 +17,7 @@ lora         Fine-tuning of a model of Python source on the text of Python's hel
   python benchmarks/quality_seeds.py --groups sparseloco --seeds 0 1
   python benchmarks/quality_seeds.py --png seeds.png        draws the losses, too
 
-Finished trainings are kept in the file of ``--out``, so an interrupted run goes on where it was;
+Finished trainings are kept in the file of ``--out``, so an interrupted run continues where it was;
 ``--fresh`` repeats them, after a change of the code for instance.
 
 How to read it: means over the seeds, with standard deviations. ``p`` is the two-sided p-value of
@@ -98,7 +98,7 @@ class Row(NamedTuple):
 def every(
     steps: int, algorithm: Any, topology: str | None = None, compression: Any = None
 ) -> RoundSettings:
-    """Blocking rounds every so many local steps."""
+    """Blocking rounds after a number of local steps."""
     return RoundSettings(algorithm, EverySteps(steps), topology, compression)
 
 
@@ -199,7 +199,7 @@ class Training(NamedTuple):
     seed: int
 
     def key(self, options: argparse.Namespace) -> str:
-        """What it is, for the file of results; rows that are equal are trained once."""
+        """Its key in the file of results; rows that are equal are trained once."""
         row = ROWS[self.name]
         rounds = None if row.rounds is None else row.rounds.describe()
         model = [options.width, options.layers, options.lr, self.steps(options)]

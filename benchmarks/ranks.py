@@ -1,6 +1,6 @@
 """Processes that are the ranks of jobs, each of which has a limit in seconds.
 
-Each rank is a machine of its own to Lightning and to NCCL, so that all of them share the first GPU.
+Lightning and NCCL take each rank for another machine, so that all of them share the first GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rank(NamedTuple):
 
     @property
     def process(self) -> int:
-        """Number of this process among those of all jobs."""
+        """Number of this process among the processes of all jobs."""
         return self.job * self.num_ranks + self.number
 
 
@@ -57,7 +57,7 @@ class RankFailed(Exception):
 
 
 class Outcome(NamedTuple):
-    """How a process has ended: what it has returned or raised, and when it was gone."""
+    """How a process has ended: its result or error, and when it was gone."""
 
     result: Any
     error: str
@@ -116,8 +116,8 @@ class Processes:
             num_ranks: Ranks of a job.
             num_jobs: Jobs at the same time.
             environ: Variables of the processes.
-            others_s: How long the other ranks may go on once one has failed, in seconds.
-            start_method: How to start processes. Those of a fork server start at once, and end
+            others_s: How long the other ranks may run once one has failed, in seconds.
+            start_method: How to start processes. Processes of a fork server start at once, and end
                 without the handlers that a program has registered with ``atexit``.
         """
         context: Any = multiprocessing.get_context(start_method)
@@ -167,7 +167,7 @@ class Processes:
 
 
 def variables(rank: Rank, port: int) -> dict[str, str]:
-    """Variables that make Lightning take each rank for a machine of its own."""
+    """Variables that make Lightning take each rank for another machine."""
     job = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
     return {**job, "NODE_RANK": str(rank.number), "LOCAL_RANK": "0"}
 

@@ -53,7 +53,7 @@ BOUND_NAIVE = 2.0
 
 
 def make_params(numel: int) -> list[Tensor]:
-    """The demo's parameters, or many layers with so many numbers in all."""
+    """The demo's parameters, or many layers with this number of parameters in all."""
     if numel == 0:
         return list(ByteGPT().parameters())
     width = 1024

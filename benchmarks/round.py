@@ -2,7 +2,7 @@
 
 Measured: the seconds from a common barrier until the last worker is done, for four variants that
 follow each other within every repetition, in random order, on the same parameters (a GPT's list of
-tensors) and with the same drift. Each has a process group of its own, as the engine has, because a
+tensors) and with the same drift. Each has its own process group, as the engine has, because a
 connection that was used a moment ago is faster. There are no local steps.
 
   raw      one all-reduce of a flat vector of the same bytes, and nothing else

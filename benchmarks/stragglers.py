@@ -9,7 +9,7 @@ turns of some seconds each, in changing order, in the same processes with one th
   ddp       gradients are averaged in every step
 
 once with worker 0 sleeping so long after each step that a step takes ten times as long, where the
-rate is that of the other three; and once with all workers equal.
+rate is the other three's; and once with all workers equal.
 
 How to read it: ``/ alone`` is the median of the ratios of a turn to the one without communication
 next to it. With a straggler it should be at least 0.95 for async and pairwise; with equal workers

@@ -101,7 +101,7 @@ def draw_delayed_nesterov(axes: Axes) -> None:
 
 
 def draw_fragments(axes: Axes, fragments: int, every: int, delay: int) -> None:
-    """Rounds of fragments in turn, one every so many local steps, each late by a delay."""
+    """Rounds of fragments in turn, one after each number of local steps, each late by a delay."""
     pace, below = 0.96, -0.85
     for worker in range(WORKERS):
         steps(axes, worker, 0.0, 12, pace)
@@ -256,7 +256,7 @@ PANELS = (
 
 
 def card(width: float, height: float, salt: str) -> Figure:
-    """A figure with a card of its own colour, for light and dark pages."""
+    """A figure with its own background, for light and dark pages."""
     matplotlib.rcParams["svg.hashsalt"] = salt
     matplotlib.rcParams["hatch.linewidth"] = 0.8
     figure = Figure(figsize=(width, height))

@@ -6,7 +6,7 @@ leads to a page that is generated from it. Formulas become MathML, which needs n
 nor a network.
 
 Any generator that reads Markdown can build the site from that folder, except the pages of docs/api:
-their lines `:::` are those of mkdocstrings, which loads `Docstrings` from this file.
+their lines `:::` are directives of mkdocstrings, which loads `Docstrings` from this file.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Docstrings(griffe.Extension):
     """Gives griffe what this package has at run time: signatures, and docstrings as Markdown."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite a docstring; an attribute that is no property has that of its value's type."""
+        """Rewrite a docstring; drop the one that an attribute gets from the type of its value."""
         if obj.is_attribute and "property" not in obj.labels:
             obj.docstring = None
         if obj.docstring is not None:

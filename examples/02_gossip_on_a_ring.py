@@ -1,6 +1,6 @@
 """Four workers gossip: each one sends its parameters to its neighbours only.
 
-What it shows: a topology is a name or any graph of your own, here two pairs of workers with a
+What it shows: a topology is a name or your own graph, here two pairs of workers with a
 single link between the pairs. Such a graph mixes worse (its spectral gap is smaller), so the
 workers are farther apart when a round comes: the consensus distance, measured by the
 ConsensusMonitor. The model after fit is the mean of all workers.

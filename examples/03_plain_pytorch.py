@@ -1,7 +1,7 @@
 """DiLoCo in a plain PyTorch loop: no Trainer, no LightningModule.
 
 What it shows: the engine needs a module and an algorithm. Call step() after each optimizer step and
-finish() at the end; it makes the rounds, and leaves the consensus in the module on every worker.
+finish() at the end; it runs the rounds, and leaves the consensus in the module on every worker.
 
 Run it: torchrun --nproc-per-node=2 examples/03_plain_pytorch.py
 Or let it start its two workers itself: python examples/03_plain_pytorch.py

@@ -1,4 +1,4 @@
-"""No worker waits for a slow one: the models are averaged by the clock, while training goes on.
+"""No worker waits for a slow one: the models are averaged by the clock, while training continues.
 
 What it shows: worker 1 is ten times slower than worker 0. With DDP worker 0 would wait for it in
 every step. With asynchronous model averaging worker 0 makes its 200 steps at its own pace, worker 1

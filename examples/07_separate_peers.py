@@ -1,6 +1,6 @@
 """Four Trainers that are started one by one; one is killed, and comes back.
 
-What it shows: pairwise gossip needs no common job. Every worker is a Trainer of its own and finds
+What it shows: pairwise gossip needs no common job. Every worker is a separate Trainer and finds
 the others in a file. Worker w4 is killed: to the others it is a peer that does not answer. When it
 is started again it takes part as before.
 

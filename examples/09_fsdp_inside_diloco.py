@@ -1,6 +1,6 @@
 """Two workers of two ranks: FSDP2 shards the model inside a worker, DiLoCo joins the workers.
 
-What it shows: configure_model is that of any FSDP2 script, with the mesh of one worker. Each rank
+What it shows: configure_model is as in any FSDP2 script, with the mesh of one worker. Each rank
 holds a half of the parameters, gradients and optimizer state, and of DiLoCo's outer state. In a
 round it sends its half to the rank that holds the same half in the other worker.
 

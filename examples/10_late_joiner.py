@@ -1,6 +1,6 @@
 """Async DiLoCo as in PCCL's example, with a worker that joins late.
 
-What it shows: each worker is a Trainer of its own that may start at any time. A third one joins
+What it shows: each worker is a separate Trainer that may start at any time. A third one joins
 while a round of two others is pending, receives the state, and has the result of that round as
 well: all end with the same weights. It needs the extra "elastic".
 

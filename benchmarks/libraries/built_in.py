@@ -1,4 +1,4 @@
-"""What needs no other library: workers alone, this package, and what PyTorch has itself."""
+"""Runs that need no other library: workers alone, this package, and PyTorch's own methods."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class TorchDDP(InRounds):
         self._optimizer = optimizer
 
     def step(self, loss: float) -> None:
-        """Take the step; the gradients are those of all workers already."""
+        """Take the step; the gradients are the mean of all workers already."""
         self._optimizer.step()
 
 
 class TorchPostLocalSGD(InRounds):
     """DDP whose hook sends no gradients, and a mean of parameters in rounds.
 
-    It has no outer optimizer, so its loss is that of Local SGD. The averager counts from 0 and
+    It has no outer optimizer, so its loss is Local SGD's. The averager counts from 0 and
     averages when ``(step - warmup_steps) % period`` is 0, so with ``warmup_steps=0`` it would
     average after the first local step and never after the last; with ``period - 1`` its rounds are
     at the same steps as the others'.

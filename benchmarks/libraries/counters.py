@@ -36,8 +36,8 @@ def forget_peak() -> None:
 def peak_bytes() -> float:
     """Highest resident memory of this process, and what its child processes hold now.
 
-    The children's part is their share (PSS): what they have in common with this process through a
-    fork counts once.
+    The children's part is their share (PSS): pages that they share with this process after a
+    fork count once.
     """
     try:
         own = _kilobytes(PROC / "self" / "status", "VmHWM:")

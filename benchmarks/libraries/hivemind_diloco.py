@@ -23,7 +23,7 @@ MATCHMAKING_S = 1.0
 
 
 class HivemindDiLoCo(InRounds):
-    """An averager in a process of its own, and the outer optimizer in this one."""
+    """An averager in its own process, and the outer optimizer in this one."""
 
     def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(model)

@@ -92,7 +92,7 @@ class Library(Protocol):
     every_step: bool
 
     def step(self, loss: float) -> None:
-        """Make the local step with the gradients that are there, and the round if one is due."""
+        """Take the local step with the present gradients, and run the round if one is due."""
 
     def close(self) -> None:
         """End what would keep the process from ending."""

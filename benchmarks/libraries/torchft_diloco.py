@@ -66,7 +66,7 @@ class TorchftDiLoCo(InRounds):
         self._diloco.__enter__()
 
     def step(self, loss: float) -> None:
-        """The local step; torchft's hook counts it and makes the round."""
+        """The local step; torchft's hook counts it and runs the round."""
         self._optimizer.step()
 
     def close(self) -> None:

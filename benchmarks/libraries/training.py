@@ -49,7 +49,7 @@ class Result:
         bytes_sent: In all counted rounds, of this worker.
         wall_s: Of all counted rounds.
         peak_bytes: Highest memory while training.
-        val_loss: Of this worker's model in the end.
+        val_loss: Of this worker's model at the end.
         every_step: Whether the library communicates in every step.
     """
 
@@ -63,14 +63,14 @@ class Result:
 
 
 class Clock:
-    """Splits each step in two: until the optimizer has made the local step, and the time after it.
+    """Splits each step in two: until the optimizer has taken the local step, and the time after it.
 
     The workers wait for each other between the two at the end of a phase, so that what comes after
     is the cost of the round and not of a slower worker's batch. Its hook has to be the optimizer's
     first.
 
     Args:
-        optimizer: That makes the local steps.
+        optimizer: That takes the local steps.
         line: On which the workers wait for each other.
     """
 
@@ -160,7 +160,7 @@ def loss_of(module: nn.Module, windows: Tensor) -> Tensor:
 
 
 def read_data(job: Job, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """This worker's batches, and those of the validation, which are the same for all."""
+    """This worker's batches, and the batches of the validation, which are the same for all."""
     data = ByteTextData(
         batch_size=job.batch_size,
         context=job.size["context"],

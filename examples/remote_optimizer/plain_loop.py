@@ -1,4 +1,4 @@
-"""A remote optimizer in a plain PyTorch loop: workers compute gradients, other ranks make the step.
+"""A remote optimizer in a plain PyTorch loop: workers compute gradients, other ranks take the step.
 
 What it shows: every rank calls run_role, which trains or serves depending on the rank. The training
 loop is the usual one with a RemoteOptimizer, including a scheduler and clipping. The number of
