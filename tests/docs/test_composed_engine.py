@@ -1,4 +1,4 @@
-"""The code of docs/plain_pytorch.md: an engine from parts, a round by hand, and simulations."""
+"""Code of pages that runs: an engine from parts, a round by hand, and a simulation by the clock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import nn
 from lightning_loco import DiLoCo, StepEngine
 from tests.docs.pages import doc
 
-PAGE = doc("plain_pytorch.md")
 
-
-def block_with(text: str) -> str:
-    (code,) = [block for block in PAGE.blocks("python") if text in block]
+def block_with(text: str, page: str = "plain_pytorch.md") -> str:
+    (code,) = [block for block in doc(page).blocks("python") if text in block]
     return code
 
 
@@ -77,7 +75,7 @@ def test_rounds_by_hand_are_those_of_the_engine(pool: Any) -> None:
 
 def test_the_simulated_workers_make_steps_at_their_speed() -> None:
     names: dict[str, Any] = {}
-    exec(block_with("EveryInterval(interval_s=0.5))"), names)
+    exec(block_with("EveryInterval(interval_s=0.5))", "simulation.md"), names)
     models = [nn.Linear(1, 1) for _ in range(3)]
     steps = names["simulate_async_averaging"](models, lambda worker: None)
     assert steps == pytest.approx([600, 480, 150], abs=1)
