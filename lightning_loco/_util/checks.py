@@ -43,7 +43,7 @@ def check_replica_size(replica_size: object) -> None:
 def ranks_per_worker(
     replica_size: int | Literal["node"], ranks_per_node: int, num_nodes: int
 ) -> int:
-    """Return the number of ranks of a worker; ValueError if it does not divide that of all.
+    """Return the number of ranks of a worker; ValueError if it does not divide all ranks.
 
     Example:
         >>> ranks_per_worker("node", ranks_per_node=8, num_nodes=2)
@@ -80,7 +80,7 @@ def parallel_ranks_per_worker(
     ranks_per_node: int,
     num_nodes: int,
 ) -> int:
-    """Return the number of ranks of a worker; ValueError if it does not divide that of all.
+    """Return the number of ranks of a worker; ValueError if it does not divide all ranks.
 
     Example:
         >>> parallel_ranks_per_worker("auto", 2, ranks_per_node=8, num_nodes=2)
@@ -90,9 +90,9 @@ def parallel_ranks_per_worker(
     size, num_ranks = data * tensor_parallel_size, ranks_per_node * num_nodes
     if num_ranks % size:
         raise ValueError(
-            f"data_parallel_size={data} times tensor_parallel_size={tensor_parallel_size} are the "
-            f"ranks of a worker, and the {num_ranks} ranks are no multiple of {size}. Start a "
-            "multiple of it, or give other sizes."
+            f"A worker has data_parallel_size={data} times tensor_parallel_size="
+            f"{tensor_parallel_size} = {size} ranks, but there are {num_ranks} ranks. Start a "
+            f"multiple of {size}, or give other sizes."
         )
     return size
 

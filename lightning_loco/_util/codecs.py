@@ -32,7 +32,7 @@ class KnownCodec(NamedTuple):
     """A row of the table of codecs.
 
     Attributes:
-        title: What the values of a message are.
+        title: How the values of a message are encoded.
         codec: Its class, as an import path; None for messages that are not encoded.
         encoding: The size of its messages with the default arguments.
     """

@@ -14,7 +14,7 @@ POINTS = {
     "local step": "after a local step, before it is counted",
     "packing": "before parameters or gradients are packed into a message",
     "before sending": "before a message is sent",
-    "after sending": "a message was sent, and those of others have not been received",
+    "after sending": "a message was sent, and no other message has been received yet",
     "after receiving": "the result of an exchange was received, and nothing has changed yet",
     "outer step": "before the received result is applied",
     # Elastic members.
@@ -32,7 +32,7 @@ POINTS = {
     "connecting the ranks": "before gloo connects workers and servers",
     "requesting a step": "before a worker requests a step from one of the servers",
     "summing": "before a server adds up the gradients of a message",
-    "server step": "before a server makes the optimizer step",
+    "server step": "before a server takes the optimizer step",
     # Checkpoints.
     "writing a checkpoint": "before one file of a checkpoint is written",
     "before a file is in its place": "it was written, and has not replaced the previous one yet",

@@ -28,10 +28,10 @@ from lightning_loco.tools.plan.loss import MAX_SHORT_DELAY, NO_GAP, LossGap, dil
 from lightning_loco.topology import RandomMatching, Ring, Topology
 
 SYNC_EVERY = (30, 40, 50, 60, 80, 100, 150, 200, 300, 400, 500)
-"""Local steps per round that are tried: those of published runs."""
+"""Local steps per round that are tried, as in published runs."""
 
 MIN_SYNC_EVERY = 10
-"""What is used in runs too short for ``MIN_ROUNDS`` rounds of the smallest of ``SYNC_EVERY``."""
+"""Local steps per round in runs too short for ``MIN_ROUNDS`` of the smallest of ``SYNC_EVERY``."""
 
 MIN_ROUNDS = 100
 """A run needs about as many rounds; with 60 and 12 the loss was measured to be far higher."""
@@ -118,7 +118,7 @@ class PlannedRun:
     @functools.cached_property
     def times(self) -> LinkTimes:
         """How long messages take."""
-        return LinkTimes(self.links.of_size(self.num_workers), self.num_workers)
+        return LinkTimes(self.links, self.num_workers)
 
     @functools.cached_property
     def step_times(self) -> StepTimes:
@@ -142,7 +142,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         words = [METHOD_TABLE[self.method].title]
         if self.topology:
             words.append(TOPOLOGY_TITLES[self.topology])
@@ -179,7 +179,7 @@ FRAGMENTS = (3, 6, 12)
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a method costs with its best settings.
+    """The costs of a method with its best settings.
 
     Attributes:
         candidate: The method.
@@ -228,8 +228,8 @@ class Plan:
     def faster(self) -> list[Option]:
         """Options that take far less time: one as good as the chosen one, one that may not be.
 
-        The first has about the same expected loss, or is missing. The second has a loss that is not
-        known, and is faster than all others, or is missing.
+        The first has about the same expected loss. The loss of the second is not known, and it is
+        faster than all others. Either may be missing.
         """
         assert self.chosen.gap is not None
         limit = self.chosen.gap.percent + EQUAL_PERCENT
@@ -315,7 +315,7 @@ def _best(candidate: Candidate, job: PlannedRun) -> Option:
 
 
 def _cost(candidate: Candidate, job: PlannedRun, sync_every: int, fragments: int | None) -> Option:
-    """Return what a method costs with these settings."""
+    """Return the costs of a method with these settings."""
     encoding = ENCODINGS[candidate.compression]
     topologies: dict[str, Topology | None] = {
         "": None,

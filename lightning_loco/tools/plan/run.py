@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from lightning_loco._util.argument_types import number_of, whole_number
 
 BYTES_PER_GRADIENT = {
     "32-true": 4,
@@ -20,6 +20,44 @@ BYTES_PER_GRADIENT = {
 
 TOKENS_PER_PARAMETER = 20
 """Default of the tokens of a run."""
+
+
+def whole_number(text: str) -> int:
+    """Convert a number such as 124e6 to an integer.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+
+    Example:
+        >>> whole_number("124e6")
+        124000000
+    """
+    with contextlib.suppress(ValueError):
+        if (number := float(text)).is_integer():
+            return int(number)
+    raise argparse.ArgumentTypeError(f"must be a whole number, such as 124e6, got {text!r}")
+
+
+def number_of(unit: str, example: str) -> Callable[[str], float]:
+    """Return a type for numbers without a unit in their text.
+
+    Args:
+        unit: What is counted, for the error.
+        example: A number as text, for the error.
+
+    Example:
+        >>> number_of("seconds", "0.5")("2e-3")
+        0.002
+    """
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            return float(text)
+        raise argparse.ArgumentTypeError(
+            f"must be a number of {unit}, such as {example}, got {text!r}"
+        )
+
+    return convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
