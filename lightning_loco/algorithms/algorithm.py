@@ -15,23 +15,21 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from lightning_loco.algorithms.merge_policy import MergePolicy
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology
 
 State = dict[str, Any]
-"""What an algorithm keeps between rounds: tensors and plain numbers only, so that a checkpoint can
-be loaded with ``weights_only=True``. Tensors of shape (P,) belong to the parameters."""
+"""The state of an algorithm between rounds: tensors and plain numbers only, so that a checkpoint
+can be loaded with ``weights_only=True``. Tensors of shape (P,) belong to the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundInfo:
-    """What an algorithm may know about a round besides the vectors.
+    """Facts about a round besides the vectors.
 
     ``weights``, ``scalars``, ``steps`` and ``ages`` have one entry per worker, in order of the
     workers. They are empty in :meth:`Algorithm.propose`, and with ``exchange = "neighbors"`` unless
@@ -41,8 +39,8 @@ class RoundInfo:
         index: Number of the round, from 0.
         weights: Weight of each message: 1, or 0 for a worker without valid progress.
         scalars: The numbers of :meth:`Algorithm.scalars`.
-        steps: Local steps that each worker made since its last round.
-        ages: Local steps that this worker made since each message was sent: 0 in a blocking round.
+        steps: Local steps of each worker since its last round.
+        ages: Local steps of this worker since each message was sent: 0 in a blocking round.
         start: Position of the slice in the vector of all parameters, whichever rank of the worker
             has it; of shards, where the first one begins.
         bounds: Where the tensors begin and end within the slice, as ``(begin, end)``.
@@ -84,7 +82,7 @@ class Algorithm(ABC):
 
     start_key: ClassVar[str | None] = None
     """The state entry with the parameters at the start of the round, or None. A worker without
-    valid progress continues from them, and sends them to its neighbours instead of its own."""
+    valid progress continues from them, and sends them instead of its parameters."""
 
     consensus_key: ClassVar[str | None] = None
     """The state entry with outer parameters that are the same on all workers, or None. Needed for
@@ -95,7 +93,7 @@ class Algorithm(ABC):
     with another number of workers keeps it."""
 
     merge_policy: ClassVar[MergePolicy | None] = None
-    """What happens to the local steps made while a round was pending. None: the algorithm does not
+    """How the local steps taken while a round was pending are kept. None: the algorithm does not
     support overlap."""
 
     default_topology: ClassVar[str | None] = None
@@ -104,9 +102,9 @@ class Algorithm(ABC):
 
     @property
     def granularity(self) -> int | None:
-        """What the length of a slice must be a multiple of (the last one may be shorter).
+        """The length of a slice is a multiple of this number; the last one may be shorter.
 
-        1 for an elementwise algorithm; None if it needs the whole vector.
+        1 for an elementwise algorithm; None for one that needs the whole vector.
         """
         return 1
 
@@ -233,7 +231,7 @@ class Algorithm(ABC):
     def scalars(self, state: State) -> Sequence[float]:
         """Return numbers that every worker sends to all others with a round, always as many.
 
-        :attr:`RoundInfo.scalars` holds those of all workers.
+        :attr:`RoundInfo.scalars` holds the numbers of all workers.
         """
         return ()
 

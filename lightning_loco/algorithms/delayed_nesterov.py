@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     step_outer_sgd,
     warn_if_unstable_late,
 )
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +125,7 @@ class DelayedNesterov(Algorithm):
         return torch.sub(state["outer"], params, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
-        """Make a plain outer step; at the end of a block, one with momentum."""
+        """Take a plain outer step; at the end of a block, one with momentum."""
         outer: Tensor = state["outer"]
         rate, n = next_rate(self.outer_lr, state), self.every
         if n == 1 or self.outer_momentum == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +27,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     warn_if_unstable_late,
 )
 from lightning_loco.algorithms.robust import Aggregate, as_robust_mean
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +103,7 @@ class DiLoCo(Algorithm):
             )
         if self.outer_optimizer is not None and callable(self.outer_lr):
             raise ValueError(
-                f"outer_optimizer has a rate of its own, and outer_lr={self.outer_lr!r} would be "
+                f"outer_optimizer has its own rate, and outer_lr={self.outer_lr!r} would be "
                 "unused. Leave one of them out."
             )
 
@@ -163,7 +160,7 @@ class DiLoCo(Algorithm):
         return robust_mean.combine(messages, info.weights)
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
-        """Make an outer step with the mean pseudo-gradient; return the outer parameters."""
+        """Take an outer step with the mean pseudo-gradient; return the outer parameters."""
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)

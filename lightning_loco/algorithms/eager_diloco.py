@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +24,7 @@ from lightning_loco.algorithms.outer_optimizer import (
     step_outer_sgd,
     warn_if_unstable_late,
 )
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +32,13 @@ class EagerDiLoCo(Algorithm):
     r"""DiLoCo with overlap in which each worker applies its own share of the mean immediately.
 
     At the end of round t a worker has its own pseudo-gradient of round t and the mean of round
-    t - 1. It makes an outer step with
+    t - 1. It takes an outer step with
 
     .. math::
         \tilde\Delta^i_t = \tfrac{1}{N} \Delta^i_t
         + \big(\bar\Delta_{t-1} - \tfrac{1}{N} \Delta^i_{t-1}\big)
 
-    on outer parameters of its own, as :class:`~lightning_loco.algorithms.DiLoCo` does with the
+    on its own outer parameters, as :class:`~lightning_loco.algorithms.DiLoCo` does with the
     mean. The corrections telescope: all of every worker's progress is applied everywhere, and the
     distance between the workers' outer parameters is bounded. The consensus model is their mean.
     Without overlap, in the first round of a warm start, and with one worker it is DiLoCo.
@@ -126,7 +123,7 @@ class EagerDiLoCo(Algorithm):
         state: State,
         info: RoundInfo,
     ) -> Tensor:
-        """Make an outer step with the own share of this round and the others' of the last one."""
+        """Take an outer step with this worker's share of this round and the others' of the last."""
         own: Tensor = state["own"]
         gradient = own
         if ended is not None:
@@ -138,7 +135,7 @@ class EagerDiLoCo(Algorithm):
         return self._step(gradient, state)
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
-        """Make the step of DiLoCo, or correct the last step if a round was pending."""
+        """Take the step of DiLoCo, or correct the last step if a round was pending."""
         if not state["under_way"]:
             return self._step(received, state)
         state["under_way"] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from lightning_loco.algorithms.outer_lr import (
     outer_lr_metrics,
     rate_at,
 )
-from lightning_loco.topology import gossip_radius, lambda_max
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology, gossip_radius, lambda_max
 
 _AUTO_MOMENTA = {"local": (0.5, 0.3, 0.1), "gossiped": (0.7, 0.5, 0.3, 0.1)}
 _SLOWEST_CONSENSUS = 0.85
@@ -46,16 +43,15 @@ class GASLoC(Algorithm):
     edges. With Metropolis weights a ``gossip_step`` of 1 is one step of Metropolis gossip; a pair
     of workers averages at 0.5. Messages go to neighbours only. The consensus model is the mean.
 
-    With overlap the recursion is the same, and the drift :math:`g_{t+1}` is that of the local steps
-    made while the exchange of :math:`u_t` was pending, from parameters without its result.
+    With overlap the recursion is the same, and the drift :math:`g_{t+1}` comes from the local steps
+    taken while the exchange of :math:`u_t` was pending, from parameters without its result.
 
     Args:
         outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are. Or a schedule,
             from the index of a round to its rate. With momentum and a schedule it is not DiLoCo on
             a complete graph, because :math:`u_{t-1}` contains the previous rate.
-        gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings; what
-            makes one step of the mixing matrix.
-            :func:`lightning_loco.topology.optimal_gossip` gives the pair
+        gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings: one
+            step of the mixing matrix. :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
         momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.7, or less if gossip would leave more than
             0.85 of the distance between workers per round. With ``"local"`` 0.5 on fixed graphs, or

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge_policy import KeepProgress
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
 from lightning_loco.algorithms.merge_policy import KeepProgress
-from lightning_loco.topology import gossip_radius
-
-if TYPE_CHECKING:
-    from lightning_loco.topology import Topology
+from lightning_loco.topology import Topology, gossip_radius
 
 _MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
 
@@ -121,7 +117,7 @@ class NoLoCo(Algorithm):
         return torch.lerp(state["start"], params, self.outer_lr / self._gossip_step, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
-        """Make an outer step with momentum towards the mean of the group."""
+        """Take an outer step with momentum towards the mean of the group."""
         start: Tensor = state["start"]
         if self.outer_momentum == 0:
             return torch.lerp(start, received, self._gossip_step, out=start)

@@ -156,7 +156,7 @@ def check_outer_lr(outer_lr: OuterLR) -> None:
 
     Raises:
         TypeError: If it is neither a number nor a function from a round to one.
-        ValueError: If the rate, or that of the first round, is not positive and finite.
+        ValueError: If the rate, or the rate of the first round, is not positive and finite.
     """
     if callable(outer_lr):
         _check_positive("outer_lr(0), the rate of the first round,", outer_lr(0))

@@ -45,7 +45,7 @@ def step_outer_sgd(
     outer_momentum: float,
     nesterov: bool,
 ) -> None:
-    """Make one step of SGD on the outer parameters, in place.
+    """Take one step of SGD on the outer parameters, in place.
 
     Args:
         outer: Outer parameters ``(P,)``.
@@ -162,9 +162,7 @@ def _spectral_radius(
     return float(torch.linalg.eigvals(block).abs().max())
 
 
-def check_outer_optimizer(
-    make_optimizer: OuterOptimizer,
-) -> None:
+def check_outer_optimizer(make_optimizer: OuterOptimizer) -> None:
     """Check an outer optimizer by two steps on a small vector.
 
     Raises:
@@ -198,7 +196,7 @@ def step_outer_optimizer(
     gradient: Tensor,
     state: State,
 ) -> torch.optim.Optimizer:
-    """Make one step of a torch optimizer on the outer parameters, in place.
+    """Take one step of a torch optimizer on the outer parameters, in place.
 
     The optimizer is created for each step and its state restored, so its state is saved as entries
     ``optimizer.<name>`` of ``state``: tensors and numbers.

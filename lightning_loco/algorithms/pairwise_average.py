@@ -118,8 +118,8 @@ class PairwiseAverage(Algorithm):
         TypeError: If a number has another type, or the interpolation is not callable.
 
     Source:
-        dpwa, "Distributed learning by Pair-Wise Averaging". The loss factor is that of its code;
-        its text has the inverse.
+        dpwa, "Distributed learning by Pair-Wise Averaging". The loss factor follows its
+        code; its text has the inverse.
 
     Example:
         >>> import torch

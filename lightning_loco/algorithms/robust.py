@@ -1,4 +1,4 @@
-"""Robust means: what a few wrong or hostile messages among many cannot move far."""
+"""Robust means, which a few wrong or hostile messages among many cannot move far."""
 
 from __future__ import annotations
 

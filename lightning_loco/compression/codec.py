@@ -43,7 +43,7 @@ class Codec(ABC):
 
     @property
     def averages_senders(self) -> bool:
-        """Whether the mean of a value is that of the workers that have sent it.
+        """Whether a value is averaged over the workers that have sent it.
 
         Only for sparse codecs, with which every worker receives the messages of all.
         """

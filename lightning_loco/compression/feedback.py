@@ -148,7 +148,7 @@ class Compression:
     def local_params(self, result: Tensor, state: State, out: Tensor | None = None) -> Tensor:
         """Return the local parameters: the algorithm's result plus a residual kept in the model.
 
-        ``out`` is memory for the sum, and may be that of ``result``.
+        ``out`` is memory for the sum; it may be ``result``.
         """
         if not self.stays_in_model:
             return result

@@ -76,7 +76,7 @@ class Sparse(Codec):
 
     @property
     def averages_senders(self) -> bool:
-        """Whether the mean of a value is that of the workers that have sent it."""
+        """Whether a value is averaged over the workers that have sent it."""
         return self.mean_over == "senders"
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Workers = TypeVar("Workers", int, NDArray[np.int64])
-"""The number of a worker, or those of several."""
+"""A number of a worker, or an array of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Links:
         num_workers: Number of workers that the links are for; None for any.
         sites: Number of sites, such as data centres. The first N / ``sites`` workers are at the
             first one, and so on.
-        between_sites: Link that any two workers at different sites have for themselves, unless it
-            is in ``pairs``. None if ``sites`` is 1.
+        between_sites: Separate link of any two workers at different sites, unless theirs is in
+            ``pairs``. None if ``sites`` is 1.
         uplink_mbit_per_s: Bandwidth that all messages from a site to others share, and all messages
             to it, in megabits per second. Links in ``pairs`` have no part in it. Default: no limit.
 
@@ -129,8 +129,8 @@ class Links:
             )
         if uplink < math.inf and self.sites == 1:
             raise ValueError(
-                f"uplink_mbit_per_s={uplink:g} is the line from a site to others, but there is one "
-                "site. Give sites and between_sites, too."
+                f"uplink_mbit_per_s={uplink:g} is the line from a site to others and needs at "
+                "least two sites. Give sites and between_sites, too."
             )
 
     def check(self, num_workers: int) -> None:
@@ -172,7 +172,7 @@ class Links:
         return self._by_worker.get(worker, self.default)
 
     def of_pair(self, sender: int, receiver: int) -> Link | None:
-        """Return the link that these two have for themselves, or None.
+        """Return the link that only these two use, or None.
 
         Raises:
             ValueError: If there are several sites and the number of workers is not known.
@@ -207,5 +207,5 @@ NETWORKS = {
     ),
     "one_slow_link": Links(LINKS["lan"], workers=((0, LINKS["dsl"]),)),
 }
-"""Links of all workers by name: two halves with a link of its own for any two workers between them;
-two halves with one line between them; all within a building, but worker 0 at home."""
+"""Links of all workers by name: two sites, and a separate link between any two workers at different
+sites; two sites with one line between them; all within a building, but worker 0 at home."""

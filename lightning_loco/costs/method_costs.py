@@ -1,4 +1,4 @@
-"""What rounds cost in seconds and bytes, from sizes, speeds and links alone.
+"""Costs of rounds in seconds and bytes, from sizes, speeds and links alone.
 
 Nothing is trained: the schedule of a real run says when rounds begin and end, and all workers are
 one NumPy vector of times. So 100,000 workers with 100 billion parameters take seconds. The
@@ -31,17 +31,16 @@ from lightning_loco.topology import Topology
 ExchangeKind = Literal["mean", "gather", "neighbors", "server"]
 """All-reduce, all-gather, messages to the neighbors in a topology, or to a server and back."""
 
-
 ENCODINGS = {name: row.encoding for name, row in CODEC_TABLE.items()}
 """The sizes of messages by the names of codecs; ``"none"`` is float32."""
 
 
 class Traffic(NamedTuple):
-    """What each worker sends in an exchange.
+    """The messages of each worker in an exchange.
 
     Attributes:
         kind: How messages move.
-        num_bytes: For a mean or gather all that a worker sends; otherwise one message.
+        num_bytes: Of all messages of a worker in a mean or gather; otherwise of one message.
         hops: Messages that follow each other, each of which adds a latency.
     """
 
@@ -77,7 +76,7 @@ class Traffic(NamedTuple):
         return cls(kind, size + (n - 2) * shard, 2)
 
     def bytes_sent(self, num_messages: int) -> int:
-        """Return the bytes that a worker with so many receivers sends."""
+        """Return the bytes that a worker with ``num_messages`` receivers sends."""
         return self.num_bytes * num_messages if self.kind == "neighbors" else self.num_bytes
 
     def seconds(self, times: LinkTimes, topology: Topology | None, index: int) -> TransferTimes:
@@ -164,7 +163,7 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How a method makes rounds.
+    """The rounds of a method.
 
     Args:
         schedule: When rounds begin and end, by local steps and the same for all workers.
@@ -194,11 +193,6 @@ class Method:
                 f"topology={self.topology}."
             )
 
-    @property
-    def num_fragments(self) -> int:
-        """Number of fragments, which are exchanged in turn."""
-        return self.schedule.num_fragments
-
 
 METHODS = {name: row for name, row in METHOD_TABLE.items() if row.costs is not None}
 """Methods whose costs :func:`as_method` knows."""
@@ -212,7 +206,7 @@ def as_method(
     fragments: int | None = None,
     delay: int | None = None,
 ) -> Method:
-    """Return how a method of :data:`METHODS` makes rounds, as its strategy does by default.
+    """Return the rounds of a method of :data:`METHODS`, as its strategy runs them by default.
 
     Args:
         name: A name of :data:`METHODS`. ``"ddp"`` averages after every step, after the backward
@@ -251,7 +245,7 @@ def as_method(
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What a run has cost.
+    """The costs of a run.
 
     Attributes:
         rounds: Rounds that were begun.
@@ -291,7 +285,7 @@ class _Sent:
         began_at: Local steps when it began.
         begun_s: When each worker has begun it.
         known_s: When all messages for a worker have been sent.
-        sending_s: Until when its link sends its own message, if it waits for nobody.
+        sending_s: Until when its link sends its own message, if it waits for no other worker.
         link_free_s: When its link is free again, if nothing else is sent.
         arrives_s: When the result is there.
     """
@@ -322,11 +316,11 @@ def estimate(
     the result when the schedule applies it, and for their link while it sends an earlier message.
 
     Args:
-        method: How rounds are made.
+        method: Schedule, messages and encoding of the rounds.
         num_parameters: Number of parameters P; fragments are equal parts of them.
         steps: How long local steps take.
         times: How long messages take.
-        num_rounds: Rounds to make; each exchanges one fragment.
+        num_rounds: Rounds to count; each exchanges one fragment.
         skipped_rounds: Rounds before these that are not counted, such as the first ones of
             overlapped rounds, which wait for nothing.
 

@@ -1,4 +1,4 @@
-"""The table of methods: what the registry, costs, planner, early checks and pages know of each.
+"""The table of methods, which registry, costs, planner, early checks and pages read.
 
 It is read before PyTorch and Lightning are imported, so classes and functions are import paths.
 """
@@ -15,16 +15,16 @@ class KnownMethod:
     """A row of the table of methods.
 
     Attributes:
-        title: What it is called in tables.
+        title: Its name in tables.
         strategy: Its class, as an import path.
-        algorithm: What a round computes: the name of a class in ``lightning_loco.algorithms``.
+        algorithm: Name of a class in ``lightning_loco.algorithms``, which a round computes.
         exchange: How messages move.
         defaults: The strategy's own arguments with their defaults.
         short_rounds: Arguments that suit a round every 10 local steps better than the defaults,
             which are for hundreds; ``conf/algorithm`` has them, because the demo is short.
         settings: Function that checks the own arguments and returns the settings, as an import
-            path. It gets those of ``defaults`` that it has as arguments.
-        costs: How the cost model makes its rounds: after every local step, as blocking rounds, or
+            path. It gets the ones of ``defaults`` that are its arguments.
+        costs: How the cost model runs its rounds: after every local step, as blocking rounds, or
             as fragments of async or of streaming DiLoCo. None if it does not know the method.
         topology: Name of the default topology, if workers exchange with neighbors.
         gaps: Measured loss relative to DDP, by the name of the codec or of the topology; ``""`` for
@@ -260,6 +260,6 @@ METHOD_TABLE = {
 }
 """The methods by name: of ``Trainer(strategy=...)``, ``algorithm=...`` and their files and pages.
 
-``ddp`` is Lightning's own, the baseline. Gaps are those of the demo: a GPT of 0.8M parameters, 4
-workers, 10 local steps per round.
+``ddp`` is Lightning's own, the baseline. Gaps were measured with the demo: a GPT of 0.8M
+parameters, 4 workers, 10 local steps per round.
 """

@@ -20,7 +20,7 @@ BUCKET_BYTES = 4 * 2**20
 class ServerTimes:
     """Arrival times in seconds: gradients at the server, parameters at the workers.
 
-    The server has a link like that of worker 0, at the same site. The messages of all workers
+    The server is at the site of worker 0 and has the same link. The messages of all workers
     share it, the first one sent first, and so do all replies, which are sent side by side. Before
     the last worker sends its gradient, the server receives of each other one as many buckets as
     :data:`PREFETCH_BYTES` hold, less one, which is about 12 MiB. Messages of workers at other sites

@@ -59,7 +59,7 @@ class LinkQueue:
 
 
 class TransferTimes(NamedTuple):
-    """What :class:`TransferTime` is, for all workers at once.
+    """The :class:`TransferTime` of all workers at once.
 
     Attributes:
         busy_s: By worker, ``(N,)``, in seconds.
@@ -82,8 +82,8 @@ class Route(NamedTuple):
         uplink_mbit_per_s: Share of the uplink of a site; infinite inside a site, or without limit.
         latency_s: Latency without jitter.
         jitter_s: Largest additional delay.
-        is_shared: Whether the message shares the links of sender and receiver with others, and has
-            no link of its own.
+        is_shared: Whether the message shares the links of sender and receiver with others; False
+            if it has a separate link.
     """
 
     mbit_per_s: Array
@@ -170,7 +170,7 @@ class LinkTimes:
     def _to_all_of(self, workers: Indices) -> tuple[Indices, Route]:
         """Return the senders and links of equal messages from each worker to each other one.
 
-        Messages that share a link are one entry, with the part of its bandwidth that each has.
+        Messages that share a link are one entry, with the bandwidth of each.
         """
         links, n = self.links, len(workers)
         sites = links.site_of(workers)

@@ -64,7 +64,7 @@ class Axis:
     def around(
         cls, values: Iterable[float], start: float, end: float, is_log: bool = False
     ) -> Axis:
-        """Return an axis on which all values have a place; those of a logarithm are positive."""
+        """Return an axis for all values; a logarithmic one is for the positive values."""
         kept = [value for value in values if value > 0 or not is_log]
         ends = min(kept, default=1.0), max(kept, default=1.0)
         low, high = (min(max(end, -LARGEST), LARGEST) for end in ends)
@@ -128,10 +128,10 @@ class Series:
     Attributes:
         name: In the legend.
         points: Its points.
-        color: Number of the color; -1 for that of the text.
+        color: Number of the color; -1 for the color of the text.
         is_strong: Whether it has points, and a thick line, and is never smoothed.
         is_dashed: Whether it is dashed.
-        is_worker: Whether it is shown only if the reader asks for the workers.
+        is_worker: Whether it is of one worker, and hidden until the reader shows workers.
     """
 
     name: str
@@ -308,7 +308,7 @@ def mean_of(curves: Sequence[Curve], x: XAxis = "step") -> list[Point]:
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """What one worker did: for each kind of event the ``d`` of a ``<path>`` of horizontal lines."""
+    """The events of a worker: for each kind the ``d`` of a ``<path>`` of horizontal lines."""
 
     name: str
     y: float

@@ -53,7 +53,7 @@ MAX_COMPARED = 2 * NUM_COLORS
 """Runs in the charts of a comparison: the second half has dashed lines."""
 
 AXES: dict[str, XAxis] = {"local steps": "step", "time": "time", "bytes": "bytes"}
-"""What losses are drawn against, as in the titles of charts."""
+"""The horizontal axes of losses, by their names in titles of charts."""
 
 MAX_GRAPH = 64
 """Workers of a topology that is drawn."""
@@ -136,7 +136,7 @@ def span(record: RunRecord) -> tuple[float, float]:
 
 
 def known_kinds(record: RunRecord) -> list[str]:
-    """Return the kinds of events: those that have a color of their own, then the others."""
+    """Return the kinds of events: first the ones with their own color."""
     found = {event[1] for event in record.events} | {kind for own in record.shares for kind in own}
     return [kind for kind in KINDS if kind in found] + sorted(found - set(KINDS))
 
@@ -297,7 +297,7 @@ def render_comparison(records: Mapping[str, RunRecord]) -> str:
 
 
 def compared(record: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yield what the table of runs shows of one."""
+    """Yield the cells of a run in the table of runs."""
     yield "run", record.title, ""
     for label, value, remark in tiles(record):
         yield label, value, remark

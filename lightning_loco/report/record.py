@@ -27,7 +27,7 @@ MAX_POINTS = 1000
 """Points that a curve keeps at most."""
 
 CurveKind = Literal["train_loss", "validation", "learning_rate", "consensus", "metric"]
-"""What a curve shows: in which chart it is drawn."""
+"""The quantity of a curve, which has its own chart."""
 
 Point = tuple[int, float, float | None, float, float, float]
 """Step, seconds, bytes or None, then the mean, smallest and largest of the values."""
@@ -37,7 +37,7 @@ Event = tuple[int, str, float, float]
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file atomically: whoever reads it meanwhile finds the old text or the new one."""
+    """Write a file atomically: a reader finds the old text or the new one."""
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         new.write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ class Curve:
     A point has a local step, the seconds since the start of the run, the bytes that the worker had
     sent, and the mean, the smallest and the largest of the values it stands for. When the limit is
     reached, neighbours become one point, and from then on each point stands for twice as many
-    values. Step, seconds and bytes are those of the last of them. Values that are not finite are
+    values. Step, seconds and bytes are taken from the last of them. Values that are not finite are
     counted, and are not part of a point.
 
     Args:
@@ -161,7 +161,7 @@ class Drawing:
         num_workers: Number of workers.
         edges: Pairs of workers that exchange: in every round, or in one round of a period.
         spectral_gap: 1 for the exact mean after a round, 0 for no mixing; None if not known.
-        note: What else to say about it.
+        note: A remark.
     """
 
     name: str
@@ -183,7 +183,7 @@ class Drawing:
 
 @dataclasses.dataclass
 class RunRecord:
-    """What is known about a run.
+    """The record of a run.
 
     Attributes:
         title: Such as ``"GASLoC, 4 workers"``.
@@ -192,8 +192,8 @@ class RunRecord:
         seconds: Duration of the training.
         lanes: Names of the workers, or of their ranks.
         curves: All curves.
-        events: What each lane did when, at most the first and the last thousands. The kinds that
-            have a colour of their own are ``"compute"``, ``"wait"``, ``"sync point"``,
+        events: The events of each lane, at most the first and the last thousands. The kinds that
+            have their own colors are ``"compute"``, ``"wait"``, ``"sync point"``,
             ``"validation"``, ``"checkpoint"``, and, drawn below the lane, ``"round"`` and
             ``"send"``.
         shares: For each lane the seconds of each kind, of all events. Time within several events
@@ -204,7 +204,7 @@ class RunRecord:
         ddp_bytes: Bytes that DDP would have sent in the same steps; None if that is no comparison.
         wait_s: Seconds for which a rank was blocked in exchanges, mean over the ranks; None if only
             ``shares`` have it. It includes waits within sync points and checkpoints.
-        topology: None if all exchange with all, or nobody does.
+        topology: None if all workers exchange with all, or with none.
         settings: Settings by name, maybe in groups.
         versions: Versions of programs by name.
         warnings: Texts, and how often each has come.

@@ -87,7 +87,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def is_overlapped(self, round_index: int) -> bool:
-        """Return whether a round is still pending when the next local step is made."""
+        """Return whether a round is still pending during the next local step."""
 
     def staleness_of(self, worker: int) -> float:
         """Return the delay of a result, in rounds; 0 if rounds follow the clock."""
@@ -114,7 +114,7 @@ class Schedule(ABC):
         return self.sync_every_of(0)
 
     def metrics(self, round_index: int) -> dict[str, float]:
-        """Return what is logged about the next round, by name."""
+        """Return numbers to log about the next round, by name."""
         return {}
 
     def of_worker(self: S, worker: int) -> S:

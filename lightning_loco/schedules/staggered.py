@@ -348,7 +348,7 @@ def _contiguous(sizes: list[int], fragments: int) -> list[int]:
 
 
 def _by_name(names: list[str], patterns: Sequence[str]) -> dict[str, int]:
-    """Return the fragment of each parameter: that of the only pattern found in its name."""
+    """Return the fragment of each parameter, whose pattern is the only one found in its name."""
     numbers: dict[str, int] = {}
     for name in names:
         found = [i for i, pattern in enumerate(patterns) if re.search(pattern, name)]

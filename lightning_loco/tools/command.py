@@ -146,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="lightning-loco",
         description="Tools for distributed runs. Training "
-        "itself is a program of its own: lightning-loco-train, in a checkout python train.py.",
+        "itself is another program: lightning-loco-train, in a checkout python train.py.",
     )
     parser.add_argument("--version", action="version", version=describe_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

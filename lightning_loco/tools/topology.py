@@ -1,7 +1,7 @@
-"""``lightning-loco topology``: who exchanges with whom on a graph, how fast, with what settings.
+"""``lightning-loco topology``: the neighbours on a graph, how fast gossip mixes, and its settings.
 
 A few numbers decide how well gossip works on a graph: the share of the distance between workers
-that a round leaves, and what GASLoC makes of it with ``"auto"``. They are printed before a run.
+that a round leaves, and the settings that GASLoC chooses with ``"auto"``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def describe(topology: Topology, num_workers: int, name: str) -> str:
 
 
 def _neighbours(topology: Topology, num_workers: int) -> list[tuple[str, str]]:
-    """Say whom a worker exchanges with, in the first rounds if they change."""
+    """Return the neighbours of a worker, in the first rounds if they change."""
     period = topology.period(num_workers)
     rounds = range(1 if period == 1 else min(period or _SHOWN_ROUNDS, _SHOWN_ROUNDS))
     of_worker_0 = [_named(topology.receivers(0, num_workers, one)) for one in rounds]
@@ -93,7 +93,7 @@ def _neighbours(topology: Topology, num_workers: int) -> list[tuple[str, str]]:
 
 
 def _convergence(topology: Topology, num_workers: int) -> list[tuple[str, str]]:
-    """Say how fast plain averaging brings all workers to their mean."""
+    """Return how fast plain averaging brings all workers to their mean."""
     rate = consensus_rate(topology, num_workers)
     if rate < _EXACT:
         period = topology.period(num_workers)
@@ -108,7 +108,7 @@ def _convergence(topology: Topology, num_workers: int) -> list[tuple[str, str]]:
 
 
 def _acceleration(topology: Topology, num_workers: int) -> list[tuple[str, str]]:
-    """Say what momentum can gain, on graphs with a fixed spectrum."""
+    """Return the possible gain of momentum, on graphs with a fixed spectrum."""
     try:
         condition = chi(topology, num_workers)
     except ValueError:
@@ -139,7 +139,7 @@ def _share(rate: float) -> str:
 
 def _named(workers: Sequence[int]) -> str:
     if not workers:
-        return "nobody"
+        return "none"
     rest = f" and {len(workers) - _MAX_NAMED} more" if len(workers) > _MAX_NAMED else ""
     return ", ".join(map(str, workers[:_MAX_NAMED])) + rest
 

@@ -131,7 +131,7 @@ class FromGraph(CustomTopology):
             ``"edges"``: the edge attribute ``weight``. The worker's own weight is 1 minus the sum.
             ``"laplacian"``: the attribute ``weight``, or 1 without it, is the weight
             :math:`\lambda_{ij}` in the Laplacian, whose diagonal is their sum; GASLoC's
-            ``gossip_step`` is then that of the Laplacian, and ``W`` is scaled to be stable.
+            ``gossip_step`` then applies to the Laplacian, and ``W`` is scaled to be stable.
 
     Raises:
         TypeError: If it is not a networkx graph.
@@ -163,15 +163,15 @@ class FromGraph(CustomTopology):
 class FromFile(CustomTopology):
     """A graph read from an edge-list file with one edge ``i j`` or ``i j weight`` per line.
 
-    Workers are numbered from 0; ``#`` begins a comment. The formats are those of networkx's
-    ``write_edgelist`` and ``write_weighted_edgelist``. Either all edges have a weight or none. The
+    Workers are numbered from 0; ``#`` begins a comment. networkx's ``write_edgelist`` and
+    ``write_weighted_edgelist`` write such files. Either all edges have a weight or none. The
     weights are the entries ``W[i, j] = W[j, i]`` of the mixing matrix; without weights, Metropolis
     weights are used.
 
     Args:
         path: The file; it is read at construction.
         weighting: None as above, or one of `FromGraph`; ``"laplacian"`` takes the weights of the
-            file, or 1, as those of the Laplacian.
+            file, or 1, as weights in the Laplacian.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -287,7 +287,7 @@ def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> tuple[list[Row], f
             {j: _edge_weight(i, j, {**unit, **senders[i][j]}, weighting) for j in senders[i]}
             for i in range(len(graph))
         ]
-    if weighting == "laplacian":  # W is that of "uniform" if all weights are 1
+    if weighting == "laplacian":  # as "uniform" if all weights are 1
         totals = [math.fsum(row.values()) for row in edges]
         scale = max(totals) + max((w for row in edges for w in row.values()), default=1.0)
     for worker in range(len(graph)):

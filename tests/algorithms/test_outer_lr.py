@@ -245,7 +245,7 @@ def test_an_invalid_rate_in_a_later_round_is_named_with_its_round() -> None:
 
 
 def test_a_schedule_with_an_outer_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="outer_optimizer has a rate of its own, and outer_lr="):
+    with pytest.raises(ValueError, match="outer_optimizer has its own rate, and outer_lr="):
         DiLoCo(Cosine(0.9, 0.1, rounds=5), outer_optimizer=torch.optim.AdamW)
 
 

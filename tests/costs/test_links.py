@@ -418,7 +418,7 @@ def test_an_exchange_of_all_with_all_is_possible_for_many_workers() -> None:
 
 def test_invalid_uplinks_are_an_error(subtests: pytest.Subtests) -> None:
     for values, error, text in (
-        ({"sites": 1, "uplink_mbit_per_s": 9}, ValueError, "there is one site. Give sites and"),
+        ({"sites": 1, "uplink_mbit_per_s": 9}, ValueError, "at least two sites. Give sites and"),
         ({**TWO_SITES, "uplink_mbit_per_s": 0}, ValueError, "must be positive .* got 0"),
         ({**TWO_SITES, "uplink_mbit_per_s": NAN}, ValueError, "must be positive .* got nan"),
         ({**TWO_SITES, "uplink_mbit_per_s": "1"}, TypeError, "must be a number, got '1'"),

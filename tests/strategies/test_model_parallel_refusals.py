@@ -189,7 +189,12 @@ def refuse(rank: int, world: int, run: Run, sizes: tuple[int, int]) -> tuple[str
 
 
 REFUSED: dict[str, tuple[Run, tuple[int, int], str, str]] = {
-    "number of ranks": (Run(), (3, 1), "ValueError", "the 4 ranks are no multiple of 3"),
+    "number of ranks": (
+        Run(),
+        (3, 1),
+        "ValueError",
+        "= 3 ranks, but there are 4 ranks. Start a multiple of 3",
+    ),
     "another mesh": (
         Run(module=OverAllRanks),
         (2, 1),

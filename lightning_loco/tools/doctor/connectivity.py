@@ -135,7 +135,7 @@ class ConnectionResult:
 
 @dataclass(frozen=True)
 class Results:
-    """What a machine has found out about the others.
+    """The results of a machine's checks of the others.
 
     Attributes:
         rank: Rank of this machine.
@@ -162,7 +162,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a machine sends when another one connects, and again after the large packets."""
+    """A machine sends it when another one connects, and again after the large packets."""
 
     rank: int
     name: str
@@ -170,7 +170,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a machine sends before data that goes on for ``seconds``."""
+    """A machine sends it before data that goes on for ``seconds``."""
 
     seconds: float
 

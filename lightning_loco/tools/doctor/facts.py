@@ -39,7 +39,7 @@ VARIABLES = ("GLOO_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RES_O
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine knows about itself.
+    """Facts of a machine about itself.
 
     Attributes:
         rank: Its number.
@@ -48,7 +48,7 @@ class Facts:
         name_address: Address of the host name; empty if it has none.
         address: Address on which gloo listens; empty if it is not known before the rendezvous.
         interface: Network interface of ``address``; empty if unknown.
-        faults: What is wrong with the variables that name interfaces, and what to do.
+        faults: Errors in the variables that name interfaces, and what to do.
         port: Port on which this machine answers the others.
         route_address: Its address on the connection to machine 0; empty if there is none.
         route_interface: Network interface of ``route_address``; empty if unknown.
