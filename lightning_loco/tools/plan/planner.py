@@ -18,6 +18,7 @@ from lightning_loco._util.codecs import Encoding
 from lightning_loco.costs import Links, LinkTimes
 from lightning_loco.costs.method_costs import (
     ENCODINGS,
+    ExchangeKind,
     StepTimes,
     Traffic,
     as_method,
@@ -360,11 +361,15 @@ def _cost(candidate: Candidate, job: PlannedRun, sync_every: int, fragments: int
 
 
 def _exchange_s(
-    kind: str, job: PlannedRun, encoding: Encoding, fragments: int, topology: Topology | None
+    kind: ExchangeKind,
+    job: PlannedRun,
+    encoding: Encoding,
+    fragments: int,
+    topology: Topology | None,
 ) -> float:
     """Return the seconds of the exchange of a fragment, of the slowest worker in round 0."""
     numel = job.num_parameters // fragments
-    traffic = Traffic.of(kind, numel, job.num_workers, encoding)  # type: ignore[arg-type]
+    traffic = Traffic.of(kind, numel, job.num_workers, encoding)
     busy_s, latency_s = traffic.seconds(job.times, topology, 0)
     return float((busy_s + latency_s).max())
 
