@@ -1,4 +1,4 @@
-"""Merge policies: how a late result and the local steps made meanwhile are combined."""
+"""Merge policies: how a late result and the local steps taken meanwhile are combined."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class MergePolicy:
-    """Combines the result of an overlapped round with the local steps made while it was pending.
+    """Combines the result of an overlapped round with the local steps taken while it was pending.
 
     A blocking round needs no policy: its result is the new local parameters.
     """
 
     keeps_progress: ClassVar[bool]
-    """Whether the result is added to the local steps made meanwhile. If so, a pending round is
+    """Whether the result is added to the local steps taken meanwhile. If so, a pending round is
     applied before the next message is computed. If not, it is applied after that, because the
     message contains those local steps; and when the first overlapped round begins, local steps
     restart from the start of the round."""
@@ -53,7 +53,7 @@ class MergePolicy:
 class Restart(MergePolicy):
     r"""Local steps restart from the result: :math:`\theta \leftarrow r`.
 
-    The local steps made meanwhile are in the next message, which is computed before.
+    The local steps taken meanwhile are in the next message, which is computed before.
     """
 
     keeps_progress = False
@@ -62,7 +62,7 @@ class Restart(MergePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepProgress(MergePolicy):
-    r"""The local steps made meanwhile are added to the result.
+    r"""The local steps taken meanwhile are added to the result.
 
     .. math:: \theta \leftarrow r + (\theta - s)
 
@@ -91,7 +91,7 @@ class Mix(MergePolicy):
 
     Args:
         mix: Share :math:`\beta` of the local parameters, in [0, 1]. With 0 the result replaces the
-            local parameters, and the local steps made meanwhile are lost. With 1 only the outer
+            local parameters, and the local steps taken meanwhile are lost. With 1 only the outer
             parameters change, and each worker trains on its own.
 
     Raises:

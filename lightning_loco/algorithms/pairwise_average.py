@@ -1,4 +1,4 @@
-"""Pairwise averaging: how a worker averages its parameters and its clock with those of one peer.
+"""Pairwise averaging: a worker averages its parameters and its clock with one peer.
 
 There are no rounds. A worker reads the latest parameters of a peer at any time, and the peer is not
 involved.
@@ -88,7 +88,7 @@ _BY_NAME: dict[str, Interpolation] = {"clock": by_clock, "loss": by_loss}
 
 @dataclasses.dataclass(frozen=True)
 class PairwiseAverage(Algorithm):
-    r"""Average the parameters of a worker with those of a random peer. The peer does not change.
+    r"""Averages the parameters of a worker with a random peer, which does not change.
 
     .. math::
         \theta_i \leftarrow f\,\theta_j + (1 - f)\,\theta_i, \qquad
@@ -107,7 +107,7 @@ class PairwiseAverage(Algorithm):
         factor: The factor in [0, 1] of ``"constant"``.
         divergence_threshold: T, at least 0; 0 turns it off.
         keep_progress: Blend the parameters from the start of the fetch, and add the progress made
-            since. Without it each blend discards the share f of the local steps made during the
+            since. Without it each blend discards the share f of the local steps taken during the
             fetch, which costs much progress if fetches are frequent.
 
     The settings of dpwa's sample file are ``PairwiseAverage(fetch_probability=1, factor=0.5,

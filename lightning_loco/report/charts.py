@@ -378,7 +378,7 @@ def bars(spans: list[tuple[float, float]], axis: Axis, most: int) -> str:
 def some_rounds(events: Sequence[Event], count: int = 4) -> tuple[float, float] | None:
     """Return the start and end of a few rounds in the middle of the first lane that has them.
 
-    None if there are too few to be worth a drawing of their own.
+    None if there are too few for a separate drawing.
     """
     for lane in sorted({event[0] for event in events}):
         starts = sorted(

@@ -250,7 +250,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file of :meth:`save`, or that of a run's folder.
+        """Read a file that :meth:`save` has written, given itself or its folder.
 
         Raises:
             FileNotFoundError: If there is none.

@@ -111,7 +111,7 @@ class Staggered(Schedule):
     ``(p + 1) * H // P`` local steps, and the next ones every H local steps. The result is applied
     ``delay`` local steps later, so the rounds of several fragments may be pending at once. With one
     fragment and ``delay=H`` these are the rounds of :class:`EverySteps` with overlap. A shorter
-    delay needs a merge policy that keeps the local steps made meanwhile: ``Mix(...)`` or
+    delay needs a merge policy that keeps the local steps taken meanwhile: ``Mix(...)`` or
     ``KeepProgress()``.
 
     Args:

@@ -49,7 +49,7 @@ def plain_loop(
     nesterov: bool = True,
     rate: OuterLR = RATE,
 ) -> Tensor:
-    """Every worker with a torch optimizer of its own: ``(phases + 1, N, P)``; in the end, the mean.
+    """Every worker with its own torch optimizer: ``(phases + 1, N, P)``; at the end, the mean.
 
     The last entry is after the last mean has arrived: momentum and parameters as if the last
     gradient had been the mean.
@@ -153,7 +153,7 @@ def train_points(algorithm: EagerDiLoCo, rounds: int, drain: bool = True) -> tup
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
 def test_all_progress_is_applied_once_everywhere(rounds: int) -> None:
-    """The corrections telescope; without momentum the workers are equal in the end."""
+    """The corrections telescope; without momentum the workers are equal at the end."""
     params, progress = train_points(EagerDiLoCo(0.6, 0.0), rounds)
     assert_close(params, (0.6 * progress).expand(3, 4))
 

@@ -243,7 +243,7 @@ def test_a_single_worker_is_lookahead_with_nesterov(subtests: pytest.Subtests) -
 
 
 def without_edges(**settings: Any) -> Tensor:
-    """Four rounds of three workers that exchange nothing, each with a model and data of its own."""
+    """Four rounds of three workers that exchange nothing, each with its own model and data."""
     models = [make_model() for _ in range(3)]
     optimizers = [ADAMW(model.parameters()) for model in models]
     steps = [0] * 3
@@ -330,7 +330,7 @@ def test_without_progress_the_mean_is_kept_and_all_workers_converge_to_it(
 
 
 def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Tensor:
-    """Move each worker to a point of its own, then make rounds without progress.
+    """Move each worker to its own point, then run rounds without progress.
 
     Returns:
         The parameters before the first round and after each.

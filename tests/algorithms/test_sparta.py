@@ -206,7 +206,7 @@ def make_one_round(
 def test_parameters_that_are_not_drawn_are_unchanged_bit_for_bit(
     pool: Pool, dtype: torch.dtype, bucket_bytes: int
 ) -> None:
-    """Also in a model of a narrow dtype, whose rounds are made in float32."""
+    """Also in a model of a narrow dtype, whose rounds run in float32."""
     found = pool.run(make_one_round, dtype, bucket_bytes, world=2)
     chosen = positions(1025, QUARTER, 0)
     others = [k for k in range(1025) if k not in chosen]

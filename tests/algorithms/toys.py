@@ -41,7 +41,7 @@ def plain_step(
     step: int,
     clip: float | None = None,
 ) -> None:
-    """Make an optimizer step on the worker's own batch."""
+    """Take an optimizer step on the worker's own batch."""
     train_step(model, optimizer, worker_batch(worker, step), clip=clip)
 
 

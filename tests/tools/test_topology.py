@@ -1,4 +1,4 @@
-"""``lightning-loco topology``: its numbers are those of the package, and bad input is named."""
+"""``lightning-loco topology``: its numbers agree with the package, and errors name bad input."""
 
 from __future__ import annotations
 

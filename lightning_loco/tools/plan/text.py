@@ -180,7 +180,7 @@ def _arguments(option: Option) -> dict[str, str]:
 
 
 def _arithmetic(job: PlannedRun, option: Option) -> list[tuple[str, str]]:
-    """Return the arithmetic from the numbers of the job to those of an option, line by line."""
+    """Return the arithmetic from the job to the numbers of an option, line by line."""
     n, steps = job.num_workers, job.steps
     parts = f" / {option.fragments} fragments" if option.fragments > 1 else ""
     rows = [

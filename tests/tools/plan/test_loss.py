@@ -1,4 +1,4 @@
-"""The expected loss: the coefficients are those of a fit to the table of the paper."""
+"""The expected loss: the coefficients fit the table of the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: their times are those of ``costs``, and their advice on clusters is what one expects."""
+"""Plans: their times agree with ``costs``, and the recommendations fit the clusters."""
 
 from __future__ import annotations
 
