@@ -1,1 +1,1 @@
-"""Small parts for every layer: clock, background threads, checks of values, fault points."""
+"""Small parts for several layers: clock, threads, checks and text of values, fault points."""

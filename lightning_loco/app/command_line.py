@@ -24,8 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_loco
-from lightning_loco._util.run_folder import claim
 from lightning_loco._util.text import suggestion
+from lightning_loco.app.run_folder import claim
 from lightning_loco.tools.doctor.facts import describe_versions
 
 STARTED = datetime.now()

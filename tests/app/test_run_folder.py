@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_loco._util.run_folder import claim
 from lightning_loco.app import command_line
+from lightning_loco.app.run_folder import claim
 
 
 def test_runs_that_start_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
