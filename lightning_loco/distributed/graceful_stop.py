@@ -12,7 +12,7 @@ class StopAgreed(Exception):
 
 
 class StopAgreement:
-    """The training thread's side of the agreement that the watchdogs make about where to stop.
+    """The training thread's side of the watchdogs' agreement on where to stop.
 
     This worker was asked to stop for the reason ``requested``, or None. ``agreed`` is the reason
     once it is at the agreed position.
@@ -38,7 +38,7 @@ class StopAgreement:
     def check(self, rounds: int, steps: int, sync_every: int) -> None:
         """Set :attr:`agreed` if some worker was asked to stop and this one is at the position.
 
-        It has made ``steps`` local steps since its last round, and ``sync_every`` are a round.
+        It has taken ``steps`` local steps since its last round, of ``sync_every`` in a round.
         RuntimeError, which names the worker, if one does not answer the request.
         """
         watchdog = self._group.watchdog

@@ -293,7 +293,7 @@ class Job:
         """Return a longer prefix, for keys in the store that nothing else in this job uses.
 
         Args:
-            prefix: Says what the keys are for; all ranks call it equally often with the same one.
+            prefix: Purpose of the keys; all ranks call it equally often with the same one.
         """
         _num_keys[self.raw_store, prefix] += 1
         return f"{prefix}{_num_keys[self.raw_store, prefix]}"

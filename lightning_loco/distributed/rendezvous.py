@@ -142,7 +142,7 @@ class Rendezvous:
 
 
 def explain_lost_store(host: str, error: RuntimeError) -> str:
-    """Name the host of a store that does not answer at all, and say what has happened to it.
+    """Name the host of a store that does not answer, and whether it is unreachable or has ended.
 
     Args:
         host: Name of the worker that hosts the store.

@@ -82,7 +82,7 @@ class Watchdog(BackgroundThread):
 
     Attributes:
         failure: The error that another worker has reported, or None.
-        label: What this worker is waiting for, or has waited for last; set by the engine.
+        label: The present or last wait of this worker, in words; set by the engine.
         num_exchanges: How many exchanges this worker has started; set by the engine.
         position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
         step_s: Seconds of a local step, if workers do not wait for each other; else 0.
@@ -295,7 +295,7 @@ class Watchdog(BackgroundThread):
         Worker 0 reports it to the others as well, because the store may end with worker 0.
 
         Args:
-            label: What was being waited for: ``"round 12"``.
+            label: The wait, in words: ``"round 12"``.
             waited_s: For how long, in seconds.
         """
         text = self.explain(label, waited_s)
@@ -310,7 +310,7 @@ class Watchdog(BackgroundThread):
         """Explain why an exchange has failed: the report of a failure, or who is missing.
 
         Args:
-            label: What was being waited for: ``"round 12"``.
+            label: The wait, in words: ``"round 12"``.
             waited_s: For how long, in seconds.
         """
         heartbeats = self._watch_for_failure()

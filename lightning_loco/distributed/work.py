@@ -42,7 +42,7 @@ class WaitTimer:
 class ExplainErrors:
     """A context that turns a RuntimeError of a backend into one that names the failed worker.
 
-    What is waited for is called ``label``, e.g. ``"round 12"``. The wait ``started`` by the group's
+    ``label`` names the wait, e.g. ``"round 12"``. The wait ``started`` by the group's
     clock, by default when the context is entered. For ``involves_all`` see
     :meth:`WorkerGroup.explain_error`.
     """

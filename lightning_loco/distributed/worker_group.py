@@ -54,14 +54,14 @@ _abort: Callable[..., None] = getattr(
 
 @dataclasses.dataclass
 class WorkerGroup:
-    """Ranks that work together, the number of this one, and what connects them.
+    """Ranks that work together, the number of this one, and their connections.
 
     These are the workers that train, which are all ranks of the default process group
     (:meth:`create`), or all ranks of a job, some of which serve the others (:meth:`of_job`).
 
     A worker may consist of several ranks, its *places*. The ranks of equal place in all workers are
-    a *column*: they exchange with each other, and ``data`` and ``control`` are theirs. What a
-    worker decides, its ranks decide together, by :meth:`agree`.
+    a *column*: they exchange with each other, and ``data`` and ``control`` are theirs. The
+    ranks of a worker take its decisions together, by :meth:`agree`.
 
     Attributes:
         worker: Number of this worker, 0 to N - 1; with a job, of this rank.
@@ -327,7 +327,7 @@ class WorkerGroup:
 
         Args:
             places: Of the ranks of each group, this rank among them.
-            label: What for, in words, for errors.
+            label: The purpose, in words, for errors.
 
         Raises:
             RuntimeError: If a rank is missing or has failed; the message names it.
@@ -387,7 +387,7 @@ class WorkerGroup:
         """Publish that this worker is about to wait for the others.
 
         Args:
-            label: What it waits for, in words: ``"round 12"``.
+            label: The wait, in words: ``"round 12"``.
         """
         if self.watchdog is not None:
             self.watchdog.label = label
@@ -403,7 +403,7 @@ class WorkerGroup:
 
         Args:
             error: The error of the backend.
-            label: What was being waited for, in words.
+            label: The wait, in words.
             started: When the wait started, by the group's clock.
             involves_all: Whether all workers take part in the wait. If not, those that are alive
                 may rightly be elsewhere: the error is returned unchanged unless a worker has failed
@@ -425,7 +425,7 @@ class WorkerGroup:
     def agree(self, numbers: Sequence[float], label: str = "an agreement") -> list[list[float]]:
         """Collect numbers from the ranks of this worker, in order of the places.
 
-        What a worker decides must not differ between its ranks, so they decide from all numbers.
+        Decisions of a worker must not differ between its ranks, so they decide from all numbers.
         All ranks of the worker must call it. A worker of one rank gets its own numbers.
 
         Raises:
@@ -521,7 +521,7 @@ class WorkerGroup:
         """Wait without a timeout for all ranks of a job, unless one fails or gives no sign of life.
 
         Args:
-            label: What for, in words, for errors.
+            label: The purpose, in words, for errors.
 
         Raises:
             RuntimeError: If a rank has failed or gives no sign of life; the message names it.
@@ -536,7 +536,7 @@ class WorkerGroup:
         while it waits, by a signal, ends at once.
 
         Args:
-            label: Of what this is the end, in words, for errors; used once.
+            label: What ends here, in words, for errors; used once.
 
         Raises:
             RuntimeError: If a rank has failed or gives no sign of life; the message names it.

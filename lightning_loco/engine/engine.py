@@ -44,8 +44,8 @@ class Engine:
 
     Call :meth:`step` after every step of the optimizer, on every rank. After the last one, call
     :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
-    :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` make
-    one from single arguments.
+    :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` are
+    made from single arguments.
 
     Args:
         model: The module to train; its trainable parameters are exchanged.
@@ -402,7 +402,7 @@ class Engine:
         Parameters are read only if there is a round to take part in.
 
         Args:
-            purpose: What it is for, in words that are equal on all workers.
+            purpose: Its purpose, in words that are equal on all workers.
 
         Returns:
             The statuses with which the workers arrived.

@@ -208,7 +208,7 @@ class FragmentSync:
             began_at: Local steps of this worker.
             valid: Whether it has its own progress.
             status: To send.
-            label: What the round is called in messages.
+            label: Name of the round in messages.
         """
         exchange, pending = self._exchange, PendingRound(index, valid, began_at)
         if exchange.carries_status:

@@ -93,7 +93,7 @@ def _fragment(
         shared["state"] = _fitted(settings.algorithm, shared["state"], params, notes)
     if "compression" in changed or not saved.has_same_workers:
         if own["residual"]:
-            notes.append("what compression had left over is dropped")
+            notes.append("the residual of the compression is dropped")
         own["residual"] = settings.init_residual(engine.worker.replica.layout.new_flat_on_cpu())
     if own["sent_params"] is None:
         own["sent_params"] = params

@@ -30,8 +30,8 @@ class GradientClipping:
     are partial sums, as with sequence parallelism, are added up before.
 
     Args:
-        named: Names and parameters, in the same order on all ranks of the worker, which must all
-            make it.
+        named: Names and parameters, in the same order on all ranks of the worker. All of them must
+            construct it.
         group: The worker.
     """
 

@@ -1,4 +1,4 @@
-"""Who owns which elements of a worker of several ranks: it exchanges them, and shares the result.
+"""Ownership of elements in a worker of several ranks: owners exchange, and share the results.
 
 Every element of a worker is owned by one of its ranks. The ranks that own the same elements of all
 workers exchange them with each other. Where other ranks of the worker hold the same element, they
@@ -89,7 +89,7 @@ class Block(NamedTuple):
 
 
 def whole_positions(tensors: Iterable[Tensor]) -> Callable[[int], int]:
-    """Return what turns a position in the vector of shards into that in the vector of tensors."""
+    """Return a function from positions in the vector of shards to the vector of whole tensors."""
     blocks = [Block.of(tensor) for tensor in tensors]
     held, whole = (
         list(itertools.accumulate(map(math.prod, shapes), initial=0))
@@ -255,7 +255,7 @@ def find_holders(blocks: Sequence[Block], group: WorkerGroup) -> list[tuple[int,
 def _local_slices(
     blocks: Sequence[Block], fragment: Sequence[range]
 ) -> Iterator[tuple[int, range]]:
-    """Yield what this rank holds of a fragment: the number of a tensor, and the slice of it."""
+    """Yield this rank's part of a fragment: the number of a tensor, and a slice of the vector."""
     start = local_start = 0
     for number, block in enumerate(blocks):
         size, local_size = math.prod(block.shape), math.prod(block.local_shape)
@@ -327,7 +327,7 @@ def divide(
 
 
 class ResultSharing:
-    """Sends what each rank of a worker owns to those that hold the same elements.
+    """Sends the elements that each rank of a worker owns to other ranks that hold them.
 
     Args:
         ownership: Of this rank.
@@ -394,14 +394,14 @@ class PendingChunks(NamedTuple):
 
     Attributes:
         work: Of the collective.
-        received: Each chunk with what it will hold.
+        received: Each chunk with its new values.
     """
 
     work: PendingWork
     received: list[tuple[Chunk, Tensor]]
 
     def unpack(self) -> None:
-        """Wait, and write into the parameters what has arrived."""
+        """Wait, and write the received values into the parameters."""
         self.work.wait()
         for chunk, values in self.received:
             chunk.unpack(values)

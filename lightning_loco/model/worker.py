@@ -53,7 +53,7 @@ class Settings(Protocol):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What is computed."""
+        """The algorithm of the rounds."""
 
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""

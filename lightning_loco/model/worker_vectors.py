@@ -31,7 +31,7 @@ class WorkerVectors:
     Args:
         ownership: Of this rank.
         group: The worker, connected as its :class:`~.ownership.ResultSharing` has done it.
-        holds_shards: Whether each rank gets the vectors of what it holds. Otherwise all ranks must
+        holds_shards: Whether each rank gets vectors of its elements. Otherwise all ranks must
             hold all parameters, and only the first one gets vectors.
 
     Attributes:
@@ -73,10 +73,10 @@ class WorkerVectors:
         """Return the vector of all elements that this rank holds, in the host's memory.
 
         All ranks of the worker must call it, except those that own nothing if the first one owns
-        all. Those that are no receivers get None.
+        all. Ranks that do not get vectors get None.
 
         Args:
-            part: What this rank owns.
+            part: The values of the elements that this rank owns.
             fragment: The one to which the vector belongs; None for all parameters.
 
         Raises:
@@ -102,7 +102,7 @@ class WorkerVectors:
         held: Tensor | None,
         fragment: int | None,
     ) -> None:
-        """Send a chunk of what each rank owns to those that get vectors."""
+        """Send a chunk of each rank's elements to the ranks that get vectors."""
         members, own = self._group.inside[places], chunks[places.index(self._group.place)]
         # The vector may be in the host's memory, and the group may send from a GPU's only.
         longest, device = max(sum(map(len, chunk)) for chunk in chunks), device_of_group(members)

@@ -75,12 +75,12 @@ class Server(BackgroundThread):
     """Answers the requests of clients; with a certificate, only of clients that hold it.
 
     If a client connects while ``max_connections`` are open, another connection is closed to make
-    room: one that has never made a request if there is any, else the one whose last request is
+    room: one that has never sent a request if there is any, else the one whose last request is
     longest ago. So clients that only hold connections open cannot keep others out.
 
     A client has 5 seconds for the handshake, 5 seconds for a header, and ``timeout_s`` for the
     bodies of a request and its reply. If it takes longer or sends anything but a request, its
-    connection is closed. What is not a request is logged, once per address and at most 20 times;
+    connection is closed. Malformed requests are logged, once per address and at most 20 times;
     at most 20 exceptions of ``answer`` are logged.
 
     Args:

@@ -165,7 +165,7 @@ def test_another_number_of_workers_drops_what_compression_had_left_over(pool: Po
     left = torch.stack([state["fragments"][0]["residual"]["residual"] for state in states])
     assert left.abs().max() > 0
     for notes, taken in found:
-        assert "what compression had left over is dropped" in notes
+        assert "the residual of the compression is dropped" in notes
         assert not taken["fragments"][0]["residual"]["residual"].any()
 
 
@@ -195,7 +195,7 @@ def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
     with_codec = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     plain = dataclasses.replace(with_codec, compression=None)
     _, found = resumed_from(pool, with_codec, plain, (2, 2))
-    assert [notes for notes, _ in found] == [["what compression had left over is dropped"]] * 2
+    assert [notes for notes, _ in found] == [["the residual of the compression is dropped"]] * 2
     _, found = resumed_from(pool, plain, with_codec, (2, 2))
     assert [notes for notes, _ in found] == [[], []]
 

@@ -432,7 +432,7 @@ def test_a_pending_round_is_dropped_by_blocking_rounds(pool: Pool, saved: Saved)
     """And other settings are another run, of which each rank takes what it owns."""
     found, _ = check_like_one_rank(pool, saved("async_diloco", (2, 2)), "diloco", (2, 2))
     assert "a pending round is dropped" in found[0].warnings[0]
-    assert "what compression had left over is dropped" in found[0].warnings[0]
+    assert "the residual of the compression is dropped" in found[0].warnings[0]
 
 
 def test_another_algorithm_starts_at_the_consensus(pool: Pool, saved: Saved) -> None:

@@ -40,7 +40,7 @@ def make_exchange(
     name = type(algorithm).__name__
     if algorithm.exchange == "pull":
         raise ValueError(
-            f"{name} pulls from one peer at a time and makes no rounds. Use PairwiseEngine, or "
+            f"{name} pulls from one peer at a time and has no rounds. Use PairwiseEngine, or "
             "PairwiseGossipStrategy (algorithm=pairwise_gossip)."
         )
     if algorithm.exchange == "mean":

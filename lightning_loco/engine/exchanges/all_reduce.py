@@ -113,7 +113,7 @@ class StatusesBehindMessage:
         group: The workers.
         handle: Of the bucket.
         table: Memory of the statuses behind the message, ``(N, width)``.
-        label: What the round is called in messages.
+        label: Name of the round in messages.
         is_called: Whether workers at a sync point know of the round already.
     """
 

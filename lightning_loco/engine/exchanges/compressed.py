@@ -32,7 +32,7 @@ class CompressedSum:
         message: Flat; not changed before :meth:`run`.
         worker: Number of this worker.
         num_workers: Number of workers N.
-        memory: For the sum, if what is lost is fed back. Default: the message's memory.
+        memory: For the sum, if the loss is fed back. Default: the message's memory.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CompressedSum:
         return size - length + others * length
 
     def run(self, swap: Swap) -> Tensor:
-        """Exchange; what is lost is left in the message's memory, if it is fed back.
+        """Exchange; the loss is left in the message's memory, if it is fed back.
 
         Returns:
             The sum over all workers, or the mean over the senders; equal on all workers.
@@ -110,7 +110,7 @@ def _combine(codec: Codec, wires: Sequence[Tensor], memory: Tensor) -> Tensor:
 
 
 def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor:
-    """Return what every worker decodes; what is lost is left in the messages if it is fed back.
+    """Return the sum that every worker decodes; losses are left in the messages if fed back.
 
     Args:
         compression: How messages are compressed.
@@ -136,7 +136,7 @@ def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor
 class CompressedAllReduce(SeparateStatuses):
     """Every worker receives the sum of the messages, or their mean over the senders.
 
-    Between its two exchanges of bytes a worker has to add up. If rounds are overlapped, a thread
+    Between its two exchanges of bytes a worker adds up. If rounds are overlapped, a thread
     does it during the local steps, bucket by bucket, so that all workers make their calls in one
     order; otherwise :meth:`CompressedHandle.wait` does.
 
@@ -195,7 +195,7 @@ class CompressedAllReduce(SeparateStatuses):
         return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Decode the result; what is lost is left in the messages if it is fed back."""
+        """Decode the result; losses are left in the messages if they are fed back."""
         if len(messages) == 1:
             total = messages[0].clone()
             messages[0].zero_()
@@ -261,7 +261,7 @@ class CompressedHandle:
     Args:
         run: Exchanges, and returns the sum.
         coming: Its result, if a thread runs it.
-        lost: Memory of what is lost of the own message; None if it is not fed back.
+        lost: Memory of the own message's loss; None if it is not fed back.
         timed: Counts the seconds of the wait.
         give_back: Gives memory back.
     """

@@ -45,7 +45,7 @@ class Arrived(NamedTuple):
         return True
 
     def wait(self) -> Tensor:
-        """Return what was received."""
+        """Return the received message."""
         return self.received
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class Exchange(Protocol):
         """Send a bucket; its memory must stay untouched until :meth:`Handle.wait` has returned."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What each worker receives, given all messages in the order of the workers.
+        """Return the received message of each worker, given all messages in order.
 
         Their loss is left in the messages' memory, if it is fed back.
         """
