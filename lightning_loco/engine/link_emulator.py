@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -50,17 +49,11 @@ class SendTimes:
         keys = [self._key(worker, number) for worker in workers]
         if not keys or not self._store.check(keys):
             return own
-        times = [_parse_send_time(record, number) for record in self._store.get_all(keys)]
-        return max([own, *(time for time in times if time is not None)])
+        records = [record.split() for record in self._store.get_all(keys)]
+        return max([own, *(float(time) for sent, time in records if int(sent) == number)])
 
     def _key(self, worker: int, number: int) -> str:
         return f"{worker}/{number % _SLOTS}"
-
-
-def _parse_send_time(record: bytes, number: int) -> float | None:
-    """Return the send time in a record; None if it is invalid or of another message."""
-    found = re.fullmatch(rb"(\d{1,18}) (\d{1,12}(?:\.\d{1,12})?)", record)
-    return float(found[2]) if found and int(found[1]) == number else None
 
 
 class LinkEmulator:

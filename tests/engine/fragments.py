@@ -45,7 +45,7 @@ def slices_of(settings: RoundSettings) -> list[list[slice]]:
 
 
 def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
-    """Streaming DiLoCo of workers with targets of their own, step by step, element by element."""
+    """Streaming DiLoCo of workers with different targets, step by step, element by element."""
     algorithm, schedule, merge_policy = settings.algorithm, settings.schedule, settings.merge_policy
     assert isinstance(algorithm, DiLoCo)
     assert isinstance(schedule, Staggered)
@@ -104,8 +104,8 @@ def train(
         rank: Number of this worker.
         world: Number of workers.
         settings: Of the rounds.
-        steps: Local steps to make.
-        cuts: Save after so many of them, and go on with a new engine.
+        steps: Number of local steps.
+        cuts: Steps after which to save, and continue with a new engine.
         syncs: Whether to show the consensus after each step, as a validation does.
         late: Whether data come late, as with NCCL, and not while the host waits.
     """

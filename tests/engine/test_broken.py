@@ -1,4 +1,4 @@
-"""A worker with NaN goes on from the outer parameters in all fragments, whichever has a round."""
+"""A worker with NaN continues from the outer parameters in all fragments, in any round."""
 
 from __future__ import annotations
 

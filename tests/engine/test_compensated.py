@@ -198,7 +198,7 @@ def test_a_worker_with_nan_goes_on_with_what_it_had_left(pool: Pool) -> None:
 
 
 def work_alone(rank: int, world: int) -> bool:
-    """Worker 0 has no more steps to make, and serves the others' rounds."""
+    """Worker 0 has no more steps to take, and serves the others' rounds."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(1.0, 0.0), Sparse(4, 16)))
     fragment = engine.fragments[0].memory

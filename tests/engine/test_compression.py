@@ -112,7 +112,7 @@ def test_in_several_buckets_too(pool: Pool, subtests: pytest.Subtests) -> None:
 
 
 ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
-"""Ways whose rounds are made as others are."""
+"""Ways whose rounds run like others."""
 
 
 @pytest.mark.recovery
@@ -124,7 +124,7 @@ ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
 def test_a_resumed_run_is_the_unbroken_one(
     pool: Pool, names: Collection[str], subtests: pytest.Subtests
 ) -> None:
-    """In several buckets, each with a worker of its own for every element."""
+    """In several buckets, each with its own worker for every element."""
     rows = {
         (name, after): (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros, after)
         for name, way in WAYS.items()

@@ -84,7 +84,7 @@ def test_scalars_are_in_the_order_of_the_workers_and_received_once_a_round(
     for name, results in run_each(pool, receive_scalars, WITH_SCALARS, world=3).items():
         with subtests.test(name):
             _, overlap = WITH_SCALARS[name]
-            applied = 1 if overlap else 2  # rounds applied when the last message was made
+            applied = 1 if overlap else 2  # rounds applied before the last message
             assert results == [(1 + 4 + 9 + 3 * applied, 3)] * 3
 
 
@@ -185,7 +185,7 @@ def test_workers_at_a_sync_point_take_part_in_the_rounds_of_others(
 def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """It learns of its state only when another worker makes a round, and then says so."""
+    """It learns of its state only when another worker runs a round, and then reports it."""
     for name, (first, second) in every_sync_point(pool, 5, broken=True):
         with subtests.test(name):
             assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds

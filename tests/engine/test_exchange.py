@@ -45,7 +45,7 @@ def received_from(exchange: Any, handle: Any, total_weight: float) -> Tensor:
 
 
 def fitting(num_workers: int) -> list[str]:
-    """The names of the topologies that exist for so many workers."""
+    """The names of the topologies that exist for this number of workers."""
     names = []
     for name in TOPOLOGIES:
         try:
@@ -59,7 +59,7 @@ def fitting(num_workers: int) -> list[str]:
 def exchange_all(
     rank: int, world: int, names: list[str | None], dtype: torch.dtype, num_pending: int
 ) -> dict[str | None, tuple[list[Tensor], int]]:
-    """Several rounds of several messages, so many pending at once, for each topology.
+    """Several rounds of several messages, several pending at once, for each topology.
 
     Returns:
         By topology (None for the mean): all that was received, in order, and the bytes sent.

@@ -1,4 +1,4 @@
-"""Engines on a backend whose ``wait`` returns at once, as that of NCCL: harness/late_backend.py."""
+"""Engines on a backend whose ``wait`` returns at once, as with NCCL: harness/late_backend.py."""
 
 from __future__ import annotations
 

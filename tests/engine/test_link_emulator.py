@@ -145,7 +145,7 @@ def test_a_blocking_mean_takes_as_long_by_the_real_clock(pool: Pool) -> None:
 
 
 def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
-    """Two of a megabyte on a ring of four, and but one on a link of its own at worker 0."""
+    """Two of a megabyte on a ring of four, but one on a separate link at worker 0."""
     settings: dict[str, Any] = {"topology": "ring"}
     for took in pool.run(make_rounds, GASLoC(), SLOW, 2, settings):
         check_seconds(took.seconds, 2 * 0.5 + 0.05)
@@ -349,7 +349,7 @@ class SaveDuringRound(Callback):
 def fit(
     rank: int, world: int, link: Any, steps: int, save: str | None = None, resume: str | None = None
 ) -> Tensor:
-    """The parameters after so many steps."""
+    """The parameters after ``steps``."""
     strategy = LocoStrategy(
         DiLoCo(outer_momentum=0.0), sync_every=3, overlap=True, link=link, finalize="keep"
     )

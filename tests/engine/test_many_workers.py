@@ -1,4 +1,4 @@
-"""Laws that show only with many workers: 32 of them, as a job of their own processes."""
+"""Laws that show only with many workers: 32 of them, as a job of separate processes."""
 
 from __future__ import annotations
 

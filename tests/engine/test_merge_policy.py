@@ -1,4 +1,4 @@
-"""Merge policies: late results keep the local steps made since, or restart them."""
+"""Merge policies: late results keep the local steps taken since, or restart them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_results_are_mixed_with_what_is_local_now() -> None:
 
 
 def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:
-    """The parameters with which local steps go on while a first round is pending."""
+    """The parameters from which local steps continue while a first round is pending."""
     model = Point(torch.zeros(2))
     engine = StepEngine(model, algorithm, sync_every=1, overlap=True, warm_start=False)
     model.value.data.copy_(torch.tensor([1.0, math.nan if broken and rank else 2.0]))

@@ -1,4 +1,4 @@
-"""Rounds that go on from another run's state, without a Trainer; see also test_other_numbers.py."""
+"""Rounds that resume from another run's state, without a Trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def mean_of(states: list[State]) -> Tensor:
 def go_on(
     rank: int, world: int, settings: RoundSettings, states: list[State], described: State
 ) -> tuple[list[str], State, bool]:
-    """What is dropped, the state that is taken over, and whether training goes on well."""
+    """The notes, the state that is kept, and whether training continues well."""
     saved = EarlierRun(
         states[rank if rank < len(states) else 0],
         described["algorithm"],

@@ -26,11 +26,6 @@ def record_and_read(rank: int, world: int) -> list[float]:
     times.record(later, 200.5 + rank)
     dist.barrier()
     found += [times.latest(5, others, own=7.5), times.latest(later, others, own=7.5)]
-    for garbage in ("", "6", "6 inf", "6 nan", "6 -1", "x 3", "6 1e400", "6 3 9", "9" * 50 + " 1"):
-        times._store.set(times._key(rank, 6), garbage)
-        dist.barrier()
-        found.append(times.latest(6, others, own=7.5))
-        dist.barrier()
     group.close()
     return found
 
@@ -39,4 +34,4 @@ def test_the_latest_send_time_counts(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(record_and_read, world=3)):
         last, first = [102.0, 102.0, 102.0], [101.0, 100.0, 100.0]
         highest = [202.5, 202.5, 201.5]
-        assert found == [7.5, last[rank], 7.5, 1000.0, first[rank], 7.5, highest[rank], *[7.5] * 9]
+        assert found == [7.5, last[rank], 7.5, 1000.0, first[rank], 7.5, highest[rank]]

@@ -90,7 +90,7 @@ adamw = torch.optim.AdamW
 
 
 class Adam:
-    """It makes optimizers, and has no text of its own."""
+    """It makes optimizers, and has no text."""
 
     def __init__(self, lr: float) -> None:
         self.lr = lr

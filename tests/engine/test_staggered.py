@@ -361,7 +361,7 @@ def test_fragments_share_what_is_as_long_as_the_model(pool: Pool) -> None:
 
 
 def hold_still(rank: int, world: int, dtype: torch.dtype) -> Tensor:
-    """One step moves the parameters, and then none: the outer ones, which go on to them."""
+    """One step moves the parameters, and then none: the outer ones follow them."""
     model = Layers((4, 4), dtype)
     settings = RoundSettings(DiLoCo(0.3, 0.0), Staggered(4, 2, 1), merge_policy=Mix(0.75))
     engine = Engine.from_settings(model, settings)
@@ -435,7 +435,7 @@ def test_what_does_not_fit_is_refused_on_every_worker(
 def go_on(
     rank: int, world: int, before: RoundSettings, now: RoundSettings
 ) -> tuple[list[str], int, Tensor]:
-    """What is dropped when a run goes on with other settings, what is pending, and its end."""
+    """Dropped state when a run continues with other settings, pending rounds, and its end."""
     model = Layers()
     engine = Engine.from_settings(model, before)
     for _ in range(8):

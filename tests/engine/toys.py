@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Algorithm):
-    """Steps to the mean that become shorter, as three counters of different kinds say.
+    """Steps to the mean that become shorter, by three counters of different kinds.
 
     Args:
         whole: Whether it wants the whole vector at once.
@@ -77,7 +77,7 @@ class Counting(Algorithm):
 
 
 class Forgetful(Counting):
-    """Makes an entry that nothing has announced."""
+    """Adds an entry to the state that :meth:`init` lacks."""
 
     def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
         state["surprise"] = 1.0
@@ -123,7 +123,7 @@ class SignBlocks(Algorithm):
 class SendingScalars(Algorithm):
     """Outer steps whose length depends on the scalars of all workers.
 
-    Each sends its ``"own"`` number, which a test fills in, and how many rounds it has made.
+    Each sends its ``"own"`` number, which a test fills in, and its number of rounds.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
@@ -226,7 +226,7 @@ class Halves(EverySteps):
 def run_each(
     pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
 ) -> dict[Key, list[Any]]:
-    """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
+    """Results of ``fn(rank, world, *row)`` on every rank for each row, in one call of the pool.
 
     Args:
         pool: The processes.
@@ -290,9 +290,9 @@ def train(
         rank: Number of this worker.
         world: Number of workers.
         settings: Of the rounds, which go by steps.
-        rounds: How many to make.
+        rounds: Number of rounds.
         make: Makes the model.
-        resume_after: Save after so many rounds and a local step more, and go on with a new engine.
+        resume_after: Rounds after which to save, one local step later, and resume in a new engine.
         own: Whether to give the state's entry ``"own"`` a number of this worker.
     """
     settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
@@ -328,7 +328,7 @@ def simulate(
     make: Callable[[], nn.Module] = zeros,
     own: bool = False,
 ) -> Tensor:
-    """What :func:`train` does, in one process: ``(rounds + 1, N, P)``."""
+    """The same as :func:`train` in one process: ``(rounds + 1, N, P)``."""
     models = [make() for _ in range(world)]
     simulation = Simulation.from_settings(models, settings)
     for worker, state in enumerate(simulation.states if own else []):

@@ -1,4 +1,4 @@
-"""The consensus: means over workers, and averaged copies and pruning masks made equal."""
+"""The consensus: means over workers, and equal averaged copies and pruning masks."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def listen(kind: str, port: int, seconds: float, context: ssl.SSLContext | None)
 def flooding(
     role: str, kind: str, port: int, seconds: float, key_file: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run the flooder in a process of its own, which is killed at the end."""
+    """Run the flooder in a separate process, which is killed at the end."""
     arguments = [role, kind, str(port), str(seconds), str(key_file or "")]
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__)), *arguments], stdout=subprocess.PIPE, text=True

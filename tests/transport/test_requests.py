@@ -271,7 +271,7 @@ def test_idle_connections_are_evicted_first() -> None:
         found = [is_open(each) for each in [*first, *second]]
         assert found == [True, False, True, False, True, True, True]
         third = stack.enter_context(raw_connection(server.port))
-        assert is_open(third)  # all have made requests, first[0] the longest ago
+        assert is_open(third)  # all have sent requests, first[0] the longest ago
         assert [is_open(first[index]) for index in (0, 2)] == [False, True]
         assert len(transport_threads()) == 6
 
