@@ -118,9 +118,6 @@ class Job:
             refused.
 
     Attributes:
-        rank: As given.
-        names: As given.
-        timeout_s: As given.
         raw_store: The job's key-value store, for the set-up of process groups by PyTorch.
         store: A separate connection to that store.
 

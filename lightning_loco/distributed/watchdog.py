@@ -137,7 +137,8 @@ class Watchdog(BackgroundThread):
         """Send a heartbeat every second until ended; more often while a stop is being agreed."""
         while not self._end.is_set():
             try:
-                self._send_heartbeat()
+                self._num_heartbeats += 1
+                self._store.set(f"heartbeat/{self._worker}", self._heartbeat())
                 self._read_report()
                 if self._monitor:
                     self._read_heartbeats()
@@ -160,10 +161,6 @@ class Watchdog(BackgroundThread):
         ended = self._clock.now()
         if ended - started > seconds + _SUSPENDED_AFTER_S:
             self._suspended = (ended, ended - started)
-
-    def _send_heartbeat(self) -> None:
-        self._num_heartbeats += 1
-        self._store.set(f"heartbeat/{self._worker}", self._heartbeat())
 
     def _heartbeat(self) -> str:
         return f"{self._num_heartbeats}|{self.num_exchanges}|{self.label[:_MAX_LABEL]}"

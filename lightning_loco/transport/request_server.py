@@ -200,9 +200,7 @@ class Server(BackgroundThread):
                 self._answer(request)
                 if not request.is_answered:
                     raise MalformedMessage("the request was not answered")
-        except MalformedMessage as error:
-            self._record_malformed(thread.address, str(error))
-        except CertificateRefused as error:
+        except (MalformedMessage, CertificateRefused) as error:
             self._record_malformed(thread.address, str(error))
         except OSError:
             pass

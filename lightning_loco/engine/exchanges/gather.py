@@ -34,7 +34,7 @@ class Gather(SeparateStatuses):
         with ExplainErrors(group, label):
             work = dist.all_gather(list(received), message, group=group.data, async_op=True)
         self._statistics.bytes_sent += (group.num_workers - 1) * message.nbytes
-        works = PendingWork(group, label, [] if work is None else [work])
+        works = PendingWork(group, label, [work])
         return GatherHandle(works, received, WaitTimer(self._statistics, group.clock))
 
     @property
