@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from types import TracebackType
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.autograd import profiler
 
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 
 _SHORTEST_POLL_INTERVAL_S = 2e-5
 _LONGEST_POLL_INTERVAL_S = 1e-3
@@ -37,45 +36,6 @@ class WaitTimer:
 
     def __exit__(self, *_: object) -> None:
         self._statistics.count_wait(self._started, self._now())
-
-
-class ExplainErrors:
-    """A context that turns a RuntimeError of a backend into one that names the failed worker.
-
-    ``label`` names the wait, e.g. ``"round 12"``. The wait ``started`` by the group's
-    clock, by default when the context is entered. For ``involves_all`` see
-    :meth:`WorkerGroup.explain_error`.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        label: str,
-        started: float | None = None,
-        *,
-        involves_all: bool = True,
-    ) -> None:
-        self._group = group
-        self._label = label
-        self._started = started
-        self._involves_all = involves_all
-
-    def __enter__(self) -> None:
-        if self._started is None:
-            self._started = self._group.clock.now()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, RuntimeError) and self._started is not None:
-            explained = self._group.explain_error(
-                error, self._label, self._started, involves_all=self._involves_all
-            )
-            if explained is not error:
-                raise explained from error
 
 
 class PendingWork:

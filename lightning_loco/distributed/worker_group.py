@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -270,13 +271,10 @@ class WorkerGroup:
         if backend is None and device.type == "cpu":
             backend = "gloo"
         self.wait_blocks_host = backend_on(device, backend) == "gloo"
-        started = self.clock.now()
-        try:
+        with ExplainErrors(self, _SETUP_LABEL):
             self.data = self._new_column_group(backend)
             if (inner := self.new_inner_group(backend)) is not None:
                 self.inside[tuple(range(self.replica_size))] = inner
-        except RuntimeError as error:
-            raise self.explain_error(error, _SETUP_LABEL, started) from error
 
     def _connect_job(self, job: Job) -> None:
         self.raise_together(None, _SETUP_LABEL)  # names missing ranks, unlike gloo
@@ -287,11 +285,8 @@ class WorkerGroup:
             reach("connecting the ranks")
             return dist.ProcessGroupGloo(store, self.worker, self.num_workers, timeout)
 
-        started = self.clock.now()
-        try:
+        with ExplainErrors(self, _SETUP_LABEL):
             self.data = with_timeout(connect, self.timeout_s + 1)
-        except RuntimeError as error:
-            raise self.explain_error(error, _SETUP_LABEL, started) from error
 
     def _new_column_group(self, backend: str | None) -> dist.ProcessGroup | None:
         """Make the groups of all columns, and return this column's; None for one worker."""
@@ -340,10 +335,8 @@ class WorkerGroup:
             if each not in self._connected_inside:
                 self._connected_inside.add(each)
                 ranks = [[start + place for place in each] for start in starts]
-                try:
+                with ExplainErrors(self, label, started):
                     made = self._new_groups(ranks, dist.get_backend(self.whole_inside))
-                except RuntimeError as error:
-                    raise self.explain_error(error, label, started) from error
                 if made is not None:
                     self.inside[each] = made
 
@@ -435,11 +428,8 @@ class WorkerGroup:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(self.replica_size)]
-        started = self.clock.now()
-        try:
+        with ExplainErrors(self, label):
             dist.all_gather(rows, own, group=self.inner)
-        except RuntimeError as error:
-            raise self.explain_error(error, label, started) from error
         return [row.tolist() for row in rows]
 
     def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
@@ -492,11 +482,8 @@ class WorkerGroup:
     def _all_gather_inside(
         self, inner: dist.ProcessGroup, message: bytes, label: str
     ) -> list[bytes]:
-        started = self.clock.now()
-        try:
+        with ExplainErrors(self, label):
             return json_messages.all_gather(message, inner, self._place_names)
-        except RuntimeError as error:
-            raise self.explain_error(error, label, started) from error
 
     def gather_from_ranks(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value, as :meth:`gather_objects`, from every rank of all workers."""
@@ -560,19 +547,16 @@ class WorkerGroup:
                 clock.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
-        try:
+        with ExplainErrors(self, label, started):
             set_and_wait(store.with_prefix(f"end/{label}"), True)
             # The store may end with rank 0, so that one waits until all others have seen all keys.
             set_and_wait(store.with_prefix(f"end_seen/{label}"), self._rank == 0)
-        except RuntimeError as error:
-            raise self.explain_error(error, label, started) from error
 
     def _all_gather(
         self, message: bytes, label: str, *, waits_indefinitely: bool = False
     ) -> list[bytes]:
         self.announce_wait(label)
-        started = self.clock.now()
-        try:
+        with ExplainErrors(self, label):
             if self.job is not None:
                 is_limited = not (waits_indefinitely or self.waits_indefinitely)
                 limit_s = self.timeout_s if is_limited else math.inf
@@ -581,8 +565,6 @@ class WorkerGroup:
             return json_messages.all_gather(
                 message, self.control, list(map(capitalized, self.names))
             )
-        except RuntimeError as error:
-            raise self.explain_error(error, label, started) from error
 
     def _gather_in_store(self, job: Job, message: bytes, label: str, limit_s: float) -> list[bytes]:
         watchdog = self.watchdog
@@ -676,6 +658,45 @@ class WorkerGroup:
             abort_groups(groups)
         else:
             list(map(dist.destroy_process_group, groups))
+
+
+class ExplainErrors:
+    """A context that turns a RuntimeError of a backend into one that names the failed worker.
+
+    ``label`` names the wait, e.g. ``"round 12"``. The wait ``started`` by the group's
+    clock, by default when the context is entered. For ``involves_all`` see
+    :meth:`WorkerGroup.explain_error`.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        label: str,
+        started: float | None = None,
+        *,
+        involves_all: bool = True,
+    ) -> None:
+        self._group = group
+        self._label = label
+        self._started = started
+        self._involves_all = involves_all
+
+    def __enter__(self) -> None:
+        if self._started is None:
+            self._started = self._group.clock.now()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError) and self._started is not None:
+            explained = self._group.explain_error(
+                error, self._label, self._started, involves_all=self._involves_all
+            )
+            if explained is not error:
+                raise explained from error
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

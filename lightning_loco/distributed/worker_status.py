@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import ExplainErrors, WaitTimer
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.work import WaitTimer
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 
 IN_ROUND = 0.0
 """The ``sync_point`` of a worker that runs a round."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_loco.costs import LinkQueue, Links, LinkTimes, TransferTime
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.store import publish
-from lightning_loco.distributed.work import ExplainErrors, WaitTimer
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.work import WaitTimer
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.devices import device_of_group
-from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from lightning_loco.model.flat import CHUNK_ELEMENTS
 from lightning_loco.model.ownership import Ownership
 

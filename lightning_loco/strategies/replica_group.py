@@ -12,8 +12,12 @@ from torch import nn
 
 from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.watchdog import WorkerFailure, capitalized
-from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups, is_of_collective
+from lightning_loco.distributed.worker_group import (
+    ExplainErrors,
+    WorkerGroup,
+    abort_groups,
+    is_of_collective,
+)
 from lightning_loco.strategies import lightning_compat
 
 _SAME = (

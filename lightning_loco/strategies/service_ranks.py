@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.distributed.work import ExplainErrors
-from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup, abort_groups
 from lightning_loco.model.replica import ParameterOwners
 from lightning_loco.model.same_model import check_same_tensors
 from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve

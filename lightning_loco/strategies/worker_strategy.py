@@ -45,7 +45,7 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
-from lightning_loco.distributed.work import ExplainErrors
+from lightning_loco.distributed.worker_group import ExplainErrors
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.gossip import PairwiseEngine

@@ -20,12 +20,11 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.distributed.work import (
     AllReduceSum,
-    ExplainErrors,
     PendingWork,
     WaitTimer,
     labelled,
 )
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from tests.distributed.workers import group_of, hurry, make_watchdogs, start
 from tests.harness.late_backend import late_group
 from tests.harness.limits import HARNESS_S, LONG_S

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import AllReduceSum, ExplainErrors, WaitTimer
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.work import AllReduceSum, WaitTimer
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from lightning_loco.distributed.worker_status import (
     IN_ROUND,
     PendingStatuses,

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
+from lightning_loco.distributed.work import PendingWork, WaitTimer
+from lightning_loco.distributed.worker_group import ExplainErrors
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.exchange import Arrived, SeparateStatuses
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_loco._util.background import run_in_thread
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.work import PendingWork, WaitTimer
+from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.exchange import SeparateStatuses
 from lightning_loco.topology import Topology
