@@ -217,7 +217,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 def test_files_in_the_text_exist(subtests: pytest.Subtests) -> None:
     of_a_run = {"report.txt"}
-    for page in PAGES:
+    for page in LINKING:
         with subtests.test(str(page)):
             for word in set(page.ticked) - of_a_run:
                 if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word):
