@@ -72,7 +72,6 @@ class RankRecord:
         self._started_s, self._started = time.monotonic(), time.time()
         self.validation_began_s = self._started_s
         self._first_step = trainer.global_step
-        self._waited_before_s = 0.0 if self._statistics is None else self._statistics.wait_s
         strategy, world = trainer.strategy, trainer.world_size
         worker, self._place = worker_and_place(strategy)
         self.spans = Spans(max(100, min(1000, MAX_SPANS // world)))
@@ -185,7 +184,7 @@ class RankRecord:
             "left_out": spans.left_out,
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
-            "wait_s": statistics and statistics.wait_s - self._waited_before_s,
+            "wait_s": statistics and statistics.wait_s - statistics.resumed_wait_s,
         }
 
     def record_of_run(

@@ -70,6 +70,7 @@ class Statistics:
             2 (N - 1) / N * B.
         bytes_saved: How many more bytes it would have sent without compression.
         wait_s: Seconds for which this rank was blocked in exchanges.
+        resumed_wait_s: Those of earlier runs, which this run resumes; part of ``wait_s``.
         other_ranks_bytes_sent: Bytes sent by the other ranks of its worker until the last round.
         longest_wait_s: Longest wait of a rank of its worker until then, in seconds.
         staleness: Delay between sending and applying: in rounds (0, or 1 with overlap, or a
@@ -88,6 +89,7 @@ class Statistics:
     bytes_sent: int = 0
     bytes_saved: int = 0
     wait_s: float = 0.0
+    resumed_wait_s: float = 0.0
     staleness: float = 0
     outer_grad_norm: float | None = None
     consensus_distance: float | None = None
@@ -120,7 +122,7 @@ class Statistics:
         self.rounds = int(state["rounds"])
         self.bytes_sent = int(state["bytes_sent"])
         self.bytes_saved = int(state.get("bytes_saved", 0))
-        self.wait_s = float(state["wait_s"])
+        self.wait_s = self.resumed_wait_s = float(state["wait_s"])
 
     def record(self, kind: str, start_s: float, end_s: float) -> None:
         """Record an activity of this rank between two times of the clock, if that is recorded."""
