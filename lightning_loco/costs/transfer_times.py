@@ -202,31 +202,31 @@ class LinkTimes:
         route = Route(mbit_per_s, uplink, latency_s, jitter_s, is_shared)
         return np.concatenate(senders), route
 
-    def neighbors(
-        self, worker: int, num_bytes: float, topology: Topology, round_index: int
-    ) -> TransferTime:
-        """Return the time until a worker has the messages of its neighbors in a topology.
-
-        A message has ``num_bytes``; ``round_index`` is for the topology and the jitter.
-        """
-        if self.links.uplink_mbit_per_s < math.inf:
-            return self.all_neighbors(num_bytes, topology, round_index).of_worker(worker)
-        n = self.num_workers
-        row = topology.weights(worker, n, round_index)
-        pairs = [
-            (sender, receiver)
-            for sender in {worker, *row}
-            for receiver in topology.receivers(sender, n, round_index)
-        ]
-        senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return self._messages(senders, receivers, num_bytes, round_index).of_worker(worker)
-
     def all_neighbors(
         self, num_bytes: float, topology: Topology, round_index: int
     ) -> TransferTimes:
-        """Return what :meth:`neighbors` returns for each worker, much faster for many of them."""
-        senders, receivers = messages_of(topology, self.num_workers, round_index)
-        return self._messages(senders, receivers, num_bytes, round_index)
+        """Return the times until each worker has sent its messages and received its neighbors'.
+
+        Args:
+            num_bytes: Bytes of a message.
+            topology: Who sends to whom.
+            round_index: Index of the round, for the topology and the jitter.
+        """
+        n = self.num_workers
+        senders, receivers = messages_of(topology, n, round_index)
+        route = self.route(senders, receivers)
+        shared = route.is_shared
+        sent = np.bincount(senders[shared], minlength=n)
+        received = np.bincount(receivers[shared], minlength=n)
+        own_mbit_per_s = self.own[:, 0]
+        busy_s = 8e-6 * (num_bytes * np.maximum(sent, received)) / own_mbit_per_s
+        sending_s = 8e-6 * (num_bytes * sent) / own_mbit_per_s
+        message_s = np.where(shared, sending_s[senders], route.seconds(num_bytes))
+        np.maximum.at(busy_s, receivers, message_s)
+        np.maximum.at(busy_s, senders[~shared], message_s[~shared])
+        latency_s = np.zeros(n)
+        np.maximum.at(latency_s, receivers, self.latency_s(senders, route, round_index))
+        return TransferTimes(busy_s, latency_s)
 
     def fetch(self, worker: int, peer: int, num_bytes: float, count: int) -> TransferTime:
         """Return the time of a request to a peer and its reply of ``num_bytes``.
@@ -245,29 +245,6 @@ class LinkTimes:
             uplink_s = 8e-6 * part * crossing.max() / self.links.uplink_mbit_per_s
             busy_s = max(busy_s, float(uplink_s))
         return TransferTime(busy_s, latency_s)
-
-    def _messages(
-        self, senders: Indices, receivers: Indices, num_bytes: float, round_index: int
-    ) -> TransferTimes:
-        """Return the times of messages, by worker: until it has received and sent its own.
-
-        Those of a worker are right if ``senders`` and ``receivers`` have all messages to it and
-        from it, and all messages of those that send to it. If uplinks have a limit they must have
-        all messages of the round.
-        """
-        n, route = self.num_workers, self.route(senders, receivers)
-        shared = route.is_shared
-        sent = np.bincount(senders[shared], minlength=n)
-        received = np.bincount(receivers[shared], minlength=n)
-        own_mbit_per_s = self.own[:, 0]
-        busy_s = 8e-6 * (num_bytes * np.maximum(sent, received)) / own_mbit_per_s
-        sending_s = 8e-6 * (num_bytes * sent) / own_mbit_per_s
-        message_s = np.where(shared, sending_s[senders], route.seconds(num_bytes))
-        np.maximum.at(busy_s, receivers, message_s)
-        np.maximum.at(busy_s, senders[~shared], message_s[~shared])
-        latency_s = np.zeros(n)
-        np.maximum.at(latency_s, receivers, self.latency_s(senders, route, round_index))
-        return TransferTimes(busy_s, latency_s)
 
     @functools.cached_property
     def own(self) -> Array:

@@ -164,7 +164,8 @@ class LinkEmulator:
             return self._times.mean(num_bytes, hops, round_index)
         copies = len(self._topology.receivers(own, n, round_index))
         message = num_bytes / copies if copies else whole_bytes
-        return self._times.neighbors(own, message, self._topology, round_index)
+        times = self._times.all_neighbors(message, self._topology, round_index)
+        return times.of_worker(own)
 
 
 class EmulatedHandle:

@@ -252,44 +252,28 @@ def busy_seconds(links: Links, n: int, worker: int, topology: Topology, t: int) 
 
 
 def test_messages_to_neighbors_share_links(subtests: pytest.Subtests) -> None:
-    names = ("ring", "star", "complete", "one_peer_exponential")
-    for name, seed in itertools.product(names, range(5)):
+    for name, seed in itertools.product(TOPOLOGIES, range(5)):
         with subtests.test(name, seed=seed):
             draw = random.Random(seed)
             n, topology = draw.choice([2, 4, 8]), get_topology(name)
-            workers = tuple((worker, Link(draw.uniform(10, 100))) for worker in range(n))
-            pairs = tuple(
-                (*pair, Link(draw.uniform(1, 200)))
-                for pair in itertools.permutations(range(n), 2)
-                if draw.random() < 0.3
+            workers = tuple(
+                (worker, Link(draw.uniform(10, 100), draw.random())) for worker in range(n)
             )
-            links = Links(Link(1), workers, pairs)
-            times = LinkTimes(links, n)
-            for worker, t in itertools.product(range(n), range(3)):
-                time = times.neighbors(worker, BYTES, topology, t)
-                assert time.busy_s == pytest.approx(busy_seconds(links, n, worker, topology, t))
-                assert time.latency_s == 0
-
-
-def test_all_neighbors_at_once_are_the_same(subtests: pytest.Subtests) -> None:
-    for name, seed in itertools.product((*TOPOLOGIES,), range(3)):
-        with subtests.test(name, seed=seed):
-            draw = random.Random(seed)
-            n, topology = draw.choice([4, 8]), get_topology(name)
             pairs = tuple(
                 (*pair, Link(draw.uniform(1, 200), draw.random()))
                 for pair in itertools.permutations(range(n), 2)
-                if draw.random() < 0.2
+                if draw.random() < 0.3
             )
-            workers = ((1, Link(draw.uniform(1, 50), draw.random())),)
-            between = Link(draw.uniform(1, 50), draw.random(), draw.random())
-            links = Links(Link(30, 0.1, 0.2), workers, pairs, seed, sites=2, between_sites=between)
+            between = Link(draw.uniform(1, 50), draw.random()) if seed % 2 else None
+            sites = 1 if between is None else 2
+            links = Links(Link(1), workers, pairs, sites=sites, between_sites=between).of_size(n)
             times = LinkTimes(links, n)
-            for t in range(3):
-                found = times.all_neighbors(BYTES, topology, t)
-                for worker in range(n):
-                    expected = times.neighbors(worker, BYTES, topology, t)
-                    assert found.of_worker(worker) == expected
+            for worker, t in itertools.product(range(n), range(3)):
+                time = times.all_neighbors(BYTES, topology, t).of_worker(worker)
+                assert time.busy_s == pytest.approx(busy_seconds(links, n, worker, topology, t))
+                peers = set(topology.weights(worker, n, t)) - {worker}
+                latencies = [links.between(peer, worker).latency_s for peer in peers]
+                assert time.latency_s == max(latencies, default=0)
 
 
 def test_workers_at_different_sites_have_a_link_for_themselves() -> None:
@@ -304,7 +288,7 @@ def test_workers_at_different_sites_have_a_link_for_themselves() -> None:
     # Pairs of workers do not share the links between the sites, and the ring crosses them.
     times = LinkTimes(links, 4)
     assert times.mean(BYTES, 6, 0).busy_s == WAN.seconds(BYTES)
-    assert times.neighbors(0, BYTES, get_topology("complete"), 0).busy_s == WAN.seconds(BYTES)
+    assert times.all_neighbors(BYTES, get_topology("complete"), 0).busy_s[0] == WAN.seconds(BYTES)
     with pytest.raises(ValueError, match="link has 2 sites, but there are 1 workers"):
         links.check(1)
 
@@ -365,8 +349,8 @@ def test_links_of_pairs_have_no_part_in_an_uplink() -> None:
     assert links is not None
     times, ring = LinkTimes(links, 4), get_topology("ring")
     alone_s = 8e-6 * BYTES / 80
-    assert times.neighbors(1, BYTES, ring, 0).busy_s == pytest.approx(LAN.seconds(BYTES))
-    assert times.neighbors(0, BYTES, ring, 0).busy_s == pytest.approx(alone_s)
+    assert times.all_neighbors(BYTES, ring, 0).busy_s[1] == pytest.approx(LAN.seconds(BYTES))
+    assert times.all_neighbors(BYTES, ring, 0).busy_s[0] == pytest.approx(alone_s)
     assert times.mean(BYTES, 6, 0).busy_s == pytest.approx(alone_s)
     pairs = {f"{worker}-{peer}": "lan" for worker in (0, 1) for peer in (2, 3)}
     links = as_links({**TWO_SITES, "uplink_mbit_per_s": 80, "pairs": pairs})
