@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import lightning_loco as loco
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 # Arguments and defaults that stay; more may follow.
 STRATEGIES = {

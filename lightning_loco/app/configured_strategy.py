@@ -20,7 +20,7 @@ from lightning_loco.app.early_checks import (
 )
 from lightning_loco.strategies import LocoModelParallelStrategy, LocoStrategy
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 log = logging.getLogger(__name__)
 

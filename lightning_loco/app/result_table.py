@@ -14,9 +14,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]

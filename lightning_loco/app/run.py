@@ -34,9 +34,9 @@ from lightning_loco.app.launch import (
 from lightning_loco.app.result_table import RunReport, measure
 from lightning_loco.callbacks import ReportCallback, WorkerLogs
 from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
 from lightning_loco.strategies.summary import errors_as_warnings
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 
 WAIT_FOR_RANK_0_S = 10
 """How long a rank waits before it reports a setting, so that rank 0 can report it and end all."""

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_loco.engine import Engine
 from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
 from lightning_loco.strategies.summary import errors_as_warnings
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 
 
 class RoundMonitor(pl.Callback):

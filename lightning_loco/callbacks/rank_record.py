@@ -20,12 +20,9 @@ from lightning_loco.distributed import Statistics, json_messages
 from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
 from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
-from lightning_loco.strategies.worker_strategy import (
-    EngineStrategy,
-    WorkerStrategy,
-    worker_and_place,
-)
+from lightning_loco.strategies.worker_strategy import WorkerStrategy, worker_and_place
 from lightning_loco.topology import Topology, spectral_gap
 
 MAX_POINTS, MAX_SPANS = 32_000, 16_000

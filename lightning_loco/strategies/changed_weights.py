@@ -7,8 +7,6 @@ Weights that are written within a batch belong to the local step, like a clippin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -21,10 +19,8 @@ from lightning_loco.model.flat import local_tensor
 from lightning_loco.model.same_model import broadcast_model
 from lightning_loco.model.worker import Worker
 from lightning_loco.strategies import lightning_compat
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
-    from lightning_loco.strategies.worker_strategy import AnyEngine, EngineStrategy
+from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
+from lightning_loco.strategies.protocols import AnyEngine, StrategyWithEngine
 
 _RESTART = "a new start from weights that a hook has set on this worker"
 
@@ -39,7 +35,7 @@ class ExternalUpdates:
     It also detects an epoch that has changed the parameters without a counted step.
     """
 
-    def __init__(self, strategy: EngineStrategy) -> None:
+    def __init__(self, strategy: StrategyWithEngine) -> None:
         self._strategy = strategy
         self._is_before_start = False
         self._written: dict[str, Tensor] = {}

@@ -20,8 +20,8 @@ from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import RoundArguments
 from lightning_loco.strategies.elastic_members import TrainerPosition, shard_dataloader
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 
 
 class RoundStrategy(EngineStrategy):

@@ -24,8 +24,8 @@ from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.settings import PairwiseSettings, pairwise_gossip
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.strategies.arguments import CommonArguments
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 
 
 class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):

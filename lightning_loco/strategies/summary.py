@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -22,9 +22,7 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.worker_strategy import AnyEngine
+from lightning_loco.strategies.protocols import AnyEngine
 
 MIN_ROUNDS = 10
 """Outer momentum needs about as many rounds to have an effect."""

@@ -18,7 +18,7 @@ from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings, StepEngine
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, PAGES, README, doc

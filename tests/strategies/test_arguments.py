@@ -40,7 +40,7 @@ from lightning_loco.strategies.arguments import (
     WorkerArguments,
     argument_names,
 )
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, quiet_trainer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, KINDS, Case, params, rows, without_variants
 from tests.conftest import cover
 from tests.harness.pool import Pool, PoolError, make_trainer

@@ -39,8 +39,8 @@ from lightning_loco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies import METHODS, lightning_compat, register_strategies
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import add_hooks
-from lightning_loco.strategies.worker_strategy import EngineStrategy
 from lightning_loco.topology import Hypercube
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader, quiet_trainer, worker_batch

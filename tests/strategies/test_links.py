@@ -12,7 +12,7 @@ from lightning_loco.distributed.statistics import Spans
 from lightning_loco.gossip.fetcher import DelayedFetcher
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
 

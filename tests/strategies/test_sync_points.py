@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 
 from lightning_loco import LocalSGD, PairwiseEngine, PairwiseGossipStrategy, StepEngine
-from lightning_loco.strategies.worker_strategy import AnyEngine, EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.protocols import AnyEngine
 from tests.cases import CASES
 from tests.gossip.helpers import peers
 from tests.harness.pool import Pool, make_trainer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
-from lightning_loco.strategies.worker_strategy import EngineStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.conftest import cover
 from tests.harness.pool import Pool, make_trainer

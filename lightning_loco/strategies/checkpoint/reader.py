@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -41,9 +41,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
     plain_parts,
     steps_of,
 )
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.worker_strategy import AnyEngine
+from lightning_loco.strategies.protocols import AnyEngine
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 _LABEL = "the choice of a checkpoint"

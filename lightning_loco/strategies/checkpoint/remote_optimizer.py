@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,9 +19,7 @@ from lightning_loco.strategies.checkpoint.reader import (
 )
 from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_naming, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
+from lightning_loco.strategies.protocols import StrategyWithRemoteOptimizer
 
 _KEY = "lightning_loco_positions"
 
@@ -29,7 +27,7 @@ _KEY = "lightning_loco_positions"
 class RemoteCheckpoints:
     """Writes and reads one file with the optimizer's state and every worker's position."""
 
-    def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
+    def __init__(self, strategy: StrategyWithRemoteOptimizer) -> None:
         self._strategy = strategy
         self._resumed: ResumedPosition | None = None
         self._saved_on_stop: int | None = None

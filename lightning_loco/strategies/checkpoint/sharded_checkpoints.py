@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,7 @@ from lightning_loco.strategies.checkpoint.shard_folder import (
 )
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN, SHARDS, SideFiles, stamps_in
 from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.worker_strategy import AnyEngine, EngineStrategy
+from lightning_loco.strategies.protocols import AnyEngine, StrategyWithEngine
 
 
 def path_on_file_system(path: str | Path) -> str:
@@ -50,7 +48,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
 
     _has_shards = True
 
-    def __init__(self, strategy: EngineStrategy, *, saves_folders: bool) -> None:
+    def __init__(self, strategy: StrategyWithEngine, *, saves_folders: bool) -> None:
         super().__init__(strategy)
         self._saves_folders = saves_folders
 

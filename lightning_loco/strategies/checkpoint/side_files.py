@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import torch
@@ -43,9 +43,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     remove_part,
     remove_staged,
 )
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.worker_strategy import AnyEngine
+from lightning_loco.strategies.protocols import AnyEngine
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""

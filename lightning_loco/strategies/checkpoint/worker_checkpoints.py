@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -49,9 +49,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
 )
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 from lightning_loco.strategies.data import samples_read
-
-if TYPE_CHECKING:
-    from lightning_loco.strategies.worker_strategy import AnyEngine, EngineStrategy
+from lightning_loco.strategies.protocols import AnyEngine, StrategyWithEngine
 
 _CPU = torch.device("cpu")
 _SAVING = "a checkpoint"
@@ -69,7 +67,7 @@ class WorkerCheckpoints:
 
     _has_shards = False
 
-    def __init__(self, strategy: EngineStrategy, folder: str = "shared") -> None:
+    def __init__(self, strategy: StrategyWithEngine, folder: str = "shared") -> None:
         check_choice("checkpoint_folder", folder, ("shared", "private"))
         self._strategy = strategy
         self._is_private = folder == "private"
