@@ -5,14 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +47,6 @@ def outer_launch() -> tuple[str, int, int] | None:
         num_nodes = int(env.get("SLURM_NNODES", 1))
         return "SLURM", int(env["SLURM_NTASKS"]) // num_nodes, num_nodes
     return None
-
-
-def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
-    """Set torch's threads in this process and those that it starts; ValueError if below 1."""
-    if num_threads is None:
-        if trainer.strategy.root_device.type != "cpu" or trainer.num_devices == 1:
-            return
-        num_threads = 1
-    if num_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {num_threads}. Or use null.")
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Lightning chooses again
-    torch.set_num_threads(num_threads)
 
 
 def quieten_lightning() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -26,11 +27,7 @@ from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError, errors_for, one_line
-from lightning_loco.app.launch import (
-    outer_launch,
-    quieten_lightning,
-    set_num_threads,
-)
+from lightning_loco.app.launch import outer_launch, quieten_lightning
 from lightning_loco.app.result_table import RunReport, measure
 from lightning_loco.callbacks import ReportCallback, WorkerLogs
 from lightning_loco.strategies import RemoteOptimizerStrategy
@@ -51,7 +48,7 @@ NOT_REPORTED = ("simulate", "num_workers", "simulation", "network", "callbacks",
 def run(cfg: DictConfig) -> float | None:
     """Build everything a configuration names, train, and report; return the validation loss.
 
-    The loss is that of the final model, None if nothing was validated. ``cfg`` is
+    The loss is of the final model, None if nothing was validated. ``cfg`` is
     ``conf/train.yaml`` as :func:`~lightning_loco.app.early_checks.checked` returns it. A setting
     that cannot work is a SettingsError on every rank, before training.
     """
@@ -93,7 +90,7 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:
-    """Build the callbacks of the configuration, and those of top-level keys."""
+    """Build the callbacks of the group, and the ones that top-level keys ask for."""
     callbacks: list[Callback] = build_all(cfg.callbacks, "callbacks", Callback)
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
@@ -185,6 +182,18 @@ def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
         )
 
 
+def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
+    """Set torch's threads in this process and those that it starts; ValueError if below 1."""
+    if num_threads is None:
+        if trainer.strategy.root_device.type != "cpu" or trainer.num_devices == 1:
+            return
+        num_threads = 1
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}. Or use null.")
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Lightning chooses again
+    torch.set_num_threads(num_threads)
+
+
 def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
     """Return the validation loss of the final model; every rank must call it.
 
@@ -192,7 +201,7 @@ def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule
     """
     keep_model(trainer)
     with warnings.catch_warnings():
-        # The number of validation windows is a multiple of that of workers: none counts twice.
+        # The number of validation windows is a multiple of the workers: none counts twice.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with")
         metrics = trainer.validate(model, datamodule=data, verbose=False)
     return metrics[0].get("val/loss") if metrics else None
