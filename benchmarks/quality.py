@@ -29,6 +29,7 @@ workers that exchange. With several seeds losses and differences are means with 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import shlex
 import statistics
@@ -43,7 +44,6 @@ from curves import Curve, draw
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_loco.app.result_table import read_curve
 from lightning_loco.costs import LINKS
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
@@ -170,6 +170,16 @@ def fit(command: str, folder: Path) -> dict[str, Any]:
         raise SystemExit(f"{log.read_text()[-3000:]}\nfailed: python train.py {command}")
     report = json.loads((folder / "report.json").read_text())
     return {**report, "curve": read_curve(folder / "csv" / "metrics.csv", "val/loss")}
+
+
+def read_curve(file: Path, column: str) -> list[tuple[int, float]]:
+    """Return (step, value) pairs of a column of a metrics CSV, which is empty in some lines."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        return [
+            (int(row["step"]), float(row[column]))
+            for row in csv.DictReader(lines)
+            if row.get(column)
+        ]
 
 
 def settings_of(command: str) -> dict[str, Any]:

@@ -235,6 +235,18 @@ def test_defaults_are_compared_with_workers_alone() -> None:
     assert "eager_diloco: ValueError: sync_every=100" in output
 
 
+def test_curves_of_quality_skip_lines_without_the_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    read_curve = importlib.import_module("quality").read_curve
+    file = tmp_path / "metrics.csv"
+    file.write_text("epoch,step,train/loss,val/loss\n0,9,5.5,\n0,9,,5.25\n,19,,\n0,29,4.5,\n")
+    assert read_curve(file, "train/loss") == [(9, 5.5), (29, 4.5)]
+    assert read_curve(file, "val/loss") == [(9, 5.25)]
+    assert read_curve(file, "no/such") == []
+
+
 @pytest.mark.soak
 @pytest.mark.process
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:

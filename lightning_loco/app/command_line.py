@@ -54,16 +54,8 @@ def is_checkout() -> bool:
 
 def rank() -> int:
     """Return the rank of this process, set by its launcher: torchrun, SLURM, or Lightning's own."""
-    return int(
-        next(
-            (
-                os.environ[name]
-                for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")
-                if name in os.environ
-            ),
-            0,
-        )
-    )
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
 
 def run_stamp() -> str:
@@ -148,10 +140,10 @@ def default_choices() -> dict[str, str]:
     return {str(name): str(choice) for entry in groups for name, choice in entry.items()}
 
 
-def known_keys() -> tuple[set[str], set[str]]:
-    """Return the groups of the configuration, and all keys at its top level, groups included."""
-    default, groups = OmegaConf.load(Path(conf_dir()) / "train.yaml"), set(default_choices())
-    return groups, {str(name) for name in default} - {"defaults"} | groups
+def known_keys() -> set[str]:
+    """Return all keys at the top level of the configuration, groups included."""
+    default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
+    return {str(name) for name in default} - {"defaults"} | set(default_choices())
 
 
 def unknown_key(cfg: DictConfig) -> str | None:
@@ -160,8 +152,7 @@ def unknown_key(cfg: DictConfig) -> str | None:
     ``+algoritm=diloco`` would add a key and train the default algorithm. A key that another value
     refers to (``${width}``) is read.
     """
-    _, known = known_keys()
-    text = OmegaConf.to_yaml(cfg)
+    known, text = known_keys(), OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
         if key not in known and f"${{{key}" not in text:
             instead = suggestion(key, known, "{}=...") or f" There are {', '.join(sorted(known))}."
@@ -178,7 +169,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
     options, overrides = _parse(arguments)
     if options.config_path or options.config_name or "hydra.searchpath=" in " ".join(overrides):
         return None
-    groups, known = known_keys()
+    groups, known = default_choices(), known_keys()
     experiment = read_experiment(_experiment(overrides))
     known |= set(experiment[1]) if experiment else set()
     folders = [Path(folder) for folder in (conf_dir(), options.config_dir) if folder]
@@ -230,7 +221,7 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
     joined = "\n".join(overrides)
     if any(vars(options).values()) or "hydra.searchpath=" in joined:
         return None
-    groups, (_, known) = default_choices(), known_keys()
+    groups, known = default_choices(), known_keys()
     experiment = read_experiment(_experiment(overrides))
     if experiment is None:
         return None
@@ -238,20 +229,19 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
     known |= set(experiment[1])
     added = "".join(f"{key}." for key in re.findall(r"^\+{1,2}([\w.]+)=", joined, re.M))
     for group, names, value in re.findall(r"^(\w+)((?:\.\w+)+)(=.*)$", joined, re.M):
-        if group not in known and group != "hydra" and f"{group}." not in added:
+        if group == "hydra":
+            continue
+        if group not in known and f"{group}." not in added:
             return f"{group} is no setting.{suggestion(group, known, f'{{}}{names}{value}')}"
-        for choice in chosen.get(group, "").split(",") if group != "hydra" else ():
+        for choice in chosen.get(group, "").split(","):
             of_choice = f"{group}={choice}" if choice else group
             settings = settings_of(group, choice)
             if isinstance(settings, dict):
                 settings |= experiment[1].get(group) or {}
             path, own_group = group, names.split(".")[1]
-            if (
-                group == "algorithm"
-                and own_group in groups
-                and own_group not in (settings or groups)
-            ):
-                return f"{own_group} is a group of its own: write {names[1:]}{value}."
+            is_group = own_group in groups and own_group not in (settings or groups)
+            if group == "algorithm" and is_group:
+                return f"{own_group} is another group: write {names[1:]}{value}."
             if choice and settings == {} and not own_group.startswith("_"):
                 return f"{group}{names}: {of_choice} has no settings. Add {group}=NAME."
             for name in names.split(".")[1:]:
@@ -266,7 +256,7 @@ def unknown_setting(arguments: Sequence[str]) -> str | None:
 
 
 def _experiment(overrides: Sequence[str]) -> str:
-    """Return what a command line has chosen as the experiment; "null" for none."""
+    """Return the experiment that a command line chooses; "null" for none."""
     chosen = [one.partition("=")[2] for one in overrides if re.match(r"\+*experiment=", one)]
     return chosen[-1] if chosen else "null"
 

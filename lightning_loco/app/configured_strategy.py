@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import hydra
 from lightning.pytorch.strategies import Strategy
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 OPTIONAL_GROUPS = {
     "membership": "does not let workers join and leave. Drop {group}=..., or choose "
     "algorithm=diloco, async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
-    "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
+    "link": "runs no rounds or fetches that a link could delay. Drop {group}=..., or choose "
     "another algorithm than ddp and remote_optimizer.",
     "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
     "than ddp.",
@@ -49,47 +49,35 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         return LocoModelParallelStrategy(strategy, *sizes)
 
 
-def build_method(cfg: DictConfig, without: str = "") -> Strategy:
-    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model.
-
-    Args:
-        cfg: The configuration.
-        without: Name of a group that the strategy does not get.
-    """
+def build_method(cfg: DictConfig) -> Strategy:
+    """Build the strategy of the ``algorithm`` group, whose workers hold the whole model."""
     with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with errors_for("algorithm"):
         # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
+        given: dict[str, Any] = {}
         for group, instead in OPTIONAL_GROUPS.items():
-            if cfg[group]._target_ and group != without:
-                make = with_group(make, kind, group, cfg[group], instead)
+            if not cfg[group]._target_:
+                continue
+            if group not in argument_names(kind):
+                name = kind.__name__.removesuffix("Strategy")
+                raise ValueError(f"{name} {instead.format(group=group)}")
+            with errors_for(group):
+                part = cfg[group]
+                made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
+                given[group] = made
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None:
             check_takes_topology(kind.__name__, accepted is not None, topology)
-            return make(topology=topology)
-        strategy = make()
+            return make(topology=topology, **given)
+        strategy = make(**given)
         say = rank_zero_only(log.info)  # the other ranks build the same
         if accepted is not None and isinstance(accepted.default, str):
             say("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
         elif isinstance(strategy, EngineStrategy) and (
             strategy.settings.algorithm.exchange == "neighbors"
         ):
-            say("No topology chosen: %s uses that of its algorithm.", kind.__name__)
+            say("No topology chosen: %s uses its algorithm's.", kind.__name__)
         return strategy
-
-
-def with_group(
-    make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
-) -> Callable[..., Strategy]:
-    """Add the choice of a group to ``make``, the constructor of the strategy class ``kind``.
-
-    ValueError, whose text ends with ``instead``, if the strategy has no such argument.
-    """
-    if group not in argument_names(kind):
-        name = kind.__name__.removesuffix("Strategy")
-        raise ValueError(f"{name} {instead.format(group=group)}")
-    with errors_for(group):
-        made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
-    return functools.partial(make, **{group: made})

@@ -45,7 +45,7 @@ SETTING_ERRORS = (
 IMPORTED_EARLY = tuple(
     f"lightning_loco.{part}." for part in ("algorithms", "compression", "costs", "topology")
 )
-"""Modules that can be imported without Lightning; those of users may need it."""
+"""Modules that can be imported without Lightning; users' modules may need it."""
 
 EarlySettings = RoundSettings | PairwiseSettings
 
@@ -127,7 +127,7 @@ def ranks_of(cfg: DictConfig) -> tuple[int, int] | None:
 
 
 def early_settings(cfg: DictConfig) -> EarlySettings | None:
-    """Return the settings that the strategy of a configuration will make of its arguments.
+    """Return the settings of the strategy that a configuration names.
 
     None for an unknown strategy, or settings that cannot be made without Lightning. SettingsError
     if a value cannot work.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +18,6 @@ from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp
 from lightning_loco.topology import as_topology
 
-Curve = list[tuple[int, float]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
@@ -29,9 +26,9 @@ class RunReport:
     Attributes:
         algorithm: Name of the algorithm.
         topology: Name of the topology; None for algorithms without one.
-        num_workers: Workers; if they join and leave, those of the last round.
+        num_workers: Workers; if they join and leave, in the last round.
         val_loss: Validation loss of the final model.
-        is_per_byte: Whether the loss is in nats per byte, as that of ``ByteTextData`` is.
+        is_per_byte: Whether the loss is in nats per byte, as with ``ByteTextData``.
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
         bytes_sent: Bytes that all ranks of a worker sent, mean over the workers.
@@ -94,18 +91,6 @@ class RunReport:
         (folder / "report.json").write_text(
             json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8"
         )
-
-
-def read_curve(file: Path, column: str) -> Curve:
-    """Return (step, value) pairs of a column of a metrics CSV; empty without the file or column."""
-    if not file.is_file():
-        return []
-    with file.open(newline="", encoding="utf-8") as lines:
-        return [
-            (int(row["step"]), float(row[column]))
-            for row in csv.DictReader(lines)
-            if row.get(column)
-        ]
 
 
 def measure(

@@ -1,6 +1,6 @@
-"""``python train.py simulate=true``: many workers in this process, and what their links cost.
+"""``python train.py simulate=true``: many workers in this process, and the cost of their links.
 
-The model, the data, the optimizer and the rounds are those of a real run with as many workers.
+The model, the data, the optimizer and the rounds are the same as in a real run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError, errors_for
 from lightning_loco.app.launch import quieten_lightning
-from lightning_loco.app.simulated_training import Workers, make_training, simulated_strategy
+from lightning_loco.app.simulated_training import (
+    AnySimulation,
+    Workers,
+    make_simulation,
+    simulated_settings,
+    train_parts,
+)
 from lightning_loco.callbacks.rank_record import drawing
-from lightning_loco.costs import Link, Links, LinkTimes, as_links
+from lightning_loco.costs import Link, Links, LinkTimes
 from lightning_loco.costs.method_costs import ENCODINGS, Costs, StepTimes, as_method, estimate
 from lightning_loco.model.worker import exchanged_parameters
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
-from lightning_loco.simulation import PairwiseSimulation, Simulation
+from lightning_loco.simulation import Simulation
 from lightning_loco.topology import Topology
 
 MAX_EVENTS = 20_000
 """Spans of the timeline that the page has."""
-
-AnySimulation = Simulation | PairwiseSimulation
 
 log = logging.getLogger(__name__)
 
@@ -73,28 +77,32 @@ class SimulatedRun:
     Args:
         cfg: ``conf/train.yaml`` with ``simulate=true``.
 
+    Attributes:
+        name: Name of the algorithm.
+        topology: The graph of gossip; None for other algorithms.
+        links: Links of the workers; None if messages take no time.
+        steps: How long local steps take.
+        simulation: The simulation.
+
     Raises:
         SettingsError: If a value cannot work.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         self._own = own = cfg.simulation
-        n = cfg.num_workers
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise SettingsError(f"num_workers must be at least 1, got {n}.")
-        for name in ("max_steps", "reports"):
-            if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 1:
-                raise SettingsError(f"simulation.{name} must be at least 1, got {own[name]}.")
-        step_s = own.step_s
-        if (
-            isinstance(step_s, bool)
-            or not isinstance(step_s, (int, float))
-            or not (0 < step_s < math.inf)
+        n, step_s = cfg.num_workers, own.step_s
+        for name, value in (
+            ("num_workers", n),
+            ("simulation.max_steps", own.max_steps),
+            ("simulation.reports", own.reports),
         ):
+            if type(value) is not int or value < 1:
+                raise SettingsError(f"{name} must be at least 1, got {value}.")
+        if type(step_s) not in (int, float) or not 0 < step_s < math.inf:
             raise SettingsError(f"simulation.step_s are seconds, more than 0, got {step_s}.")
         if (batches := cfg.trainer.get("accumulate_grad_batches", 1)) != 1:
             raise SettingsError(
-                "Simulated workers make a local step for each batch, got "
+                "Simulated workers take a local step for each batch, got "
                 f"trainer.accumulate_grad_batches={batches}. Raise data.batch_size instead."
             )
         if (precision := cfg.trainer.get("precision", "32-true")) not in (32, "32", "32-true"):
@@ -102,10 +110,10 @@ class SimulatedRun:
                 f"Simulated workers train in float32, got trainer.precision={precision}. Add "
                 "trainer.precision=32-true, or leave out trainer=gpu or trainer=slurm."
             )
-        strategy = simulated_strategy(cfg)
-        with errors_for("link"):
-            self.links = as_links(hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None)
-            if self.links is not None:
+        settings = simulated_settings(cfg)
+        self.name, self.links = type(settings.algorithm).__name__, settings.link
+        if self.links is not None:
+            with errors_for("link"):
                 self.links.check(n)
         with errors_for("model"):
             length = cfg.model.get("total_steps") or own.max_steps
@@ -119,26 +127,15 @@ class SimulatedRun:
             data.check(n)
         self._validation = [batch.long() for batch in data.val_dataloader()]
         self._evaluated = model
-        workers = Workers(model, data, cfg)
+        self._workers = Workers(model, data, cfg)
         with errors_for("simulation"):
-            self.steps = StepTimes.of_spread(n, own.step_s, own.spread, own.jitter, cfg.seed)
+            self.steps = StepTimes.of_spread(n, step_s, own.spread, own.jitter, cfg.seed)
         with errors_for("algorithm"):
-            self._training = make_training(cfg, strategy, workers, self.links, self.steps)
-
-    @property
-    def name(self) -> str:
-        """Name of the algorithm."""
-        return self._training.name
-
-    @property
-    def topology(self) -> Topology | None:
-        """The graph of gossip; None for other algorithms."""
-        return self._training.topology
-
-    @property
-    def simulation(self) -> AnySimulation:
-        """The simulation."""
-        return self._training.simulation
+            self.simulation = make_simulation(cfg, settings, self._workers.models, self.steps)
+        self.topology: Topology | None = None
+        if isinstance(self.simulation, Simulation):
+            topology = self.simulation.settings.topology
+            self.topology = topology if isinstance(topology, Topology) else None
 
     @property
     def num_parameters(self) -> int:
@@ -146,7 +143,7 @@ class SimulatedRun:
         return sum(p.numel() for p in exchanged_parameters(self._evaluated).values())
 
     def costs_of_ddp(self, end: Progress) -> Costs:
-        """What DDP would cost for as many local steps."""
+        """Return what the same number of local steps would cost with DDP."""
         return estimate(
             as_method("ddp", encoding=ENCODINGS["none"]),
             self.num_parameters,
@@ -158,19 +155,26 @@ class SimulatedRun:
     def train(self) -> Iterator[Progress]:
         """Train, and yield the state after about equal parts of the run."""
         simulation, reported = self.simulation, 0
-        for _ in self._training.parts():
+        for _ in train_parts(simulation, self._workers, self._own):
             losses = [point.loss for point in simulation.losses[reported:]]
             reported = len(simulation.losses)
             costs = simulation.costs
             yield Progress(
                 max(one.time_s for one in costs),
                 float(np.mean([one.steps for one in costs])),
-                self._training.rounds,
+                self._rounds,
                 float(np.mean([one.bytes_sent for one in costs])),
                 float(np.mean([one.utilisation for one in costs])),
                 float(np.mean(losses)) if losses else math.nan,
                 self._validate(),
             )
+
+    @property
+    def _rounds(self) -> int:
+        """Rounds that all workers have begun; with pairwise gossip, averages of a mean worker."""
+        if isinstance(self.simulation, Simulation):
+            return self.simulation.round_index
+        return round(float(np.mean([one.rounds for one in self.simulation.costs])))
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -222,7 +226,7 @@ def run_simulation(cfg: DictConfig) -> float:
 
 
 def table(name: str, end: Progress, ddp: Costs) -> str:
-    """Return the results as a table, with the costs of DDP for as many local steps."""
+    """Return the results as a table, with the costs of DDP for the same number of steps."""
     rows = [
         ("", "loss", "virtual time", "sent per worker", "rounds", "utilisation"),
         _row(name, f"{end.val_loss:.4f}", end.time_s, end.bytes_sent, end.rounds, end.utilisation),
@@ -276,7 +280,7 @@ def write_files(folder: Path, progress: list[Progress], simulation: AnySimulatio
 def record_of(
     name: str, progress: list[Progress], run: SimulatedRun, ddp: Costs, settings: dict[str, Any]
 ) -> RunRecord:
-    """Return what the page of the run shows; all times are virtual."""
+    """Return the record for the page of the run; all times are virtual."""
     simulation, end = run.simulation, progress[-1]
     n, topology = simulation.num_workers, run.topology
     training = Curve("train_loss", "train/loss")
@@ -308,6 +312,7 @@ def record_of(
         notes=[
             "All workers were simulated in one process. Times are virtual: they follow from "
             "simulation.step_s and the links.",
-            f"DDP would need {format_seconds(float(ddp.time_s.max()))} for as many local steps.",
+            f"DDP would need {format_seconds(float(ddp.time_s.max()))} for the same number of "
+            "local steps.",
         ],
     )

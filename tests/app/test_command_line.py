@@ -339,10 +339,10 @@ class TestChoices:
                 "algorithm.static_graph is no setting of algorithm=gasloc. To pass it on, write "
                 "+algorithm.static_graph=...",
             ),
-            ("algorithm.compression=int8", "compression is a group of its own: write compression="),
+            ("algorithm.compression=int8", "compression is another group: write compression="),
             (
                 "algorithm.link.mbit_per_s=5",
-                "link is a group of its own: write link.mbit_per_s=5.",
+                "link is another group: write link.mbit_per_s=5.",
             ),
             (
                 "num_workers=4 algorithm.num_workers=4",
@@ -368,7 +368,7 @@ class TestChoices:
             ("trainr.max_steps=3", "trainr is no setting. Did you mean trainer.max_steps=3?"),
             (
                 "algorithm.membership=elastic",
-                "membership is a group of its own: write membership=elastic.",
+                "membership is another group: write membership=elastic.",
             ),
             (
                 "experiment=dpwa algorithm.fetch_timeout=3",

@@ -440,8 +440,8 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
         (["link=file"], "link.path has no value. Add link.path=VALUE."),
         (["link=file", "link.path=/no/links.yaml"], "There is no file of links '/no/links.yaml'"),
         (["link=dsl", "link.mbit_per_s=0"], "link: mbit_per_s of a link must be positive"),
-        (["algorithm=ddp", "link=wan"], r"DDP makes no rounds .* Drop link=\.\.\., or choose"),
-        (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer makes no rounds or fetches"),
+        (["algorithm=ddp", "link=wan"], r"DDP runs no rounds .* Drop link=\.\.\., or choose"),
+        (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer runs no rounds or fetches"),
         (
             ["algorithm=ddp", "membership=elastic"],
             "DDP does not let workers join and leave. Drop m",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from lightning_loco.app.result_table import RunReport, read_curve
+from lightning_loco.app.result_table import RunReport
 
 REPORT = RunReport(
     algorithm="GASLoC",
@@ -49,12 +49,3 @@ def test_files(tmp_path: Path) -> None:
     assert (tmp_path / "run/report.txt").read_text() == REPORT.table() + "\n"
     values = json.loads((tmp_path / "run/report.json").read_text())
     assert RunReport(**values) == REPORT
-
-
-def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.csv"
-    file.write_text("epoch,step,train/loss,val/loss\n0,9,5.5,\n0,9,,5.25\n,19,,\n0,29,4.5,\n")
-    assert read_curve(file, "train/loss") == [(9, 5.5), (29, 4.5)]
-    assert read_curve(file, "val/loss") == [(9, 5.25)]
-    assert read_curve(file, "no/such") == []
-    assert read_curve(tmp_path / "nowhere.csv", "val/loss") == []

@@ -266,7 +266,6 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
         (["ckpt_path=/none.ckpt"], "Simulations continue no run. Drop ckpt_path=/none.ckpt"),
         (["test=true"], "Simulations run no test loop. Drop test=True"),
         (["sample=true"], "Simulations generate no text. Drop sample=True"),
-        (["+algorithm.link=dsl"], "are those of link=.... Drop algorithm.link"),
         (["simulation.step_s=0"], "simulation.step_s are seconds, more than 0, got 0"),
         (["simulation.step_s=fast"], "simulation.step_s are seconds, more than 0, got fast"),
         (["membership=elastic", "membership.lighthouse=h:1"], "Use it instead of membership="),

@@ -166,7 +166,7 @@ def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
                     files = [one for one in overrides if one.startswith("topology.path=")]
                     config = compose("train", overrides)
                     if config.simulate:
-                        build_method(config, without="link")
+                        build_method(config)
                     elif not files:  # FILE stands for a file of the reader's
                         build_strategy(config)
 

@@ -19,7 +19,7 @@ class ResumableDataLoader(StatefulDataLoader):
     first. So this iterator is made when its first batch is read. After the last batch of an epoch
     there is no state, because the next epoch starts at its first batch.
 
-    The arguments are those of torch's loader; Lightning passes them when it sets its own sampler.
+    The arguments are as in torch's loader; Lightning passes them when it sets its own sampler.
     """
 
     def __init__(

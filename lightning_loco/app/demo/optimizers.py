@@ -56,7 +56,7 @@ class Together(Optimizer):
     checkpoint include all of them.
 
     Args:
-        parts: New optimizers, which have made no step.
+        parts: New optimizers, which have taken no step.
     """
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -74,7 +74,7 @@ class Together(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of each part."""
+        """Step each part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -84,6 +84,6 @@ class Together(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` has returned."""
+        """Load a state that ``state_dict`` has returned."""
         super().load_state_dict(state_dict)
         self._share()
