@@ -43,7 +43,7 @@ class RoundMonitor(pl.Callback):
         return strategy.statistics.rounds
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reset what an earlier fit has set."""
+        """Reset the monitor; print a note if the strategy has no such metrics."""
         self._logged = 0
         if not isinstance(trainer.strategy, self.strategies):
             rank_zero_info(
@@ -78,8 +78,8 @@ class RoundMonitor(pl.Callback):
 class CommunicationMonitor(RoundMonitor):
     """Log the bytes and seconds of worker 0's communication so far.
 
-    Of a worker of several ranks they are those of its first rank, without the gradients that DDP
-    averages within the worker.
+    In a worker of several ranks its first rank is counted, without the gradients that DDP averages
+    within the worker.
 
     Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the

@@ -20,7 +20,7 @@ class PauseAveraging(pl.Callback):
         steps: The first local step without averaging, counted from 0, and the first one with it
             again; None instead of the second for the rest of training.
         epochs: The same in epochs.
-        validation: Pause from the start of each validation to the next batch. No round is made in a
+        validation: Pause from the start of each validation to the next batch. No round runs in a
             validation anyway; this also says so to code that reads ``strategy.engine.paused``.
 
     Raises:

@@ -44,7 +44,7 @@ NOT_MEASURED = (
     "The consensus distance was not measured in rounds: the callback ConsensusMonitor does that."
 )
 OF_DDP = (
-    "DDP's bytes are those of a ring all-reduce of all gradients in every step: 2 (N - 1) / N "
+    "DDP's bytes are for a ring all-reduce of all gradients in every step: 2 (N - 1) / N "
     "times their size, if each of the N workers were one rank."
 )
 WAITS_IN_STEPS = (
@@ -56,7 +56,7 @@ ONLY_OWN = "The run has ended early: what the other ranks have recorded is not k
 class RankRecord:
     """Records one rank while it trains, and merges the records of all ranks.
 
-    It is created when training starts. Times are those of ``time.monotonic``.
+    It is created when training starts. Times are from ``time.monotonic``.
 
     Attributes:
         spans: When this rank waited, validated and so on.
@@ -118,7 +118,7 @@ class RankRecord:
         return step, time.monotonic() - self._started_s, num_bytes
 
     def keep_loss(self, loss: Any, factor: int) -> None:
-        """Keep a loss, ``factor`` times what is passed; it is read later, with the others."""
+        """Keep ``factor`` times a loss; it is read later, with the others."""
         if self._place == 0 and isinstance(loss, Tensor) and loss.numel() == 1:
             self._unread.append((self.position(), factor, loss.detach().reshape(())))
         if len(self._unread) == MAX_UNREAD:
@@ -154,7 +154,7 @@ class RankRecord:
             self._consensus.add(*self.position(), distance)
 
     def record_metrics(self, metrics: Mapping[str, Tensor]) -> None:
-        """Record what a validation has logged."""
+        """Record the metrics of a validation."""
         for name, value in metrics.items():
             kind = "validation" if "loss" in name else "metric"
             curve = self._metrics.setdefault(name, Curve(kind, name))  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ class RankRecord:
     # --------------------------------------------------------------------------- the end
 
     def to_json(self) -> dict[str, Any]:
-        """Return what rank 0 needs of this rank, as plain values."""
+        """Return the record of this rank for rank 0, as plain values."""
         self.read_losses()
         statistics, end_s = self._statistics, time.monotonic()
         if statistics is not None:
@@ -187,7 +187,7 @@ class RankRecord:
     def record_of_run(
         self, ranks: list[dict[str, Any]], settings: dict[str, Any], ended: str
     ) -> RunRecord:
-        """Return the record of the run, made of those of some or all ranks, the first one first."""
+        """Merge the records of some or all ranks, the first one first."""
         trainer, strategy = self._trainer, self._trainer.strategy
         curves, texts = [], dict[str, int]()
         for lane, rank in enumerate(ranks):
@@ -241,7 +241,7 @@ class RankRecord:
         )
 
     def settings_of_strategy(self) -> dict[str, Any]:
-        """Return the settings of the strategy: those of its engine, if it has one."""
+        """Return the settings of the strategy, of its engine if it has one."""
         strategy = self._trainer.strategy
         found = {"class": type(strategy).__name__}
         if isinstance(strategy, EngineStrategy) and strategy.engine is not None:
@@ -256,7 +256,7 @@ class RankRecord:
 
 
 def computing(spans: Spans, start_s: float, end_s: float) -> Iterator[Span]:
-    """Yield when a rank did nothing of what it has recorded: it computed, or loaded data.
+    """Yield the time that no span covers: the rank computed, or loaded data.
 
     Nothing is known about the time of the spans that were left out.
     """
@@ -355,7 +355,7 @@ def drawing_of(trainer: pl.Trainer) -> Drawing | None:
 
 
 def drawing(topology: Topology, workers: int) -> Drawing:
-    """Return the drawing of a topology of so many workers."""
+    """Return the drawing of a topology of ``workers`` workers."""
     period = topology.period(workers)
     edges = {
         (min(worker, other), max(worker, other))

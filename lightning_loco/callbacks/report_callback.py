@@ -39,14 +39,14 @@ class ReportCallback(pl.Callback):
     it are its data, ``run.json`` (see :class:`~lightning_loco.report.record.RunRecord`), and
     ``trace.json`` for ui.perfetto.dev. ``lightning-loco report RUN...`` compares runs.
 
-    It works with every strategy; what a strategy does not have is left out. A run that fails or is
-    stopped by a signal writes what rank 0 has recorded. Losses are kept on their device and read
+    It works with every strategy; parts that a strategy does not have are left out. A run that fails
+    or is stopped by a signal writes the record of rank 0. Losses are kept on their device and read
     every ``log_every_n_steps`` steps, so that no local step waits for a GPU. Each curve keeps at
     most 1000 points, and each rank its first and its last 1000 spans of time.
 
     Args:
         dirpath: Folder for the files. Default: the trainer's log folder.
-        settings: Settings to show, by name, maybe in groups, in place of those of the Trainer.
+        settings: Settings to show, by name, maybe in groups, in place of the Trainer's.
 
     Example::
 
@@ -123,7 +123,7 @@ class ReportCallback(pl.Callback):
     # --------------------------------------------------------------------------- end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gather what all ranks have recorded; rank 0 writes the page."""
+        """Gather the records of all ranks; rank 0 writes the page."""
         own, self._own = self._own, None
         self._stop_listening()
         of_rank = None
@@ -138,7 +138,7 @@ class ReportCallback(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write what rank 0 has recorded, without a word to the other ranks."""
+        """Write the record of rank 0, without communication."""
         self._stop_listening()
         own, self._own = self._own, None
         if own is None or not trainer.is_global_zero:

@@ -14,9 +14,9 @@ from lightning_loco.strategies.worker_strategy import worker_and_place
 
 
 class WorkerLogs(pl.Callback):
-    """Write the metrics of each worker to a file, because loggers only get those of worker 0.
+    """Write the metrics of each worker to a file, because loggers only get worker 0's.
 
-    Of a worker of several ranks they are those of its first rank.
+    A worker of several ranks writes the metrics of its first rank.
 
     Files: ``worker_00000.csv`` and so on, with the columns ``step,metric,value``: values of one
     worker only, at its own steps, every ``log_every_n_steps`` steps and after each validation.

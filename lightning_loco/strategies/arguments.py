@@ -60,15 +60,15 @@ class RoundArguments(CommonArguments, RoundOptions):
             ``Link``, a list with one for each worker, or the path of a file that names workers or
             pairs. Default: no emulation.
         outer_device: ``"cpu"`` to keep the state of the algorithm (outer parameters, momentum) and
-            all messages in the host's memory, which leaves that of the GPU to training; messages
-            are then sent by gloo. Default: the device of the parameters.
+            all messages in the host's memory, which leaves the GPU's to training; messages are then
+            sent by gloo. Default: the device of the parameters.
         evaluate: ``"average"`` (default) validates and saves the mean of the workers' local
             parameters; ``"outer"`` the outer parameters of DiLoCo after the last round, which costs
             no communication but changes with rounds only; ``"local"`` validates each worker's own
             parameters and saves the mean.
         finalize: ``"average"`` (default) leaves the mean in the model after fit, ``"keep"`` each
             worker's own parameters (until ``Trainer.validate``, which broadcasts worker 0's).
-        checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
+        checkpoint_folder: ``"private"`` if each worker writes checkpoints to its own disk,
             ``"shared"`` (default) if all see the same folder.
         replica_size: Number of consecutive ranks that are one worker, or ``"node"`` for the ranks
             of a node. They average their gradients in every step, as with DDP, and divide the

@@ -119,12 +119,12 @@ class ExternalUpdates:
         if start is not None and start[:2] == counts and start[2] != now:
             raise RuntimeError(
                 "The parameters have changed in this epoch, but no step of a torch optimizer was "
-                "seen, and local steps are counted by those: no round would ever be made. Change "
+                "seen, and local steps are counted by those: no round would ever run. Change "
                 "parameters by the step() of an optimizer that has them."
             )
 
     def before_sync_point(self) -> None:
-        """Copy what hooks have written, before a round of other workers changes it."""
+        """Copy weights that hooks have written, before a round of other workers changes them."""
         if self._is_between_epochs:
             self._record_writes()
 
@@ -163,7 +163,7 @@ class ExternalUpdates:
         self._epoch_start = self._worker.steps, self._worker.round_index, self._fingerprints()
 
     def _are_any_written(self) -> bool:
-        """Whether a rank of this worker has seen writes; then each has a copy of what it holds."""
+        """Whether a rank of this worker has seen writes; then each has a copy of its own part."""
         self._strategy.wait_inside("the start of an epoch")
         names = set().union(*self._worker.group.gather_inside(list(self._written), _RESTART))
         layout = self._worker.replica.layout
@@ -212,7 +212,7 @@ class ExternalUpdates:
                     )
 
     def _schedule_free_hint(self) -> str:
-        """Return what to do about optimizers that move the weights outside of their steps."""
+        """Return a hint for optimizers that move the weights outside of their steps."""
         if not any(hasattr(one, "eval") for one in self._strategy.optimizers):
             return ""
         return (

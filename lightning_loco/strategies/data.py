@@ -71,9 +71,9 @@ class ShareSampler(DistributedSampler[Any]):
 
 
 class MaxSteps:
-    """Sets the Trainer's ``max_steps`` of workers that make fewer local steps per round.
+    """Sets the Trainer's ``max_steps`` of workers that take fewer local steps per round.
 
-    ``max_steps`` of the user counts the local steps of the worker that makes most of them; the
+    ``max_steps`` of the user counts the local steps of the worker that takes most of them; the
     others get a limit in proportion to their share, until :meth:`restore`.
     """
 

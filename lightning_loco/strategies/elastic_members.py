@@ -115,7 +115,7 @@ class TrainerPosition:
         if own != theirs and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{member} makes {theirs or 'an unknown number of'} local steps in all, and this "
+                f"{member} takes {theirs or 'an unknown number of'} local steps in all, and this "
                 f"worker {own or 'an unknown number'}. The others continue after the first one has "
                 "finished, and end with other weights. Give all jobs the same max_steps, or the "
                 "same data and max_epochs."
@@ -137,7 +137,7 @@ class TrainerPosition:
                 config.scheduler.step()  # type: ignore[call-arg]
 
     def count_steps(self) -> None:
-        """Set the step counts of the trainer's loops to those of the run.
+        """Set the step counts of the trainer's loops to the run's.
 
         These include steps before the first one of the engine, of a checkpoint of plain Lightning.
         """

@@ -73,7 +73,7 @@ class EngineStrategy(WorkerStrategy):
     """A strategy in which each worker has its own copy of the model and an engine.
 
     Gradients are not reduced between workers; within a worker of several ranks DDP averages them in
-    every step, and each rank has an engine that exchanges with those of the ranks of equal place
+    every step, and each rank has an engine that exchanges with the ranks of equal place
     (see :class:`~lightning_loco.distributed.WorkerGroup`). The engine, None outside ``fit``, counts
     local (optimizer) steps and decides when this worker exchanges with others. Validation,
     checkpoints and the model after ``fit`` are the mean of the workers' local parameters.
@@ -148,8 +148,7 @@ class EngineStrategy(WorkerStrategy):
     def resume_from(self, saved: EarlierRun) -> list[str]:
         """Resume from a run with other settings or another number of workers.
 
-        All workers must call it; as much of the state as fits is used. Returns what was not, in
-        words.
+        All workers must call it; the state is used as far as it fits. Returns notes on the rest.
         """
 
     @property
@@ -166,7 +165,7 @@ class EngineStrategy(WorkerStrategy):
     def failed_engine(self) -> AnyEngine | None:
         """The engine of a fit that this worker has ended with an error; None without.
 
-        An engine with rounds is kept until the next fit, for what a checkpoint needs of it.
+        An engine with rounds is kept until the next fit, because checkpoints read it.
         """
         if self.engine is None:
             return self._failed_engine
@@ -224,7 +223,7 @@ class EngineStrategy(WorkerStrategy):
             self.checkpoints.start_fit()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Make the engine: check the model on all workers and broadcast that of worker 0."""
+        """Make the engine: check the model on all workers and broadcast worker 0's."""
         if not self.is_fitting:
             super().setup(trainer)
             return
@@ -266,7 +265,7 @@ class EngineStrategy(WorkerStrategy):
             self.model = self._replica_group.wrap(self, self.lightning_module)
 
     def _set_evaluated(self, engine: AnyEngine, trainer: pl.Trainer) -> None:
-        """Choose what validations show; refuse settings that contradict the choice."""
+        """Choose the validated model; ValueError for settings that contradict the choice."""
         if self.evaluate == "outer":
             if engine.settings.consensus_key is None:
                 raise ValueError(
@@ -344,7 +343,7 @@ class EngineStrategy(WorkerStrategy):
     def show_consensus(self, purpose: str) -> None:
         """Put the consensus into the model, right after :meth:`sync_point`.
 
-        That one does nothing once training has ended, so then the engine makes a sync point.
+        ``sync_point`` does nothing once training has ended: then the engine waits for all workers.
         """
         self._look_up_averaged_copies()
         if self._finished:
@@ -357,9 +356,9 @@ class EngineStrategy(WorkerStrategy):
         self._engine.worker.averaged_copies.modules = averaged_models(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the round that is due before the next step; raise if another worker has failed.
+        """Run the round that is due before the next step; raise if another worker has failed.
 
-        Rounds are made here and not after the step, because a validation, a checkpoint or the end
+        Rounds run here and not after the step, because a validation, a checkpoint or the end
         of ``fit`` may come between: these use the parameters and the BatchNorm statistics after
         the local steps.
         """
@@ -371,7 +370,7 @@ class EngineStrategy(WorkerStrategy):
         self._make_due_round()
 
     def _make_due_round(self) -> None:
-        """Make the round that is due; none before the first step, when all workers are equal."""
+        """Run the round that is due; none before the first step, when all workers are equal."""
         engine = self._engine
         if engine.worker.steps and engine.is_due:
             check_untracked(engine.worker.replica.left_out, self.optimizers)
@@ -412,7 +411,7 @@ class EngineStrategy(WorkerStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step and count."""
+        """Step and count the local step."""
         closure = self.prepare_step(optimizer, closure)
         with self._steps.through_lightning():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -428,8 +427,8 @@ class EngineStrategy(WorkerStrategy):
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure to pass to the optimizer; subclasses may wrap it.
 
-        A step that is not made through Lightning has no closure: then ``closure`` does nothing, and
-        the returned one is called right before the step.
+        A step outside Lightning has no closure: then ``closure`` does nothing, and the returned one
+        is called right before the step.
         """
         return closure
 
@@ -474,7 +473,7 @@ class EngineStrategy(WorkerStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            # A collective, so it is outside of what must not end a run.
+            # A collective: an error in it must not become a warning.
             means, steps = mean_of_workers(statistics, worker.steps, group)
             with errors_as_warnings(NOT_SHOWN):
                 num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize

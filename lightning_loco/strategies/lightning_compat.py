@@ -1,6 +1,6 @@
 """The only module that uses private names of Lightning or depends on its version.
 
-Lightning (2.5.2 and later) broadcasts a termination flag before every batch, which makes every
+Lightning broadcasts a termination flag before every batch, which makes every
 worker wait for the slowest one, and its signal handlers call collectives at any point of the
 program. Here signals only set a flag; the workers then agree on a step at which to stop.
 """
@@ -81,8 +81,7 @@ def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) ->
     They call ``request_stop`` with :data:`REQUEUE` or :data:`TERMINATE`.
     """
     loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     signals = trainer._signal_connector
     signals._sigterm_notifier_fn = functools.partial(  # type: ignore[method-assign]
         _on_sigterm, trainer, request_stop
@@ -116,8 +115,8 @@ def stop_after_batch(
 ) -> None:
     """Make the training loop raise ``SIGTERMException`` right after the present batch.
 
-    A validation that is due at this point is made when the run is resumed: here it would draw
-    random numbers and be interrupted. Until then the counters of the batch are those of
+    A validation that is due at this point runs when training is resumed: here it would draw
+    random numbers and be interrupted. Until then the counters of the batch are as in
     ``on_train_batch_end``. ``at_teardown`` cancels the stop, in case an error is raised before it.
     After the last batch of an epoch nothing is raised, but ``at_epoch_end`` is called.
     """
@@ -379,12 +378,12 @@ def set_logged_step(trainer: pl.Trainer, step: int) -> None:
 
 
 def current_metrics(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return what was logged in the present epoch of training or validation, for callbacks."""
+    """Return the metrics logged in the present epoch of training or validation, for callbacks."""
     return trainer._logger_connector.metrics["callback"]
 
 
 def expect_no_step(optimizer: torch.optim.Optimizer) -> None:
-    """Disable the warning of schedulers that this optimizer makes no steps: another one does."""
+    """Disable the warning of schedulers that this optimizer takes no steps: another one does."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -406,7 +405,7 @@ def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
 
 
 def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) -> None:
-    """Add what another rank has logged to ``trainer.callback_metrics``."""
+    """Add the metrics of another rank to ``trainer.callback_metrics``."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
@@ -442,7 +441,7 @@ def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
 
 
 def backend_of(strategy: DDPStrategy) -> str:
-    """Return the backend of the default process group: the user's, or that of the device."""
+    """Return the backend of the default process group: the user's, or the device's default."""
     return strategy._get_process_group_backend()
 
 
@@ -537,7 +536,7 @@ class ModelParallelPart(ModelParallelStrategy):
 
 
 def clip_gradients_by(plugin: Precision, clipping: GradientClipping) -> Callable[[], None]:
-    """Let a precision plugin clip gradients in another way; return what undoes that."""
+    """Let a precision plugin clip gradients in another way; return a function that undoes it."""
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
         clipping.by_norm(plugin.main_params(optimizer), clip_val)
@@ -631,7 +630,7 @@ def add_hooks(
 
 
 def surround(owner: object, name: str, surrounding: Surrounding) -> Callable[[], None]:
-    """Enter a context around a method of one object; return what undoes that."""
+    """Enter a context around a method of one object; return a function that undoes it."""
     method, had_own = getattr(owner, name), name in vars(owner)
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
@@ -652,7 +651,7 @@ class SyncBeforeCollectives(TorchDispatchMode):
     """A mode in which each collective of the default process group starts with a sync point.
 
     A worker with fewer batches reaches the end of its epoch, and the hooks there, while others
-    still make rounds. At a sync point it takes part in these rounds; inside a collective that does
+    still run rounds. At a sync point it takes part in these rounds; inside a collective that does
     not go through the strategy it could not. ``sync_point`` gets a label.
     """
 

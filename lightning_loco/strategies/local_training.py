@@ -92,9 +92,9 @@ def leave_shared_memory(model: nn.Module) -> None:
 
 
 class LocalSteps:
-    """Counts the steps of each optimizer; local steps are those of the one with the most steps.
+    """Counts the steps of each optimizer; local steps are the largest count.
 
-    Steps that are made through Lightning are counted by the strategy. User code may also call the
+    Steps through Lightning are counted by the strategy. User code may also call the
     ``step`` of a torch optimizer itself: between :meth:`watch` and its end, hooks of torch report
     those steps.
     """
@@ -117,7 +117,7 @@ class LocalSteps:
 
     @contextmanager
     def through_lightning(self) -> Iterator[None]:
-        """A context in which steps are not reported, because Lightning makes them."""
+        """A context in which steps are not reported, because Lightning takes them."""
         self._depth += 1
         try:
             yield
@@ -130,7 +130,7 @@ class LocalSteps:
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
     ) -> Callable[[], None]:
-        """Report steps of optimizers of these parameters that are not made through Lightning.
+        """Report steps of optimizers of these parameters outside Lightning.
 
         ``before`` and ``after`` such a step are called with the optimizer. One that steps another
         one within its own step, as wrappers do, counts once. Returns a function that ends the

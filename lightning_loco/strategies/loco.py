@@ -25,7 +25,7 @@ from lightning_loco.strategies.local_training import optimized_by
 
 
 class RoundStrategy(EngineStrategy):
-    """Makes rounds by a schedule, over any strategy of Lightning."""
+    """Runs rounds by a schedule, over any strategy of Lightning."""
 
     settings: RoundSettings
     engine: Engine | None
@@ -36,7 +36,7 @@ class RoundStrategy(EngineStrategy):
         return self.settings.schedule
 
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """Make an engine that makes the rounds of the settings."""
+        """Create the engine from the settings."""
         assert self.lightning_module is not None
         optimized = optimized_by(self.optimizers)
         return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
@@ -114,7 +114,7 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
 
     Each rank, or each group of ``replica_size`` ranks, is a worker with its own copy of the model
     and its own share of the data. Gradients are not reduced between workers; every ``sync_every``
-    optimizer steps they make a round of the algorithm. Validation, checkpoints and the model after
+    optimizer steps they run a round of the algorithm. Validation, checkpoints and the model after
     ``fit`` are the mean of the workers' local parameters.
 
     Args:
@@ -125,7 +125,7 @@ class LocoStrategy(RoundStrategy, DDPStrategy):
         overlap: Apply a round's result one round later and hide its communication. With DiLoCo the
             parameters restart from the result; with GASLoC, ModelAverage and NeighborAverage the
             progress made meanwhile is added to it.
-        warm_start: With overlap, make the first round a blocking one.
+        warm_start: With overlap, wait for the result of the first round.
         topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
         common: The arguments that strategies with rounds share: compression, membership, what is

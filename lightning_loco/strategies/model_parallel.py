@@ -49,7 +49,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         method: A strategy with rounds, whose arguments are used: its algorithm and schedule,
             compression, ``timeout_s`` and so on. Default: ``DiLoCoStrategy()``.
         data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
-            ``"auto"``: those of a node, divided by ``tensor_parallel_size``.
+            ``"auto"``: the ranks of a node, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
         save_distributed_checkpoint: Whether the main file of a checkpoint is a folder, to which
             each rank of worker 0 writes its shards, instead of one file that rank 0 writes.
@@ -57,7 +57,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     Raises:
         TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
         ValueError: If a value is out of range, at construction or before training starts; if the
-            number of ranks is no multiple of those of a worker.
+            number of ranks is no multiple of the ranks of a worker.
 
     Example::
 
@@ -175,7 +175,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self._init_default_group()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Make the engine; refuse what does not work with shards."""
+        """Make the engine; ValueError for features that do not work with shards."""
         if self.is_fitting:
             _check_no_copies(trainer)
             assert self.lightning_module is not None
@@ -183,7 +183,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         super().setup(trainer)
 
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """Make an engine; checkpoints have what each rank holds."""
+        """Make an engine whose checkpoints hold the shards of each rank."""
         self._check_averaged()
         self._set_timeouts()
         engine = super().make_engine(group)
@@ -215,7 +215,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     def _connect_gradients(self, group: WorkerGroup) -> None:
         """Count each element once in the norm of the gradients.
 
-        Their mean over the ranks is what ``configure_model`` has asked for.
+        FSDP averages them over the ranks, as ``configure_model`` asks it to.
         """
         assert self.lightning_module is not None
         clipping = GradientClipping(self.lightning_module.named_parameters(), group)

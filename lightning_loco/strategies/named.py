@@ -383,7 +383,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
     waits for a slower one. See :class:`~lightning_loco.algorithms.ModelAverage` for the formula and
     :class:`~lightning_loco.ClockEngine` for what happens when.
 
-    Workers may make different numbers of steps. Before validation, checkpoints and the end of
+    Workers may take different numbers of steps. Before validation, checkpoints and the end of
     training the averaging pauses; workers that arrive early take part in the rounds of the others
     until all have arrived. When rounds start depends on the clock, so two runs are never equal bit
     for bit; a resumed run starts from the workers' exact states.

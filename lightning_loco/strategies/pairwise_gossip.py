@@ -29,7 +29,7 @@ from lightning_loco.strategies.local_training import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
-    """Serve this worker's parameters and blend in those of random peers, without waiting for them.
+    """Serve this worker's parameters and blend in random peers' parameters, without waiting.
 
     Before a local step the present parameters are published, and a fetch from a random peer is
     started. The peer's parameters are blended in after the first local step at whose end the fetch

@@ -1,4 +1,4 @@
-"""Names for ``Trainer(strategy=...)``: those of the table of methods."""
+"""Names for ``Trainer(strategy=...)``, from the table of methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 
 MODEL_PARALLEL = "loco_model_parallel"
-"""Name of the strategy that takes a method, and is none itself."""
+"""Name of the strategy that takes a method as its argument."""
 
 METHODS: dict[str, type[DDPStrategy]] = {
     name: pkgutil.resolve_name(row.strategy)

@@ -40,13 +40,13 @@ _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class RemoteOptimizerStrategy(ServiceRankStrategy):
-    """Compute gradients on the workers; average them and make the steps on service ranks.
+    """Compute gradients on the workers; average them and step on service ranks.
 
     All ranks run the same script. The first ``W = num_workers * replica_size`` train. The others,
     the service ranks, serve them during ``fit`` and skip validation, test and prediction. With
     ``W + num_servers`` ranks (2 tiers) each service rank averages and has the optimizer; with
     ``W + 2 * num_servers`` (3 tiers) the first half of them averages and the other half has the
-    optimizer. Results are those of DDP on the workers alone.
+    optimizer. Results are the same as with DDP on the workers alone.
 
     Learning-rate schedulers run on the workers, which know the epochs and metrics; the optimizer
     uses their values in the same step. Gradient clipping set on the Trainer, or by
@@ -65,7 +65,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         overlap: Send gradients while the backward pass computes them.
         bucket_bytes: Size of a bucket in bytes; smaller parameters share a bucket.
         common: The arguments that all strategies share, :class:`WorkerArguments`. The backend is
-            that of the ranks that train.
+            used by the ranks that train.
 
     Raises:
         ValueError: If a value is out of range, at construction or before training starts.
@@ -198,7 +198,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Have the servers make a step; gradients are sent while the closure computes them."""
+        """Let the servers step; gradients are sent while the closure computes them."""
         remote = self.remote
         assert remote is not None
 
@@ -230,10 +230,10 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
     @contextmanager
     def _mean_shown(self) -> Iterator[None]:
-        """Show the mean gradient to what may read it between a backward pass and the step.
+        """Show the mean gradient between a backward pass and the step.
 
-        These are hooks. If the backward pass is not within the step, as with manual optimization or
-        in an ``optimizer_step`` of the module, it is also the code between them.
+        Hooks may read it there. If the backward pass is not within the step, as with manual
+        optimization or in an ``optimizer_step`` of the module, so may the code between them.
         """
         is_last = self.model.require_backward_grad_sync  # type: ignore[union-attr]
         if is_last and not self._is_in_step:
@@ -261,7 +261,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             raise RuntimeError(
                 f"{type(optimizer).__name__} is about to step here, but the optimizer is on "
                 "another rank: the workers would end with different parameters. Call the step of "
-                "self.optimizers(), not that of an optimizer made by configure_optimizers."
+                "self.optimizers(), not of an optimizer made by configure_optimizers."
             )
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -343,7 +343,7 @@ def check_arguments(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
         raise ValueError(
             "LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy: they "
-            "make steps before training, and then go back to a checkpoint. Search with "
+            "take steps before training, and then go back to a checkpoint. Search with "
             'strategy="ddp" or on one device, which gives the same numbers.'
         )
     check_model(module)
@@ -422,7 +422,7 @@ class AgreedGradScaler:
         self.scaler = scaler
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients, and record if those of any worker are not finite."""
+        """Unscale the gradients, and record if any worker's are not finite."""
         assert isinstance(optimizer, RemoteOptimizer)
         self.scaler.unscale_(optimizer)
         found_inf = lightning_compat.found_inf(self.scaler, optimizer)

@@ -21,7 +21,7 @@ from lightning_loco.distributed.worker_group import (
 from lightning_loco.strategies import lightning_compat
 
 _SAME = (
-    "All ranks of a worker make the same steps: give them the same number of batches, as the "
+    "All ranks of a worker take the same steps: give them the same number of batches, as the "
     "sampler that Lightning sets does, and let their hooks do the same."
 )
 
@@ -59,7 +59,7 @@ class ReplicaGroup:
             self._control: dist.ProcessGroup | None = group.new_inner_group("gloo")
 
     def wrap(self, strategy: DDPStrategy, model: nn.Module) -> nn.Module:
-        """Return the model in DDP over these ranks, with the arguments that the strategy has.
+        """Return the model in DDP over these ranks, with the arguments of the strategy.
 
         The group must be connected.
         """
@@ -92,9 +92,9 @@ class ReplicaGroup:
 
     @contextmanager
     def errors_named(self, label: str) -> Iterator[None]:
-        """A context in which an error of a collective of these ranks names who caused it.
+        """A context in which an error of a collective of these ranks names the rank at fault.
 
-        ``label`` says what is waited for. Errors of the user's code are not changed.
+        ``label`` names the collective. Errors of the user's code are not changed.
         """
         started = self._group.clock.now()
         try:
@@ -109,7 +109,7 @@ class ReplicaGroup:
             raise found from error
 
     def _explain(self, error: RuntimeError, label: str, waited_s: float) -> WorkerFailure | None:
-        """Say who has failed: a connection may be closed by a rank that blames another one.
+        """Find the rank that failed: a connection may be closed by a rank that blames another one.
 
         The watchdog is asked first, since some errors of gloo do not say that they are. None for an
         error of the user's code while all ranks are well.

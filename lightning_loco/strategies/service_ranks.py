@@ -220,7 +220,7 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
                 setattr(callback, name, path)
 
     def _farewell(self) -> dict[str, Any]:
-        """Return what service ranks take over after ``fit``: metrics and paths of checkpoints."""
+        """Return metrics and paths of checkpoints, which service ranks take over after ``fit``."""
         metrics = self._trainer.callback_metrics
         return {
             "metrics": {name: float(value) for name, value in metrics.items()},

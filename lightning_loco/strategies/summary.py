@@ -25,22 +25,22 @@ from lightning_loco.schedules import Schedule, Staggered
 from lightning_loco.strategies.protocols import AnyEngine
 
 MIN_ROUNDS = 10
-"""Outer momentum needs about as many rounds to have an effect."""
+"""Outer momentum needs about this number of rounds to have an effect."""
 
 NO_METRICS = (None, "step", "epoch")
 """Values of a callback's ``monitor`` that are not metrics."""
 
 SHORT_ROUND = 20
-"""Local steps; in rounds of as many or fewer, outer momentum of 0.9 and more overshoots, and with
-results that are a round late the loss ends above that of workers alone."""
+"""Local steps. In rounds up to this length, outer momentum of 0.9 and more overshoots, and results
+that are a round late give a higher loss than workers that train alone."""
 
 
 @contextmanager
 def errors_as_warnings(what: str) -> Iterator[None]:
     """A context, or decorator, of code that shows or records a run: an error in it is a warning.
 
-    There must be no collective in it: other ranks would wait for one that is left out. What is
-    checked before training is outside of it, and raises.
+    There must be no collective in it: other ranks would wait for one that is left out. Checks
+    before training are outside of it, and raise.
 
     Args:
         what: The sentence that the warning begins with.
@@ -88,8 +88,8 @@ def advice(
 ) -> Iterator[str]:
     """Yield one line for each setting that works but is likely to give poor results.
 
-    ``shown`` is what a validation shows: the average of all workers' parameters, outer parameters,
-    or this worker's own.
+    ``shown`` is the model that a validation sees: the average of all workers' parameters, outer
+    parameters, or this worker's own.
     """
     schedule = settings.schedule.of_worker(worker)
     every = schedule.sync_every_of(worker)
@@ -174,9 +174,9 @@ def _steps_between_validations(trainer: pl.Trainer) -> float:
 
 
 def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[Statistics, int]:
-    """Return statistics with the means over all workers, and that of their local steps.
+    """Return statistics with the means over all workers, and their mean number of local steps.
 
-    Bytes are those of all ranks of a worker, seconds the mean over the ranks. Worker 0 warns of
+    Bytes are the sum over the ranks of a worker, seconds the mean over the ranks. Worker 0 warns of
     workers without local steps. All ranks must call it.
     """
     mine = [steps, own.bytes_sent, own.wait_s]
@@ -184,7 +184,7 @@ def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[St
     idle = [name for name, rank in zip(group.rank_names, ranks, strict=True) if rank[0] == 0]
     if 0 < len(idle) < len(ranks):
         rank_zero_warn(
-            f"Made no local step: {', '.join(idle)}. The training data had no batches there."
+            f"No local step was taken on {', '.join(idle)}. The training data had no batches there."
         )
     mean_steps, sent, wait_s = (
         math.fsum(values) / len(ranks) for values in zip(*ranks, strict=True)

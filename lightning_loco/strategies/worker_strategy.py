@@ -166,7 +166,7 @@ class WorkerStrategy(LightningStrategy):
 
     @property
     def is_training(self) -> bool:
-        """Whether other workers may be making rounds or steps."""
+        """Whether other workers may be in a round or a step."""
         return self.is_connected and not self._finished
 
     @property

@@ -101,7 +101,7 @@ def test_a_worker_that_joins_in_the_last_round_makes_no_step(tmp_path: Path) -> 
         workers.wait_for_success(0, 1, 2, 4)
         assert workers.exit_status(3) == 1
         assert "num_samples is [3000] here and [4000] in the run (as w" in workers.output(3)
-        assert "makes 4 local steps in all, and this worker 3" in workers.output(4)
+        assert "takes 4 local steps in all, and this worker 3" in workers.output(4)
         for index in (2, 4):
             assert "from round 1 on" in workers.output(index)
             assert end_of(tmp_path, index)["model"] == end_of(tmp_path, 0)["model"]

@@ -275,4 +275,4 @@ def test_an_algorithm_a_class_a_row_and_a_config_are_enough(checkout: Path) -> N
     printed = run(
         "train.py", "experiment=smoke", "algorithm=blend", "trainer.devices=1", cwd=checkout
     )
-    assert "No topology chosen: BlendStrategy uses that of its algorithm." in printed
+    assert "No topology chosen: BlendStrategy uses its algorithm's." in printed

@@ -252,4 +252,4 @@ def test_other_data_are_warned_of(pool: Pool, tmp_path: Path) -> None:
     assert len(size) == 1
     assert "the training data have 20 samples and had 24" in size[0]
     assert len(seed) == 1
-    assert "the order of seed 2 and were in that of seed 1: call seed_everything(1)" in seed[0]
+    assert "the order of seed 2 and were in the order of seed 1: call seed_everything(1)" in seed[0]

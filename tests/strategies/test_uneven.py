@@ -129,5 +129,5 @@ def fit_without_batches(rank: int, world: int) -> tuple[int, list[str]]:
 def test_a_worker_without_batches_is_named(pool: Pool) -> None:
     (steps, texts), others = pool.run(fit_without_batches, world=2)
     assert steps == 4
-    assert texts == ["Made no local step: worker 1. The training data had no batches there."]
+    assert texts == ["No local step was taken on worker 1. The training data had no batches there."]
     assert others == (0, [])

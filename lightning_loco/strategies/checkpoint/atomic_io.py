@@ -115,7 +115,7 @@ def remove_staged(staged: Path) -> None:
 
 
 def remove_part(folder: Path, name: str) -> None:
-    """Delete what :func:`move_folder` has moved into a folder, unless that is its content now."""
+    """Delete a part that :func:`move_folder` has added to a folder, unless it is in use."""
     if (folder / _CURRENT).is_symlink():
         for part in {name, _FIRST} - {os.readlink(folder / _CURRENT)}:
             remove_file_or_folder(folder / part)
@@ -188,10 +188,10 @@ def is_archive(path: str | Path) -> bool:
 
 
 def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
-    """Describe what is wrong with a file that ``torch.save`` has written; None if nothing is.
+    """Describe the damage of a file that ``torch.save`` has written; None if there is none.
 
     ``torch.load`` does not compare the checksums in the file. This reads it once more; without
-    ``reads_all`` only its end. Nothing is wrong with remote files and those of another format.
+    ``reads_all`` only its end. Remote files and files of another format are not checked.
     """
     local = local_path(path)
     if local is None or not local.is_file():
@@ -224,7 +224,7 @@ def _replace(target: Path, content: Any) -> None:
             part.replace(target)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        # torch hides the error of a full disk behind that of closing its archive.
+        # torch hides the error of a full disk behind an error of closing its archive.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
             raise OSError(cause.errno, cause.strerror, str(target)) from error

@@ -120,10 +120,10 @@ class RankState(NamedTuple):
 
 
 def take_rank_state(own: dict[str, Any], place: int) -> int:
-    """Put the state of one rank in place of that of the first one into the content of a side file.
+    """Replace the state of the first rank in the content of a side file by the state of another.
 
-    A rank that the worker did not have keeps that of the first one. Returns how many ranks it had;
-    TypeError if a state is not one that this package writes.
+    A rank that the worker did not have keeps the state of the first one. Returns how many ranks the
+    worker had; TypeError if a state was not written by this package.
     """
     others = [RankState(**entry) for entry in own.pop(OTHER_RANKS, ())]
     if 0 < place <= len(others):
@@ -138,7 +138,7 @@ def take_rank_state(own: dict[str, Any], place: int) -> int:
 
 
 class DataShares(NamedTuple):
-    """In what proportion the workers of a run share the data, and the readers of each alike.
+    """The proportion in which the workers of a run share the data; readers of one share it evenly.
 
     Attributes:
         by_worker: One number for each worker.
@@ -166,11 +166,11 @@ class ResumedPosition:
     """Restores a position, also one that was saved with another number of workers or ranks.
 
     If a sampler divides the data among the ranks, their common progress counts: the epoch is
-    divided again, and the batches that were trained on are read and skipped. If each rank has data
-    of its own, these continue where they were. A new worker has the position of worker 0, and a new
-    rank of a worker that of its first rank.
+    divided again, and the batches that were trained on are read and skipped. If each rank has its
+    own data, they continue where they were. A new worker has the position of worker 0, and a new
+    rank of a worker the position of its first rank.
 
-    ``before`` and ``now`` are in what proportion the former and the present ranks share the data.
+    ``before`` and ``now`` are the shares of the former and the present ranks.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class ResumedPosition:
         """Restore the position, after Lightning has restored its loops.
 
         ``divides`` is False for members of an elastic group, which divide the data themselves.
-        Returns what does not continue where it was, in words.
+        Returns notes on the parts that do not continue where they were.
         """
         notes = self._changes_of_data(trainer)
         lightning_compat.load_loader_states(trainer)
@@ -222,7 +222,7 @@ class ResumedPosition:
         return has_ended and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def _changes_of_data(self, trainer: pl.Trainer) -> list[str]:
-        """Describe what differs from the training data of the run that has saved, in words."""
+        """Describe how the training data differ from the saved run's."""
         before, now = self._position.samples, samples_of(trainer)
         if before is None or now is None or len(before) != len(now):
             return []
@@ -232,8 +232,8 @@ class ResumedPosition:
                 notes.append(f"the training data have {size} samples and had {old_size}")
             if None not in (old_seed, seed) and old_seed != seed:
                 notes.append(
-                    f"samples are in the order of seed {seed} and were in that of seed {old_seed}: "
-                    f"call seed_everything({old_seed}) before"
+                    f"samples are in the order of seed {seed} and were in the order of seed "
+                    f"{old_seed}: call seed_everything({old_seed}) before"
                 )
         return notes
 
@@ -265,7 +265,7 @@ class ResumedPosition:
         return read // (before.by_worker[former] * sum(now.of_readers))
 
     def other_workers(self, own: str) -> list[str]:
-        """Describe what becomes of ``own``, a part of each worker, if workers are gone or new."""
+        """Describe the effect on ``own``, a part of each worker, if workers are gone or new."""
         before, now = len(self._before.by_worker), len(self._now.by_worker)
         if now < before:
             return [f"{own} of {_span('worker', now, before)} are dropped"]
@@ -277,7 +277,7 @@ class ResumedPosition:
         return []
 
     def other_ranks(self) -> list[str]:
-        """Describe what becomes of the random numbers if workers have more or fewer ranks."""
+        """Describe the effect on random numbers if workers have more or fewer ranks."""
         before, now = self._before.replica_size, self._now.replica_size
         if now < before:
             return [f"the random numbers of {_span('place', now, before)} of a worker are dropped"]
@@ -318,7 +318,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set all random number generators to what :func:`random_states` has returned."""
+    """Set all random number generators to states that :func:`random_states` has returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(states["torch"])

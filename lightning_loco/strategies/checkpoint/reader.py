@@ -57,7 +57,7 @@ _NO_STAMP = ""
 def newest_requeued(path: str | Path) -> str | Path:
     """Return the checkpoint to resume from, if a requeue of SLURM was killed while it saved.
 
-    Lightning takes the highest number in its folder, even that of side files without a main file.
+    Lightning takes the highest number in its folder, even of side files without a main file.
     If ``path`` is such a name, the newest complete checkpoint of a requeue there replaces it.
     """
     local = local_path(path)
@@ -98,7 +98,7 @@ def check_same_save(group: WorkerGroup, loaded: dict[str, Any], path: str | Path
 
 
 def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
-    """Read a main file by ``read``; ValueError, which says what is wrong, if it is damaged."""
+    """Read a main file by ``read``; ValueError, which describes the damage, if it is damaged."""
     if (local := local_path(path)) is not None:
         check_kind(local)
     try:
@@ -133,7 +133,7 @@ def other_one_named(
 ) -> Iterator[None]:
     """A context that adds to a ValueError which other checkpoint in the folder can be used.
 
-    The side file of ``worker`` must exist for it, or those of all workers; ``has_shards`` says
+    The side file of ``worker`` must exist for it, or of all workers if None; ``has_shards`` says
     whether the ranks of a worker hold shards.
     """
     try:
@@ -195,7 +195,7 @@ def _has_all_shards(folder: str, file: str) -> bool:
     return damage_in(folder, state.get(OWN_SHARDS, state.get(SHARED_SHARDS, {})), False) is None
 
 
-# --------------------------------------------- the choice of a save on disks of their own
+# --------------------------------------------- the choice of a save on private disks
 
 Found = dict[str, list[int]]
 """The stamps of saves on a worker's disk, with the workers whose side files are there."""
@@ -226,8 +226,8 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     """Agree on the newest save that all workers have, and commit it if that was interrupted.
 
     All ranks must call it, with the main file that each would resume from, or None. Returns None if
-    no rank has found one. ValueError on every rank, with a list of what the workers have, if they
-    have none in common.
+    no rank has found one. ValueError on every rank, with a list of the saves of each worker, if
+    they have none in common.
     """
     own = None if path is None else os.path.realpath(path_on_own_disk(path))
     named = [one for one in group.gather_from_ranks(own, _LABEL) if one is not None]
@@ -276,7 +276,7 @@ def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
 
 
 def _seen_by_all(ranks: Sequence[Found]) -> Found:
-    """Return what all ranks of a worker have found; the same for all of them on one disk."""
+    """Return the saves that all ranks of a worker have found; on one disk they find the same."""
     first, *others = ranks
     return {
         stamp: [n for n in numbers if all(n in found[stamp] for found in others)]
@@ -288,7 +288,7 @@ def _seen_by_all(ranks: Sequence[Found]) -> Found:
 def _grade(stamp: str, everyone: Sequence[Found]) -> int:
     """Grade a save that all workers have.
 
-    3 if each worker has its own side file; 2 if some have only that of worker 0, because theirs are
+    3 if each worker has its own side file; 2 if some have only worker 0's, because theirs are
     missing; 1 if there are no side files at all; 0 if a worker cannot use it.
     """
     if stamp == _NO_STAMP:
@@ -328,12 +328,12 @@ class SavedRun:
     """The run that wrote a checkpoint, and the state that this rank resumes from, ``own``.
 
     A worker that did not exist in that run reads the state of worker 0, and so does one whose own
-    side file is missing, as all but that of worker 0 after an error. A rank that its worker did not
+    side file is missing, as all but worker 0's are after an error. A rank that its worker did not
     have takes the state of the first one. Both are new: ``is_new``. ``name`` is the file that this
     rank reads, of the worker ``worker``.
 
     ``entry`` is the manifest in the main file ``path``, which was read with ``weights_only``.
-    ``writers`` are the workers whose side files exist; None if those of all must exist.
+    ``writers`` are the workers whose side files exist; None if all must exist.
     ValueError if a file is missing, is damaged, belongs to another save, or is incomplete.
     """
 
@@ -389,7 +389,7 @@ class SavedRun:
         )
 
     def earlier_run(self, engine: AnyEngine) -> EarlierRun:
-        """Return what an engine with other settings or other workers resumes from."""
+        """Return the state for an engine with other settings or other workers."""
         is_same = self._has_same_workers(engine)
         return EarlierRun(self.own["engine"], self.algorithm, self._settings, is_same)
 

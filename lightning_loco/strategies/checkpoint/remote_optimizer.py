@@ -35,7 +35,7 @@ class RemoteCheckpoints:
         self._lost: str | None = None
 
     def start_fit(self) -> None:
-        """Reset what was recorded at the end of an earlier fit."""
+        """Reset the records of an earlier fit."""
         self._saved_on_stop = None
         self._final_state = {}
         self._lost = None
@@ -119,7 +119,7 @@ class RemoteCheckpoints:
             self._write_together(Save(SideFiles(io, path), stamp, None, None, write))
         elif strategy.is_global_zero and self._lost and "optimizer_states" in checkpoint:
             last_line = self._lost.strip().rpartition("\n")[2]
-            # An error here would replace that of the run, and keep Lightning from the teardown.
+            # An error here would replace the run's, and keep Lightning from the teardown.
             rank_zero_warn(
                 f"{path} was not written: the optimizer's state is on another rank, which does not "
                 f"answer after a failure ({last_line}). Resume from an "

@@ -1,7 +1,7 @@
 """The state of a worker whose ranks hold shards, in a folder of ``torch.distributed.checkpoint``.
 
 Vectors are written by the names of the parameters, as ``DTensor``: so a worker with another number
-of ranks, or another division of the model, reads from them what it holds. The rest of the state
+of ranks, or another division of the model, reads its own shards. The rest of the state
 stays as it is, with the number of a vector in place of each.
 """
 
@@ -40,7 +40,7 @@ OWN_SHARDS = "shards"
 """Entry of a state with the files in the folder of a worker."""
 
 SHARED_SHARDS = "shared_shards"
-"""Entry of a state with the files in the folder of what all workers share."""
+"""Entry of a state with the files in the folder of the shared state."""
 
 Files = dict[str, tuple[int, int]]
 """The length and the CRC-32 checksum of each file in a folder."""
@@ -56,8 +56,8 @@ class ShardFolder:
     cannot write or read.
 
     Args:
-        own: Folder of what a worker has alone.
-        shared: Folder of what all workers share.
+        own: Folder of the state of one worker.
+        shared: Folder of the state that all workers share.
         replica: That of the engine.
         group: This worker, which writes and reads.
     """
@@ -119,7 +119,7 @@ class ShardFolder:
         return plain
 
     def read(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what :meth:`write` was given, with the vectors that this rank holds now.
+        """Return the state that :meth:`write` was given, with the vectors that this rank holds now.
 
         ValueError if a file is not the one that was written together with this state.
         """
@@ -164,7 +164,7 @@ class ShardFolder:
             set_optimizer_state_dict(model, optimizer, optim_state_dict=content)
 
     def _named(self, held: Tensor) -> dict[str, Tensor]:
-        """Views of a vector by the names of the parameters; those of a shard are a ``DTensor``."""
+        """Views of a vector by the names of the parameters; a view of a shard is a ``DTensor``."""
         named: dict[str, Tensor] = {}
         for name, view in self._layout.named_views(held).items():
             parameter, found = self._parameters[name], view
@@ -204,9 +204,9 @@ class _SummedFiles(FileSystem):
 
 
 def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup | None) -> Files:
-    """Write what each rank of a group has; OSError on all of them if one cannot.
+    """Write the content of each rank of a group; OSError on all of them if one cannot.
 
-    Without a group, this rank writes alone. Returns what :func:`check_folder` needs.
+    Without a group, this rank writes alone. Returns the files, for :func:`check_folder`.
     """
     writer, system = FileSystemWriter(folder), _SummedFiles()
     writer.fs = system
@@ -223,7 +223,7 @@ def write_folder(content: dict[str, Any], folder: str, group: dist.ProcessGroup 
 
 
 def damage_in(folder: str, files: Files, reads_all: bool = True) -> str | None:
-    """Describe what is wrong with files of a folder; None if nothing is.
+    """Describe the damage of files in a folder; None if there is none.
 
     Without ``reads_all`` only their lengths are compared.
     """
@@ -241,9 +241,9 @@ def damage_in(folder: str, files: Files, reads_all: bool = True) -> str | None:
 def check_folder(
     folder: str, files: Files, group: dist.ProcessGroup | None, damage: str | None = None
 ) -> None:
-    """Compare the files of a folder with what was written, each rank of a group a part of them.
+    """Compare the files of a folder with those written, each rank of a group a part of them.
 
-    A rank that could not read what was written passes the ``damage``.
+    A rank that could not read their list passes the ``damage``.
 
     Raises:
         ValueError: On all ranks of the group, if one file is missing or is another one.
@@ -260,7 +260,7 @@ def check_folder(
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, tuples as lists; without a group, that of this rank."""
+    """Return the values of all ranks, tuples as lists; without a group, this rank's."""
     if group is None:
         return [value]
     names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]

@@ -73,7 +73,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def new_stamp(steps: int) -> str:
-    """Return a name for one save, after so many local steps, that no other save has."""
+    """Return a unique name for a save after ``steps`` local steps."""
     return f"step{steps}-{secrets.token_hex(4)}"
 
 
@@ -105,7 +105,7 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
 
 
 def plain_parts(path: str) -> list[bytes]:
-    """Return what ``torch.save`` has written to a file, without tensors."""
+    """Return the parts of a file that ``torch.save`` has written, without tensors."""
     with fsspec.open(path, "rb") as file:
         archive = zipfile.ZipFile(file)
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -120,7 +120,7 @@ class Manifest(NamedTuple):
         num_workers: Number of workers that wrote it.
         algorithm: Name of the algorithm's class.
         settings: Settings of that run, as plain values.
-        has_shared: Whether there is a file of what all workers share.
+        has_shared: Whether there is a file of the state that all workers share.
     """
 
     stamp: str
@@ -190,14 +190,14 @@ class SideFiles:
         self._folder = f"{path}.loco"
 
     def save(self, stamp: str, worker: int | None, content: dict[str, Any]) -> None:
-        """Write the file of a worker, or of what all workers share (None)."""
+        """Write the file of a worker, or of the state that all workers share (None)."""
         path = f"{self._folder}/{stamp}/{_name_of(worker)}"
         self._io.save_checkpoint(with_header(content, stamp, worker), path)
 
     def load(
         self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a worker's own state, and what all share: empty unless ``has_shared``.
+        """Return a worker's own state, and the state that all share: empty unless ``has_shared``.
 
         ``weights_only=False`` unpickles any object, as for the main file. ValueError, which names
         it, for a file that does not exist, is damaged, or belongs to another worker or save.
@@ -386,7 +386,7 @@ def checksum(content: Any, start: int = 0) -> int:
     Args:
         content: Mappings, sequences, sets, tensors, numbers, strings and the like. Of objects of
             other types, only the name of the type is included.
-        start: The checksum of what comes before.
+        start: The checksum of the content before.
 
     Example:
         >>> checksum({"lr": 0.1}) == checksum({"lr": 0.2})

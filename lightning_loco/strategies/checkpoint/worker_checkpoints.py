@@ -62,7 +62,7 @@ class WorkerCheckpoints:
     The main file is an ordinary checkpoint of the consensus; its entry ``"lightning_loco"`` names
     the :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run
     resumes exactly. The folder is ``"shared"`` if all workers see the same files, ``"private"`` if
-    each may have a disk of its own.
+    each may have its own disk.
     """
 
     _has_shards = False
@@ -81,7 +81,7 @@ class WorkerCheckpoints:
         return self._strategy.engine if self._strategy.is_connected else None
 
     def start_fit(self) -> None:
-        """Reset what an earlier fit has set; with private folders, prepare to choose a save.
+        """Reset the records of an earlier fit; with private folders, prepare to choose a save.
 
         ValueError if private folders do not work with the ``CheckpointIO``, or with workers that
         have ranks on several nodes.
@@ -147,8 +147,8 @@ class WorkerCheckpoints:
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write the side files of every worker, then the main file; all ranks must call it.
 
-        The main file is that of rank 0. Without the optimizers' states (``weights_only``) or
-        outside ``fit``, there are no side files. If ``fit`` has failed, rank 0 writes what it has
+        Rank 0 writes the main file. Without the optimizers' states (``weights_only``) or
+        outside ``fit``, there are no side files. If ``fit`` has failed, rank 0 writes its state
         alone. OSError on every rank if one cannot write its files; the checkpoint that existed
         before is still complete.
         """
@@ -225,7 +225,7 @@ class WorkerCheckpoints:
     def _main_writer(
         self, checkpoint: dict[str, Any], storage_options: Any
     ) -> Callable[[str | Path], None]:
-        """Return what writes the main file, or the rest of it, to a path; called on one rank."""
+        """Return a function that writes the main file, or the rest of it; called on one rank."""
         io = self._strategy.checkpoint_io
         return partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
 
@@ -235,9 +235,9 @@ class WorkerCheckpoints:
     def _worker_state(
         self, engine: AnyEngine, checkpoint: dict[str, Any], files: SideFiles, stamp: str
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the state of this worker alone, and that which is the same on all workers.
+        """Return the state of this worker alone, and the state that is equal on all workers.
 
-        Of a worker of several ranks only the first one gets them, of the whole worker: all ranks
+        In a worker of several ranks the first one gets both for the whole worker, and all ranks
         must call it. None if there is none, or another rank writes it.
         """
         module = self._strategy.lightning_module
@@ -398,8 +398,8 @@ class WorkerCheckpoints:
     def resume(self, trainer: pl.Trainer) -> None:
         """Resume from the state that :meth:`load` has read, right before training starts.
 
-        With other settings or another number of workers, as much as fits is used, and one warning
-        on worker 0 says what happens to the rest. ValueError on every worker if something is
+        With other settings or another number of workers, the state is used as far as it fits, and
+        one warning on worker 0 describes the rest. ValueError on every worker if something is
         missing.
         """
         if self._resumed is None:
@@ -436,7 +436,7 @@ class WorkerCheckpoints:
 
 
 def _errors_shared_inside(group: WorkerGroup) -> AbstractContextManager[None]:
-    """A context for what all ranks of a worker do together, or none: a worker of one rank is alone.
+    """A context for work that the ranks of a worker do together; without effect for one rank.
 
     All ranks of all workers raise the error that one raises inside.
     """
@@ -444,7 +444,7 @@ def _errors_shared_inside(group: WorkerGroup) -> AbstractContextManager[None]:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move all tensors of a collection to a device; a tensor that it has twice stays one tensor.
+    """Move all tensors of a collection to a device; a tensor that occurs twice stays one tensor.
 
     Fragments of a model share vectors of its whole length, which a file then holds only once.
     """

@@ -1,4 +1,4 @@
-"""One save by all workers: to one folder that they share, or each to a disk of its own."""
+"""One save by all workers: to one folder that they share, or each to its own disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL = "writing a checkpoint"
 
 
 class Save(NamedTuple):
-    """What a rank has to write: of a worker of several ranks the first one writes its files.
+    """The data that a rank writes: of a worker of several ranks the first one writes its files.
 
     Attributes:
         files: The files of the checkpoint.
@@ -36,7 +36,7 @@ class Save(NamedTuple):
     write_main: Callable[[str], None]
 
     def to_shared_folder(self, group: WorkerGroup) -> bool:
-        """Write the save to a folder that all workers see; worker 0 writes what they share.
+        """Write the save to a folder that all workers see; worker 0 writes the shared state.
 
         All ranks must call it. The main file is replaced after one more agreement: a worker 0
         that was suspended while the others ended and a new run has saved changes nothing. Returns
@@ -68,7 +68,7 @@ class Save(NamedTuple):
         """Write the save to the disk of each worker, see :meth:`to_shared_folder`.
 
         The ranks of a worker see the same disk. Workers may share one: on each, the first of the
-        workers whose files are there writes what is shared. The main file is replaced only after
+        workers whose files are there writes the shared state. The main file is replaced only after
         everything is written on all disks: if the workers are killed at any time, there is a save
         that all of them have.
         """
@@ -78,7 +78,7 @@ class Save(NamedTuple):
             with group.errors_shared(_LABEL):
                 before = files.stamps()
                 if writes:
-                    # Without a state of its own it is an empty file, to be found on its disk.
+                    # Without a state it is an empty file, to be found on its disk.
                     files.save(stamp, group.worker, self.own or {})
             workers = files.workers_of(stamp)
             is_first = writes and _is_first_of(workers, group.worker)
@@ -97,7 +97,7 @@ class Save(NamedTuple):
         return is_first
 
     def write_shared(self, staged: bool) -> None:
-        """Write what all workers share, and the main file if it can be staged."""
+        """Write the shared state, and the main file if it can be staged."""
         if self.shared is not None:
             self.files.save(self.stamp, None, self.shared)
         if staged:
@@ -116,7 +116,7 @@ class Save(NamedTuple):
             raise OSError(
                 f"The checkpoint {files.path} could not be replaced: files of the next one have "
                 "been deleted while it was written, as by another run that saves to the same path. "
-                "Let each run save to a folder of its own."
+                "Let each run save to its own folder."
             )
         if staged or has_side_files:
             files.delete_older(stamp, before, is_named=has_side_files)
@@ -130,7 +130,7 @@ def _is_first_of(workers: list[int], worker: int) -> bool:
 def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
     """Save after all workers have agreed to stop; every worker must call it.
 
-    A requeue of SLURM makes its own checkpoint, and what is ``saved`` already is not saved again.
+    A requeue of SLURM makes its own checkpoint. A step that is ``saved`` is not saved again.
     """
     if reason == lightning_compat.REQUEUE:
         lightning_compat.requeue(trainer)
