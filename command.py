@@ -6,7 +6,8 @@ The program is ``lightning_loco/tools/command.py``.
 import os
 import sys
 
-os.environ["LIGHTNING_LOCO_LAZY"] = "1"  # the doctor also works where PyTorch does not
+# The doctor also works where PyTorch does not.
+os.environ["LIGHTNING_LOCO_LAZY"] = str(os.getpid())
 from lightning_loco.tools.command import main
 
 del os.environ["LIGHTNING_LOCO_LAZY"]

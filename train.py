@@ -5,7 +5,8 @@ The program is ``lightning_loco/app/command_line.py``.
 
 import os
 
-os.environ["LIGHTNING_LOCO_LAZY"] = "1"  # --help does not wait for PyTorch and Lightning
+# --help does not wait for PyTorch and Lightning.
+os.environ["LIGHTNING_LOCO_LAZY"] = str(os.getpid())
 from lightning_loco.app.command_line import main
 
 del os.environ["LIGHTNING_LOCO_LAZY"]

@@ -119,14 +119,16 @@ _PACKAGES = (
 """Packages that define the public names."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562)."""
-    if name in __all__:
-        for package in _PACKAGES:
-            module = import_module(f"{__name__}.{package}")
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used (PEP 562)."""
+        if name in __all__:
+            for package in _PACKAGES:
+                module = import_module(f"{__name__}.{package}")
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -136,5 +138,5 @@ def __dir__() -> list[str]:
 # Lightning finds strategies by name in a registry that it fills when it is imported; it has no hook
 # for other packages. So PyTorch and Lightning are imported here, except for commands that do
 # without them.
-if not os.environ.get("LIGHTNING_LOCO_LAZY"):
+if os.environ.get("LIGHTNING_LOCO_LAZY") != str(os.getpid()):
     import_module("lightning_loco.strategies.registry").register_strategies()

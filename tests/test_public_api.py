@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,15 @@ def test_a_trainer_takes_the_registry_string(subtests: pytest.Subtests) -> None:
             trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
             assert type(trainer.strategy) is getattr(loco, cls)
             assert trainer.strategy.launcher.is_interactive_compatible is False
+
+
+def test_the_variable_of_the_commands_does_not_unregister_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a process that inherits it, or for a user who has set it."""
+    monkeypatch.setenv("LIGHTNING_LOCO_LAZY", "1")
+    code = "import lightning_loco, lightning.pytorch as pl; pl.Trainer(strategy='gasloc')"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_names_for_notebooks_fork(subtests: pytest.Subtests) -> None:

@@ -245,7 +245,7 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
 
 CODE = """
 import os, sys
-os.environ["LIGHTNING_LOCO_LAZY"] = "1"
+os.environ["LIGHTNING_LOCO_LAZY"] = str(os.getpid())
 from lightning_loco.costs import LinkTimes, as_links, method_costs
 from lightning_loco.topology import RandomMatching
 n = 1000
