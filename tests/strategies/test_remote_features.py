@@ -634,6 +634,16 @@ def test_an_infinite_loss_skips_the_step_on_all_workers(pool: Pool, reads: bool)
     assert torch.equal(found[0][0], found[1][0])
 
 
+def test_a_checkpoint_of_another_format_raises(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    path = tmp_path / "cut.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["lightning_loco_format"] -= 1
+    torch.save(content, path)
+    with pytest.raises(PoolError, match="has format 4, and this version of .* reads format 5"):
+        pool.run(cut, str(tmp_path), "second", 2, world=3)
+
+
 @pytest.mark.parametrize("entry", ["loops", "position"])
 def test_a_missing_position_raises(pool: Pool, tmp_path: Path, entry: str) -> None:
     pool.run(cut, str(tmp_path), "first", 2, world=3)

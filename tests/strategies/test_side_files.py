@@ -225,7 +225,7 @@ def test_impossible_entries_of_the_main_file_are_refused(
         (
             "format",
             2,
-            "have format {!r}, and this version of lightning_loco reads format 5.",
+            "has format {!r}, and this version of lightning_loco reads format 5.",
         ),
         ("stamp", "../../elsewhere", "names its side files {!r}"),
         ("stamp", "step4-0123456", "names its side files {!r}"),

@@ -17,11 +17,18 @@ from lightning_loco.strategies.checkpoint.reader import (
     other_one_named,
     read_main,
 )
-from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_naming, new_stamp
+from lightning_loco.strategies.checkpoint.side_files import (
+    FORMAT,
+    SideFiles,
+    check_format,
+    errors_naming,
+    new_stamp,
+)
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 from lightning_loco.strategies.protocols import StrategyWithRemoteOptimizer
 
 _KEY = "lightning_loco_positions"
+_FORMAT_KEY = "lightning_loco_format"
 
 
 class RemoteCheckpoints:
@@ -110,6 +117,7 @@ class RemoteCheckpoints:
             strategy.sync_point("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
             own = {"loops": checkpoint["loops"], "position": position._asdict()}
+            checkpoint[_FORMAT_KEY] = FORMAT
             with strategy.waiting_in("a checkpoint"):
                 checkpoint[_KEY] = strategy.training_ranks().gather_states(own, "a checkpoint")
         io = strategy.checkpoint_io
@@ -161,6 +169,9 @@ class RemoteCheckpoints:
             return read_main(read, path)
         with other_one_named(strategy.checkpoint_io, path):
             loaded = read_main(read, path)
+        if _KEY in loaded:
+            check_format(loaded.get(_FORMAT_KEY), path)
+        with other_one_named(strategy.checkpoint_io, path):
             if not strategy.serves:
                 self._resumed = self._enter_position(loaded, path) if _KEY in loaded else None
         if strategy.service is not None:

@@ -63,7 +63,9 @@ NEW_RUN = (
 )
 """What a user can do if side files cannot be used."""
 
-_FORMAT = 5
+FORMAT = 5
+"""Version of what this package adds to a checkpoint."""
+
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 _HEADER = "seal"
@@ -112,6 +114,15 @@ def plain_parts(path: str) -> list[bytes]:
         return [archive.read(name) for name in names]
 
 
+def check_format(found: Any, path: str | Path) -> None:
+    """Raise ValueError, which names both formats, if another version has written a checkpoint."""
+    if found != FORMAT:
+        raise ValueError(
+            f"The checkpoint {path} has format {found}, and this version of lightning_loco reads "
+            f"format {FORMAT}. Resume with the version that has written it. {NEW_RUN}"
+        )
+
+
 class Manifest(NamedTuple):
     """The entry of a main file that names its side files, and describes the run that wrote them.
 
@@ -143,7 +154,7 @@ class Manifest(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entry for the main file: plain values only."""
-        return {"format": _FORMAT, **self._asdict()}
+        return {"format": FORMAT, **self._asdict()}
 
     @classmethod
     def from_state_dict(cls, entry: Any, path: str | Path) -> Manifest:
@@ -151,12 +162,7 @@ class Manifest(NamedTuple):
 
         ValueError, which names the file, if it has another format; KeyError without an entry.
         """
-        if entry["format"] != _FORMAT:
-            raise ValueError(
-                f"The side files of {path} have format {entry['format']}, and this version of "
-                f"lightning_loco reads format {_FORMAT}. Resume with the version that has "
-                f"written them. {NEW_RUN}"
-            )
+        check_format(entry["format"], path)
         found = cls(*(entry[name] for name in cls._fields))
         if not is_stamp(found.stamp):
             raise ValueError(
