@@ -10,109 +10,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's store asks for the names of addresses, and a name server may not answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-import itertools
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from _pytest.mark import ParameterSet
 
+from tests.harness.cover import pytest_addoption as pytest_addoption
+from tests.harness.cover import pytest_configure as pytest_configure
 from tests.harness.exclusive import pytest_collection_finish as pytest_collection_finish
 from tests.harness.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.harness.guards import Surroundings, allow_processes
-from tests.harness.seeding import seed
+from tests.harness.guards import Surroundings, allow_processes, seed
+from tests.harness.sources import ROOT
 
 if TYPE_CHECKING:
     from tests.harness.pool import Pool
-
-ROOT = Path(__file__).resolve().parent.parent
-
-_full = False
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="also collect what cover() leaves out of a product, marked soak",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    global _full
-    _full = config.getoption("--full")
-
-
-def cover(
-    *axes: Iterable[Any],
-    strength: int = 2,
-    possible: Callable[..., bool] = lambda *_: True,
-) -> list[Any]:
-    """A few combinations that stand for a product which is too expensive to run whole.
-
-    Every combination of ``strength`` values of different axes occurs in one of them. With
-    ``--full`` the rest of the product follows, marked ``soak``.
-
-    Args:
-        axes: The values of each parameter; ``pytest.param`` gives one an id or marks.
-        strength: 2 for pairs; 1 for each value at least once.
-        possible: Says of the values of a row whether there can be one.
-
-    Returns:
-        What ``pytest.mark.parametrize`` takes.
-    """
-    values = [list(axis) for axis in axes]
-
-    def is_possible(row: tuple[int, ...]) -> bool:
-        parts = (_of(axis[place]) for axis, place in zip(values, row, strict=True))
-        return possible(*itertools.chain.from_iterable(parts))
-
-    rows = list(filter(is_possible, itertools.product(*map(range, map(len, values)))))
-
-    def combinations(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-        return set(itertools.combinations(enumerate(row), strength))
-
-    missing = set().union(*map(combinations, rows))
-    chosen: list[tuple[int, ...]] = []
-    uses: Counter[tuple[int, int]] = Counter()
-    while missing:
-        # Of those that bring as much that is new, the one whose values have been used least.
-        best = max(
-            rows,
-            key=lambda row: (
-                len(combinations(row) & missing),
-                -sum(uses[one] for one in enumerate(row)),
-            ),
-        )
-        chosen.append(best)
-        missing -= combinations(best)
-        uses.update(enumerate(best))
-    others = [row for row in rows if row not in chosen] if _full else []
-    return [
-        _joined([axis[index] for axis, index in zip(values, row, strict=True)], soak)
-        for some, soak in ((sorted(chosen), False), (others, True))
-        for row in some
-    ]
-
-
-def _of(value: Any) -> Iterable[Any]:
-    """What an entry of an axis stands for."""
-    return value.values if isinstance(value, ParameterSet) else (value,)
-
-
-def _joined(values: list[Any], soak: bool) -> Any:
-    """One parameter set of several values, with the ids and marks that these have."""
-    params = [value if isinstance(value, ParameterSet) else pytest.param(value) for value in values]
-    ids = [str(one.id if one.id is not None else one.values[0]) for one in params]
-    return pytest.param(
-        *itertools.chain.from_iterable(one.values for one in params),
-        id="-".join(ids) if any(one.id is not None for one in params) else None,
-        marks=[*(mark for one in params for mark in one.marks), *([pytest.mark.soak] * soak)],
-    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
 from tests.harness.programs import Program, free_ports
+from tests.harness.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
@@ -325,6 +325,44 @@ def test_the_remote_batch_script_goes_on_after_its_time_is_up(
 def remote_job(cluster: dict[str, str], tasks: int) -> dict[str, str]:
     """The same job with more tasks."""
     return {**cluster, "SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
+
+
+@pytest.mark.soak
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_of_the_elastic_array_is_preempted_and_returns(
+    tmp_path: Path, cluster: dict[str, str], ranks: int
+) -> None:
+    pytest.importorskip("torchft")
+    from tests.elastic.cluster import Lighthouse
+
+    lighthouse = Lighthouse(1)
+    batch = ["bash", str(EXAMPLES / "slurm" / "elastic_array.sbatch")]
+    job = remote_job(cluster, tasks=ranks)
+    del job["MASTER_PORT"]  # Lightning's depends on the job
+    environ = {
+        "TORCHFT_LIGHTHOUSE": lighthouse.address,
+        # The one that remains waits, however long the other one takes to start again.
+        "CHANGES": f"{TINY} trainer.max_steps=200 trainer.log_every_n_steps=10 "
+        "membership.min_workers=2",
+    }
+    first, second = ({**job, **environ, "SLURM_JOB_ID": number} for number in ("101", "102"))
+    remaining = Program(batch, tmp_path, **second)
+    try:
+        with remaining:
+            when = "outputs/slurm-101-0/checkpoints/last.ckpt"
+            run(batch, tmp_path, **first, SIGNAL_WHEN_THERE_IS=when)
+            assert (tmp_path / "scontrol.log").read_text() == "requeue 101\n"
+            saved = tmp_path / "outputs/slurm-101-0/hpc_ckpt_1.ckpt"
+            output = run(batch, tmp_path, **first)
+            assert f"Restored all states from the checkpoint at {saved}" in output
+            code, theirs = remaining.finish()
+            assert code == 0, theirs
+    finally:
+        lighthouse.stop()
+    reports = [tmp_path / f"outputs/slurm-{number}-0/report.json" for number in ("101", "102")]
+    losses = [json.loads(report.read_text())["val_loss"] for report in reports]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("script", [BATCH_SCRIPT, BATCH_SCRIPT_OF_NODES, REMOTE / "train.sbatch"])

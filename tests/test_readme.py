@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 
-from tests.conftest import ROOT
-from tests.docs.pages import README
+from tests.harness.messages import RANK_ZERO, messages_of
+from tests.harness.pages import README
 from tests.harness.pool import Pool, PoolEnvironment
 from tests.harness.small_model import quiet_trainer
-from tests.strategies.messages import RANK_ZERO, messages_of
+from tests.harness.sources import ROOT
 
 QUICK_START = README.blocks("python")[0]
 READERS_OWN = """

@@ -17,7 +17,10 @@ from torch import Tensor
 from lightning_loco import DiLoCo, LocalSGD, Simulation, StepEngine
 from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.engine import RoundSettings
-from tests.algorithms.toys import (
+from tests.harness.pool import Pool, run_each
+from tests.harness.small_model import flat, make_model, worker_batch
+from tests.harness.sources import ROOT
+from tests.harness.toys import (
     ADAMW,
     SGD,
     Point,
@@ -27,10 +30,6 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
-from tests.conftest import ROOT
-from tests.engine.toys import run_each
-from tests.harness.pool import Pool
-from tests.harness.small_model import flat, make_model, worker_batch
 
 TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)
 ALGORITHM = DiLoCo(0.7, 0.3)

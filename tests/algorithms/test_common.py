@@ -25,9 +25,16 @@ from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.buckets import slice_state
 from lightning_loco.topology import FromMatrix
-from tests.algorithms.toys import Point, apply_update, assert_close, flat_rounds, move_to, randn
 from tests.cases import CASES, Case, rows, without_variants
 from tests.harness.pool import Pool
+from tests.harness.toys import (
+    Point,
+    apply_update,
+    assert_close,
+    flat_rounds,
+    move_to,
+    randn,
+)
 
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:

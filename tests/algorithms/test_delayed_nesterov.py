@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_loco import DelayedNesterov, DelayedNesterovStrategy, DiLoCo
 from lightning_loco.algorithms import RoundInfo
 from lightning_loco.topology import Complete
-from tests.algorithms.toys import (
+from tests.harness.pool import Pool
+from tests.harness.toys import (
     ADAMW,
     apply_update,
     assert_close,
@@ -23,7 +24,6 @@ from tests.algorithms.toys import (
     run_engine,
     simulate,
 )
-from tests.harness.pool import Pool
 
 TARGETS = randn(3, 5)
 STARTS = randn(5, seed=1).expand(3, 5)

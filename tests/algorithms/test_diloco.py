@@ -12,7 +12,10 @@ from torch import Tensor
 
 from lightning_loco import DiLoCo, LocalSGD, Simulation
 from lightning_loco.topology import Complete
-from tests.algorithms.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, worker_batch
+from tests.harness.toys import (
     ADAMW,
     SGD,
     Point,
@@ -24,9 +27,6 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
-from tests.conftest import cover
-from tests.harness.pool import Pool
-from tests.harness.small_model import flat, make_model, worker_batch
 
 BUILT_IN = {
     "nesterov": DiLoCo(0.7, 0.9),

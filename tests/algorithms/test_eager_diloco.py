@@ -16,7 +16,10 @@ from lightning_loco.algorithms.outer_lr import OuterLR, rate_at
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Complete
-from tests.algorithms.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, make_model, worker_batch
+from tests.harness.toys import (
     ADAMW,
     SGD,
     Point,
@@ -26,9 +29,6 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
-from tests.conftest import cover
-from tests.harness.pool import Pool
-from tests.harness.small_model import flat, make_model, worker_batch
 
 RATE, MOMENTUM = 0.5, 0.4
 ALGORITHM = EagerDiLoCo(RATE, MOMENTUM)

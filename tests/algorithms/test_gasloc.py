@@ -26,7 +26,10 @@ from lightning_loco.topology import (
     gossip_radius,
     optimal_gossip,
 )
-from tests.algorithms.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool
+from tests.harness.small_model import flat, loss_of, make_model, worker_batch
+from tests.harness.toys import (
     ADAMW,
     SGD,
     Point,
@@ -42,9 +45,6 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
-from tests.conftest import cover
-from tests.harness.pool import Pool
-from tests.harness.small_model import flat, loss_of, make_model, worker_batch
 
 ON_8 = ["ring", "complete", "star", "torus", "grid", "hypercube", "xor"]
 ON_8 += ["exponential", "one_peer_exponential", "random_matching", "random_two_peer"]

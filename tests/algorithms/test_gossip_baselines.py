@@ -13,7 +13,7 @@ from lightning_loco import NeighborAverage, Simulation
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.compression import Codec, Int8
 from lightning_loco.topology import RandomMatching, Ring
-from tests.algorithms.toys import Point, assert_close, randn
+from tests.harness.toys import Point, assert_close, randn
 
 NUMEL = 22  # not a multiple of a block
 RATE = 0.2

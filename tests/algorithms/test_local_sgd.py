@@ -13,7 +13,10 @@ from lightning_loco import DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngin
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
-from tests.algorithms.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool, make_trainer
+from tests.harness.small_model import TinyModule, flat, make_loader, make_model, worker_batch
+from tests.harness.toys import (
     ADAMW,
     SGD,
     assert_close,
@@ -26,9 +29,6 @@ from tests.algorithms.toys import (
     train_ddp,
     train_step,
 )
-from tests.conftest import cover
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import TinyModule, flat, make_loader, make_model, worker_batch
 
 LINEAR_IN_THE_GRADIENTS = {
     "sgd": SGD,

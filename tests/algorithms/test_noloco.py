@@ -11,7 +11,7 @@ import torch
 from lightning_loco import DiLoCo, GASLoC, NoLoCo, NoLoCoStrategy, Simulation
 from lightning_loco.algorithms import Algorithm, RoundInfo
 from lightning_loco.topology import Complete, RandomMatching, Ring, Topology
-from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
+from tests.harness.toys import Point, assert_close, flat_rounds, move_to, randn
 
 
 def prepared(algorithm: Algorithm, num_workers: int, topology: Topology) -> Algorithm:

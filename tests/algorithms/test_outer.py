@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, Simulation, StepEngine
-from tests.algorithms.toys import (
+from tests.harness.pool import Pool, run_each
+from tests.harness.toys import (
     SGD,
     Point,
     apply_update,
@@ -22,8 +23,6 @@ from tests.algorithms.toys import (
     simulate,
     train_ddp,
 )
-from tests.engine.toys import run_each
-from tests.harness.pool import Pool
 
 UNIT_STEP = partial(SGD, lr=1.0)
 """With it the pseudo-gradient of one local step is the gradient."""

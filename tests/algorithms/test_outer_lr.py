@@ -22,9 +22,9 @@ from lightning_loco import (
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise, RoundInfo
 from lightning_loco.algorithms.outer_lr import OuterLR, highest_rate, rate_at
 from lightning_loco.topology import Complete, Ring
-from tests.algorithms.toys import assert_close, flat_rounds, move_to, randn, simulate
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.toys import assert_close, flat_rounds, move_to, randn, simulate
 
 TARGETS = randn(4, 5)
 STARTS = randn(5, seed=1).expand(4, 5)

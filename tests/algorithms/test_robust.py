@@ -15,7 +15,6 @@ from lightning_loco import DiLoCo, DiLoCoStrategy, LocoStrategy, StepEngine
 from lightning_loco.algorithms import GeometricMedian, RobustMean, RoundInfo, State, TrimmedMean
 from lightning_loco.algorithms.robust import ROBUST_MEANS
 from lightning_loco.engine import RoundSettings
-from tests.algorithms.toys import assert_close, randn, run_engine, simulate
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import (
     TinyModule,
@@ -26,6 +25,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.harness.toys import assert_close, randn, run_engine, simulate
 
 ONES = (1.0,) * 5
 

@@ -14,8 +14,7 @@ from lightning_loco.algorithms import LocalSGD, RoundInfo
 from lightning_loco.algorithms.sparta import SPARTA, random_integers
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Staggered
-from tests.algorithms.toys import Point, assert_close, randn, run_engine, simulate
-from tests.harness.meta_device import DEVICE
+from tests.harness.gpu import DEVICE
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import (
     TinyModule,
@@ -25,6 +24,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.harness.toys import Point, assert_close, randn, run_engine, simulate
 
 ROUNDS = 12
 QUARTER = SPARTA(0.25, seed=3)

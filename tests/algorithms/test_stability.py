@@ -20,8 +20,8 @@ from lightning_loco.topology import (
     Topology,
     get_topology,
 )
-from tests.algorithms.toys import Point, distances, flat_rounds, no_progress, randn
-from tests.conftest import cover
+from tests.harness.cover import cover
+from tests.harness.toys import Point, distances, flat_rounds, no_progress, randn
 
 MOMENTUM_ON: list[Literal["local", "gossiped"]] = ["local", "gossiped"]
 

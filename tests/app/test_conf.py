@@ -41,8 +41,8 @@ from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.tools.plan.planner import make_plan
 from lightning_loco.tools.plan.text import commands
 from lightning_loco.topology import TOPOLOGIES, FromGraph, Topology
-from tests.algorithms.toys import Point, assert_close, randn
 from tests.docs.test_tables import common_defaults
+from tests.harness.toys import Point, assert_close, randn
 from tests.tools.plan.test_planner import job
 
 CONF = Path(command_line.conf_dir())

@@ -29,7 +29,7 @@ from lightning_loco import (
 )
 from lightning_loco.callbacks import straggler
 from lightning_loco.distributed.worker_status import WorkerStatus
-from tests.distributed.workers import sleeps
+from tests.harness.manual_clock import sleeps
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 

@@ -22,7 +22,7 @@ from lightning_loco.costs.method_costs import (
 from lightning_loco.costs.server_times import BUCKET_BYTES, ServerTimes
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import RandomMatching, Ring
-from tests.conftest import ROOT
+from tests.harness.sources import ROOT
 
 NUMEL = 1_000_000
 BYTES = 4 * NUMEL

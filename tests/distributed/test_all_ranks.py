@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import job as jobs
 from lightning_loco.distributed.worker_group import WorkerGroup
-from tests.faults.failing import failing_at
-from tests.harness.forked_jobs import Job, freeze
+from tests.harness.failing import failing_at, freeze
+from tests.harness.forked_jobs import Job
 from tests.harness.limits import HARNESS_S
 from tests.harness.pool import Pool, PoolError
 from tests.harness.programs import free_ports

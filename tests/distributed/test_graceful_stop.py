@@ -12,16 +12,16 @@ import pytest
 from lightning_loco.distributed import watchdog
 from lightning_loco.distributed.graceful_stop import StopAgreement
 from lightning_loco.distributed.worker_group import WorkerGroup
-from tests.distributed.workers import (
+from tests.harness.limits import wait_until
+from tests.harness.manual_clock import ManualClock
+from tests.harness.watchdogs import (
     TIMEOUT_S,
     group_of,
     hurry,
     make_watchdogs,
     on_every_worker,
     start,
-    wait_until,
 )
-from tests.harness.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.distributed.job import init_workers
-from tests.conftest import cover
-from tests.harness.forked_jobs import Outcome, Start, freeze
+from tests.harness.cover import cover
+from tests.harness.failing import freeze
+from tests.harness.forked_jobs import Outcome, Start
 from tests.harness.limits import HARNESS_S
 from tests.harness.programs import free_ports, start_together
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from lightning_loco._util.background import run_in_thread
 from lightning_loco.distributed import store as module
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
-from tests.distributed.workers import threads_named, wait_until
-from tests.harness.frozen import freeze_process
-from tests.harness.limits import HARNESS_S, LONG_S
+from tests.harness.failing import freeze_process
+from tests.harness.guards import threads_named
+from tests.harness.limits import HARNESS_S, LONG_S, wait_until
 from tests.harness.manual_clock import ManualClock
 from tests.harness.programs import Program
-from tests.harness.store_server import server_in_a_process
+from tests.harness.watchdogs import server_in_a_process
 
 
 @pytest.fixture

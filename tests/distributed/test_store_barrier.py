@@ -15,16 +15,9 @@ import torch.distributed as dist
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog
-from tests.distributed.workers import (
-    TIMEOUT_S,
-    hurry,
-    make_watchdogs,
-    on_every_worker,
-    start,
-    wait_until,
-)
-from tests.harness.limits import LONG_S, SOON_S
+from tests.harness.limits import LONG_S, SOON_S, wait_until
 from tests.harness.manual_clock import ManualClock
+from tests.harness.watchdogs import TIMEOUT_S, hurry, make_watchdogs, on_every_worker, start
 
 
 class CountingStore(dist.HashStore):

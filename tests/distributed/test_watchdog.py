@@ -15,16 +15,10 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog as module
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
-from tests.distributed.workers import (
-    INTERVAL_S,
-    hurry,
-    make_watchdogs,
-    start,
-    threads_named,
-    wait_until,
-)
+from tests.harness.guards import threads_named
+from tests.harness.limits import wait_until
 from tests.harness.manual_clock import ManualClock, SkippingClock
-from tests.harness.store_server import server_in_a_process
+from tests.harness.watchdogs import INTERVAL_S, hurry, make_watchdogs, server_in_a_process, start
 
 
 @pytest.fixture(autouse=True)

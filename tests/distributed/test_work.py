@@ -25,11 +25,11 @@ from lightning_loco.distributed.work import (
     labelled,
 )
 from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
-from tests.distributed.workers import group_of, hurry, make_watchdogs, start
 from tests.harness.late_backend import late_group
 from tests.harness.limits import HARNESS_S, LONG_S
 from tests.harness.manual_clock import ManualClock, SkippingClock
 from tests.harness.pool import Pool
+from tests.harness.watchdogs import group_of, hurry, make_watchdogs, start
 
 
 def test_waited_seconds_are_added() -> None:

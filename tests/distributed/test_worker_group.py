@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup, abort_groups
-from tests.distributed.workers import hurry, make_watchdogs, start, threads_named, wait_until
 from tests.harness.forked_jobs import Job
-from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.guards import threads_named
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S, wait_until
 from tests.harness.pool import Pool, PoolError
+from tests.harness.watchdogs import hurry, make_watchdogs, start
 
 
 def describe(rank: int, world: int) -> dict[str, Any]:

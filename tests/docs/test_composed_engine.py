@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_loco import DiLoCo, StepEngine
-from tests.docs.pages import doc
+from tests.harness.pages import doc
 
 
 def block_with(text: str, page: str = "plain_pytorch.md") -> str:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 import yaml
 
 import lightning_loco as loco
-from tests.conftest import ROOT
-from tests.docs.pages import DOCS, doc
 from tests.docs.test_pages import NAMED_FILES
+from tests.harness.pages import DOCS, doc
 from tests.harness.pool import Pool, PoolEnvironment
 from tests.harness.programs import Program, free_ports
 from tests.harness.small_model import quiet_trainer
+from tests.harness.sources import ROOT
 
 NOTEBOOK = ROOT / "examples" / "compare_methods.ipynb"
 OWN_MODEL = doc("tutorials/your_own_model.md")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import Algorithm, DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngine
-from tests.docs.pages import doc
+from tests.harness.pages import doc
 
 PAGE = doc("your_own_algorithm.md")
 TARGETS = torch.linspace(-1, 1, 4)

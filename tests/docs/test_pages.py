@@ -28,8 +28,8 @@ from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_method, build_strategy
 from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
-from tests.conftest import ROOT
-from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
+from tests.harness.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
+from tests.harness.sources import ROOT
 
 PYTHON = {
     f"{page}, block {number}": code

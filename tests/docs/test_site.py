@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.harness.sources import ROOT
 
 
 @pytest.fixture(scope="module")

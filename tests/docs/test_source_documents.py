@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import Strategy
 
 import lightning_loco as loco
 from lightning_loco.strategies.arguments import argument_names
-from tests.conftest import ROOT
-from tests.docs.pages import README, doc
+from tests.harness.pages import README, doc
+from tests.harness.sources import ROOT
 
 PAGE = doc("source_documents.md")
 ROWS = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", PAGE.text, re.MULTILINE)

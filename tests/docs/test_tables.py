@@ -20,9 +20,9 @@ from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
-from tests.conftest import ROOT
-from tests.docs.pages import DOCS, PAGES, README, doc
+from tests.harness.pages import DOCS, PAGES, README, doc
 from tests.harness.programs import free_ports
+from tests.harness.sources import ROOT
 
 METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
 

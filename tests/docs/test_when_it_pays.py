@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from lightning_loco.tools.plan.run import add_arguments, run
-from tests.docs.pages import doc
+from tests.harness.pages import doc
 
 PAGE = doc("when_it_pays.md")
 SHOWN = re.findall(

@@ -17,7 +17,7 @@ from typing import Any
 from torchft.coordination import LighthouseServer
 
 from tests.elastic import worker
-from tests.harness.frozen import is_frozen
+from tests.harness.failing import is_frozen
 from tests.harness.pool import PRELOADED
 from tests.harness.programs import free_ports
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from lightning_loco._util.background import run_in_thread
-from tests.conftest import ROOT
 from tests.harness.networks import Network, address
 from tests.harness.programs import Program
+from tests.harness.sources import ROOT
 
 PORT = 29510
 WORKER = "import sys; from tests.elastic.worker import main; main(sys.argv[1:])"

@@ -28,7 +28,7 @@ from tests.elastic.trainer_worker import (
     set_environment_of_rank,
 )
 from tests.elastic.worker import checksum
-from tests.faults.failing import die, failing_at
+from tests.harness.failing import die, failing_at
 from tests.harness.small_model import quiet_trainer
 
 SYNC_EVERY = 4

@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_loco import DiLoCoStrategy, Elastic, LocalSGDStrategy
 from tests.elastic import cluster
+from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import ValidatedModule, make_loader
-from tests.strategies.messages import RANK_ZERO, messages_of
 
 pytestmark = pytest.mark.recovery
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.engine import Engine
-from tests.conftest import ROOT
 from tests.elastic import worker
 from tests.elastic.arguments import elastic_of
 from tests.elastic.cluster import Line, cluster
+from tests.harness.sources import ROOT
 
 pytestmark = pytest.mark.process
 

@@ -22,8 +22,8 @@ from lightning_loco.algorithms import (
 )
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
-from tests.engine.fragments import Layers
 from tests.harness.pool import Pool
+from tests.harness.toys import Layers
 
 HERE = "127.0.0.1:29510"
 

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_loco.elastic import lighthouse as module
 from lightning_loco.elastic.lighthouse import MIN_UPTIME_S, Uptime
-from tests.distributed.workers import sleeps
 from tests.elastic.cluster import Lighthouse
+from tests.harness.manual_clock import sleeps
 
 pytestmark = pytest.mark.recovery
 

@@ -22,9 +22,9 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
 from lightning_loco.engine.settings import Membership
 from lightning_loco.schedules import Staggered
-from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.faults.failing import KINDS, failing_at, lose_connection
+from tests.harness.failing import KINDS, failing_at, lose_connection
+from tests.harness.toys import Point
 
 SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
 

@@ -13,20 +13,10 @@ from lightning_loco import Simulation
 from lightning_loco.algorithms import DiLoCo, Mix
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
-from tests.algorithms.toys import Point, randn
-from tests.engine.toys import SMALL_BUCKET, approach, flat, saved_and_loaded
 from tests.harness.late_backend import late_group
-
-SIZES = (1500, 700, 40, 5, 900)
-"""Elements of the layers, 3145 in all: three strided fragments of 1505, 1600 and 40."""
-
-
-class Layers(nn.Module):
-    """Numbered blocks, each a vector."""
-
-    def __init__(self, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Point(torch.zeros(size, dtype=dtype)) for size in sizes)
+from tests.harness.rounds import SMALL_BUCKET, approach, saved_and_loaded
+from tests.harness.small_model import flat
+from tests.harness.toys import SIZES, Layers, randn
 
 
 class Run(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_loco.algorithms import DiLoCo, Mix
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
-from tests.conftest import cover
-from tests.engine.fragments import Layers
-from tests.engine.toys import approach, flat
+from tests.harness.cover import cover
 from tests.harness.pool import Pool
-from tests.harness.small_model import norm_model
+from tests.harness.rounds import approach
+from tests.harness.small_model import flat, norm_model
+from tests.harness.toys import Layers
 
 pytestmark = pytest.mark.recovery
 

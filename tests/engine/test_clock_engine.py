@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import ClockEngine, PairwiseEngine
-from tests.distributed.workers import wait_until
-from tests.harness.limits import SOON_S
+from tests.harness.limits import SOON_S, wait_until
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import flat, loss_of, make_model, train_step, worker_batch
 

@@ -24,10 +24,11 @@ from lightning_loco.compression import E3M0, Codec, Compensated, ErrorFeedback, 
 from lightning_loco.compression.sums import shards
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps
-from tests.algorithms.toys import Point, assert_close
-from tests.conftest import cover
-from tests.engine.toys import Exact, approach, flat, run_each, simulate, train, zeros
-from tests.harness.pool import Pool
+from tests.harness.cover import cover
+from tests.harness.pool import Pool, run_each
+from tests.harness.rounds import Exact, approach, simulate, train, zeros
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, assert_close
 
 ROUNDS, STEPS, NUMEL = 4, 2, 150
 CODECS = [Int8(8), E3M0(8), Sparse(4, 16)]

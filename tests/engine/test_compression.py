@@ -30,23 +30,22 @@ from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.simulation import Simulation
 from lightning_loco.topology import get_topology
-from tests.algorithms.toys import Point, assert_close, randn
-from tests.conftest import cover
-from tests.engine.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool, run_each
+from tests.harness.rounds import (
     LARGE,
     SMALL_BUCKET,
     Exact,
     Halves,
     approach,
-    flat,
     rounding,
-    run_each,
     saved_and_loaded,
     simulate,
     train,
     zeros,
 )
-from tests.harness.pool import Pool
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, assert_close, randn
 
 ROUNDS = 4
 WAYS = {

@@ -25,12 +25,12 @@ from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.model.flat import Cuts, FlatLayout
 from lightning_loco.model.replica import Replica
 from lightning_loco.topology import Ring
-from tests.algorithms.toys import assert_close
 from tests.cases import CASES, Case, rows, without_variants
-from tests.engine.toys import approach, flat, zeros
-from tests.harness.meta_device import DEVICE, copies_to_the_host, no_checksum
-from tests.harness.one_gpu import no_waits_for_the_gpu
+from tests.harness.gpu import DEVICE, copies_to_the_host, no_checksum, no_waits_for_the_gpu
 from tests.harness.pool import Pool
+from tests.harness.rounds import approach, zeros
+from tests.harness.small_model import flat
+from tests.harness.toys import assert_close
 
 __all__ = ["no_checksum"]
 

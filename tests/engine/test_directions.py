@@ -15,11 +15,11 @@ import tomllib
 import torch
 
 from lightning_loco import DiLoCo, DiLoCoStrategy, GASLoC, StepEngine
-from tests.algorithms.toys import Point
-from tests.engine.toys import approach
 from tests.harness.pool import Pool, make_trainer
+from tests.harness.rounds import approach
 from tests.harness.small_model import TinyModule, make_loader
 from tests.harness.sources import ROOT
+from tests.harness.toys import Point
 
 PREFIX = "lightning_loco."
 

@@ -17,18 +17,17 @@ from lightning_loco.engine import fragment_sync as rounds_module
 from lightning_loco.model import flat as flat_module
 from lightning_loco.model.flat import Chunk, Packing
 from lightning_loco.schedules import EverySteps
-from tests.algorithms.toys import Point, apply_update, assert_close, randn
-from tests.engine.toys import (
+from tests.harness.pool import Pool, PoolError, run_each
+from tests.harness.rounds import (
     GossipSendingScalars,
     SendingScalars,
     approach,
-    flat,
-    run_each,
     simulate,
     train,
     zeros,
 )
-from tests.harness.pool import Pool, PoolError
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, apply_update, assert_close, randn
 
 # ------------------------------------------------------------------------------- scalars
 

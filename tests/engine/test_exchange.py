@@ -18,7 +18,7 @@ from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.topology import TOPOLOGIES, Ring, get_topology
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool
 
 ROUNDS = 4

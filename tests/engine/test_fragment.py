@@ -14,22 +14,21 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import EverySteps
-from tests.algorithms.toys import assert_close, randn
-from tests.engine.toys import (
+from tests.harness.pool import Pool, run_each
+from tests.harness.rounds import (
     LARGE,
     SMALL_BUCKET,
     Counting,
     Forgetful,
     SignBlocks,
     approach,
-    flat,
-    run_each,
     saved_and_loaded,
     simulate,
     train,
     zeros,
 )
-from tests.harness.pool import Pool
+from tests.harness.small_model import flat
+from tests.harness.toys import assert_close, randn
 
 ROUNDS = 4
 

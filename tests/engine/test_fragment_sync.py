@@ -21,9 +21,9 @@ from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
-from tests.algorithms.toys import Point, randn
-from tests.engine.toys import SMALL_BUCKET, Counting, approach, rounding
 from tests.harness.pool import Pool
+from tests.harness.rounds import SMALL_BUCKET, Counting, approach, rounding
+from tests.harness.toys import Point, randn
 
 FITS = 2000
 """Elements that two buckets of the smallest bucket hold."""

@@ -15,11 +15,12 @@ from lightning_loco import ClockEngine, DiLoCo, GASLoC, ModelAverage, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
-from tests.algorithms.toys import Point
 from tests.cases import CASES, KINDS, Case, rows, without_variants
-from tests.engine.toys import LARGE, SMALL_BUCKET, approach, flat, run_each, zeros
 from tests.harness.late_backend import DELAY_S, LateGroup, late_group
-from tests.harness.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolError, run_each
+from tests.harness.rounds import LARGE, SMALL_BUCKET, approach, zeros
+from tests.harness.small_model import flat
+from tests.harness.toys import Point
 
 TIMEOUT_S = 2.0
 LATEST_S = TIMEOUT_S + 6.0

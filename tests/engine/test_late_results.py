@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, RoundInfo
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps
-from tests.algorithms.toys import Point, randn
-from tests.engine.toys import LARGE, SMALL_BUCKET, Counting, flat
+from tests.harness.rounds import LARGE, SMALL_BUCKET, Counting
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, randn
 
 ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counting(), GASLoC()]
 

@@ -38,13 +38,12 @@ from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
-from tests.algorithms.toys import Point
-from tests.distributed.workers import wait_until
-from tests.engine.toys import approach, flat, run_each, train
-from tests.harness.limits import HARNESS_S, LONG_S
+from tests.harness.limits import HARNESS_S, LONG_S, wait_until
 from tests.harness.manual_clock import SkippingClock
-from tests.harness.pool import Pool, PoolError, make_trainer
-from tests.harness.small_model import TinyModule, WorkerData
+from tests.harness.pool import Pool, PoolError, make_trainer, run_each
+from tests.harness.rounds import approach, train
+from tests.harness.small_model import TinyModule, WorkerData, flat
+from tests.harness.toys import Point
 
 NUMEL = 250_000
 MEGABYTE = 4 * NUMEL

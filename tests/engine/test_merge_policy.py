@@ -23,10 +23,10 @@ from lightning_loco.algorithms import (
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import get_topology
-from tests.algorithms.toys import Point, assert_close, randn
-from tests.engine.toys import LARGE, approach, flat, run_each, simulate, train, zeros
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer, run_each
+from tests.harness.rounds import LARGE, approach, simulate, train, zeros
+from tests.harness.small_model import TinyModule, flat, make_loader
+from tests.harness.toys import Point, assert_close, randn
 
 ROUNDS = 4
 WORLD = 3

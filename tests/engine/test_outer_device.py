@@ -12,12 +12,11 @@ from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.model.flat import Chunk, CrossDevicePacking
 from lightning_loco.strategies import METHODS
-from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
-from tests.engine.toys import run_each
-from tests.harness.meta_device import DEVICE, copies_to_the_host, no_checksum
-from tests.harness.pool import Pool, make_trainer
+from tests.harness.gpu import DEVICE, copies_to_the_host, no_checksum
+from tests.harness.pool import Pool, make_trainer, run_each
 from tests.harness.small_model import TinyModule, flat, make_loader
+from tests.harness.toys import assert_close, run_engine
 
 __all__ = ["no_checksum"]
 

@@ -8,7 +8,7 @@ import torch
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.engine.exchanges.exchange import Arrived
 from lightning_loco.engine.fragment_sync import PendingRound
-from tests.engine.toys import saved_and_loaded
+from tests.harness.rounds import saved_and_loaded
 
 
 class ByTest:

@@ -9,8 +9,7 @@ from torch import Tensor
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import Engine
 from tests.cases import CASES, Case
-from tests.engine.toys import run_each
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, run_each
 from tests.harness.small_model import flat, make_model, train_step, worker_batch
 
 

@@ -13,19 +13,19 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, EagerDiLoCo, GASLoC
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps
-from tests.conftest import cover
-from tests.engine.toys import (
+from tests.harness.cover import cover
+from tests.harness.pool import Pool
+from tests.harness.rounds import (
     SMALL_BUCKET,
     Counting,
     Halves,
     SendingScalars,
     approach,
-    flat,
     rounding,
     saved_and_loaded,
     zeros,
 )
-from tests.harness.pool import Pool
+from tests.harness.small_model import flat
 
 STEPS = 7
 State = dict[str, Any]

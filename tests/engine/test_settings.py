@@ -19,10 +19,10 @@ from lightning_loco.model.flat import cut_tensors
 from lightning_loco.model.ownership import find_ownership
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
-from tests.algorithms.toys import Point, assert_close, randn
-from tests.engine.toys import Counting, Halves, Lonely, RandomPairs, SignBlocks, flat
 from tests.harness.pool import Pool, PoolError, make_trainer
-from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.rounds import Counting, Halves, Lonely, RandomPairs, SignBlocks
+from tests.harness.small_model import TinyModule, flat, make_loader
+from tests.harness.toys import Point, assert_close, randn
 
 ROUNDS = 5
 SEED = 7

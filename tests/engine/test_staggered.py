@@ -15,11 +15,12 @@ from lightning_loco.algorithms import DiLoCo, GASLoC, Mix, ModelAverage
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
-from tests.algorithms.toys import assert_close
-from tests.conftest import cover
-from tests.engine.fragments import SIZES, Layers, simulate, slices_of, stream, train
-from tests.engine.toys import Counting, approach, flat, rounding, run_each, saved_and_loaded
-from tests.harness.pool import Pool, PoolError
+from tests.engine.fragments import simulate, slices_of, stream, train
+from tests.harness.cover import cover
+from tests.harness.pool import Pool, PoolError, run_each
+from tests.harness.rounds import Counting, approach, rounding, saved_and_loaded
+from tests.harness.small_model import flat
+from tests.harness.toys import SIZES, Layers, assert_close
 
 DILOCO = DiLoCo(0.4, 0.9)
 LAG_S = 1.0

@@ -24,8 +24,8 @@ from lightning_loco.distributed.statistics import Spans
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.model.flat import local_tensor
 from lightning_loco.schedules import EveryInterval, EverySteps, Staggered
-from tests.algorithms.toys import randn
 from tests.harness.pool import Pool
+from tests.harness.toys import randn
 
 NUM_WORKERS = REPLICA_SIZE = 2
 SHAPE, NUMEL, CUT = (5, 8), 40, 24  # the first place holds 3 rows, the second one 2

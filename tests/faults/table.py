@@ -17,8 +17,8 @@ import pytest
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies import METHODS
 from tests.cases import CASES
-from tests.conftest import cover
-from tests.faults.failing import KINDS
+from tests.harness.cover import cover
+from tests.harness.failing import KINDS
 
 REMOTE = {"remote_optimizer in 2 tiers": 3, "remote_optimizer in 3 tiers": 4}
 WORLDS = {

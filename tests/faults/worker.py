@@ -7,52 +7,21 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from tests.faults.failing import KINDS, failing_at
 from tests.faults.table import REMOTE, Fault
+from tests.harness.failing import KINDS, MOMENT, FailIn, failing_at
 from tests.harness.pool import make_trainer
 from tests.harness.small_model import ValidatedModule, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 40
-MOMENT = 3
-"""The number of the call of a fault point, or of the batch, at which a rank fails."""
 SAVE_EVERY = {"checkpoint": 6, "validation": 20}
 """Phases in which checkpoints are written, and after how many steps each."""
-
-
-class FailIn(pl.Callback):
-    """Fails within a phase."""
-
-    def __init__(self, phase: str, fail: Callable[[], object]) -> None:
-        self.phase = phase
-        self.fail = fail
-
-    def _fail_in(self, phase: str) -> None:
-        if self.phase == phase:
-            self.fail()
-
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        self._fail_in("set-up")
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._fail_in("start")
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == MOMENT:
-            self._fail_in("stop")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._fail_in("epoch end")
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._fail_in("validation")
 
 
 class StopLater(pl.Callback):

@@ -22,11 +22,11 @@ from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.app.early_checks import early_settings
 from lightning_loco.gossip import Peer, read_nodes
 from lightning_loco.strategies.summary import describe
-from tests.conftest import ROOT
-from tests.gossip.helpers import peers
 from tests.gossip.test_engine import Numbers
+from tests.harness.gossip_nodes import peers
 from tests.harness.programs import Program, free_ports
 from tests.harness.small_model import make_model
+from tests.harness.sources import ROOT
 
 SAMPLE = ROOT / "examples" / "dpwa" / "config.yaml"
 SHA256 = "15a81d6edab202d64a64f997b3d670f6ea8350680b5c7fc21ef2d648e7cc2fd2"

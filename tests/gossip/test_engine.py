@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
-from tests.gossip.helpers import DPWA, peers, silent
+from tests.harness.gossip_nodes import DPWA, peers, silent
 from tests.harness.limits import LONG_S
 from tests.harness.pool import Pool
 from tests.harness.small_model import flat, make_model

@@ -14,7 +14,14 @@ import torch
 
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip import Received
-from tests.gossip.helpers import NodeProcess, fetch, fetch_until, make_node, peers, wait_until_ended
+from tests.harness.gossip_nodes import (
+    NodeProcess,
+    fetch,
+    fetch_until,
+    make_node,
+    peers,
+    wait_until_ended,
+)
 from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
 from tests.harness.programs import LIMIT_S
 

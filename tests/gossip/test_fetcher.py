@@ -33,14 +33,12 @@ from lightning_loco.gossip.protocol import (
     pack_reply,
 )
 from lightning_loco.gossip.settings import PairwiseSettings
-from tests.algorithms.toys import Point
-from tests.gossip.helpers import (
+from tests.harness.gossip_nodes import (
     DPWA,
     FORMAT,
     TAG,
     fetch,
     make_node,
-    peer_threads,
     peers,
     replying,
     serving,
@@ -49,10 +47,12 @@ from tests.gossip.helpers import (
     valid_reply,
     wait_until_ended,
 )
-from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.guards import open_files, threads_named
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S, wait_until
 from tests.harness.manual_clock import ManualClock
 from tests.harness.pool import Pool
-from tests.transport.helpers import message, open_files, raw_server, wait_until
+from tests.harness.sockets import message, raw_server
+from tests.harness.toys import Point
 
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
@@ -405,7 +405,7 @@ def test_no_thread_and_no_file_is_left_after_close(runs: bool) -> None:
             thread.start()
         thread.close()
         thread.close()
-        assert peer_threads() == []
+        assert threads_named("loco-peer", "loco-server") == []
     assert open_files() <= before
 
 
@@ -490,7 +490,7 @@ def test_short_wait_and_close_do_not_wait_for_the_emulated_link(
         assert not thread.has_ended
         thread.close()  # the clock does not advance
     assert not caplog.records
-    assert peer_threads() == []
+    assert threads_named("loco-peer", "loco-server") == []
 
 
 def test_each_pair_of_peers_has_its_own_link() -> None:

@@ -18,9 +18,8 @@ from lightning_loco.gossip.snapshots import (
     make_publisher,
 )
 from lightning_loco.model.flat import Cuts, FlatLayout
-from tests.gossip.helpers import DPWA, make_node, peers
-from tests.harness.meta_device import no_checksum, with_streams
-from tests.harness.one_gpu import no_waits_for_the_gpu
+from tests.harness.gossip_nodes import DPWA, make_node, peers
+from tests.harness.gpu import no_checksum, no_waits_for_the_gpu, with_streams
 
 __all__ = ["no_checksum"]
 

@@ -14,17 +14,16 @@ import torch
 
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.protocol import PARAMETERS, ReplyHeader, pack_reply, pack_request
-from tests.gossip.helpers import fetch, peers, serving, two_nodes
-from tests.harness.limits import SOON_S
+from tests.harness.flooder import flooding
+from tests.harness.gossip_nodes import fetch, peers, serving, two_nodes
+from tests.harness.limits import SOON_S, wait_until
 from tests.harness.programs import Program, python_script
-from tests.transport.flooder import flooding
-from tests.transport.helpers import (
+from tests.harness.sockets import (
     MB,
     message,
     new_certificate,
     raw_connection,
     resident_bytes,
-    wait_until,
     wait_until_closed,
 )
 

@@ -14,7 +14,7 @@ from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.gossip import PeerNode
 from lightning_loco.gossip.protocol import PARAMETERS, ModelId, ReplyHeader, pack_reply
-from tests.gossip.helpers import TAG, Replying, fetch, make_node, peers, replying
+from tests.harness.gossip_nodes import TAG, Replying, fetch, make_node, peers, replying
 
 pytestmark = pytest.mark.recovery
 

@@ -13,8 +13,8 @@ import torch
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.protocol import ModelId
-from tests.gossip.helpers import DPWA, peers, replying, valid_reply
 from tests.gossip.test_engine import Numbers
+from tests.harness.gossip_nodes import DPWA, peers, replying, valid_reply
 
 pytestmark = pytest.mark.recovery
 

@@ -30,22 +30,21 @@ from lightning_loco.gossip.node import make_discovery, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.transport import Client, write_certificate
-from tests.gossip.helpers import (
+from tests.harness.gossip_nodes import (
     HOST,
     NodeProcess,
     fetch,
     fetch_until,
     make_node,
-    peer_threads,
     peers,
     replying,
     two_nodes,
     wait_until_ended,
 )
-from tests.harness.limits import LONG_S, SOON_S
+from tests.harness.guards import open_files, threads_named
+from tests.harness.limits import LONG_S, SOON_S, wait_until
 from tests.harness.pool import Pool
 from tests.harness.programs import free_ports
-from tests.transport.helpers import open_files, wait_until
 
 
 def test_two_nodes_fetch_from_each_other_exactly(subtests: pytest.Subtests) -> None:
@@ -216,12 +215,13 @@ def test_no_thread_file_or_port_is_left_after_close() -> None:
         opened = [make_node(nodes, index) for index in range(2)]
         opened[1].publish(torch.ones(1000), Tag(0, 0))
         assert fetch(opened[0]) is not None
-        assert len(peer_threads()) == 5  # including the thread of the connection
+        # Including the thread of the connection.
+        assert len(threads_named("loco-peer", "loco-server")) == 5
         opened[0].start_fetch()  # this fetch is not waited for
         for node in opened:
             node.close()
             node.close()
-        assert peer_threads() == []
+        assert threads_named("loco-peer", "loco-server") == []
     before = open_files()
     node = make_node(nodes, 0)
     node.close()
@@ -250,7 +250,7 @@ def test_error_names_a_taken_port_and_leaves_nothing() -> None:
         before = open_files()
         with pytest.raises(RuntimeError, match=f"Port {nodes[0].port} of {HOST} is taken.*End"):
             make_node(nodes, 0)
-        assert peer_threads() == []
+        assert threads_named("loco-peer", "loco-server") == []
         assert open_files() <= before
     with pytest.raises(RuntimeError, match=r"Cannot listen on port .*host='0.0.0.0'"):
         make_node(nodes, 0, host="192.0.2.1")
@@ -433,7 +433,7 @@ def test_taken_port_leaves_nothing() -> None:
         before = open_files()
         with pytest.raises(RuntimeError, match=f"Port {peer.port} of {peer.host} is taken"):
             open_node(settings(nodes=[peer], name="p0"), ALONE, layout(), 0)
-        assert peer_threads() == []
+        assert threads_named("loco-peer", "loco-server") == []
         assert open_files() <= before
 
 

@@ -18,8 +18,8 @@ from lightning_loco.gossip import (
     address_towards,
 )
 from lightning_loco.gossip.peer_selection import PeerSelector
-from tests.harness.frozen import freeze_process
-from tests.harness.store_server import server_in_a_process
+from tests.harness.failing import freeze_process
+from tests.harness.watchdogs import server_in_a_process
 
 NODES = [Peer("a", "localhost", 4001), Peer("b", "127.0.0.2", 4002), Peer("c", "::1", 4003)]
 

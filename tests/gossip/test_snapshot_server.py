@@ -21,9 +21,8 @@ from lightning_loco.gossip.protocol import (
 )
 from lightning_loco.gossip.snapshot_server import max_connections
 from lightning_loco.transport import Client
-from tests.gossip.helpers import FORMAT, HOST, peers, serving
-from tests.harness.limits import HARNESS_S
-from tests.transport.helpers import wait_until
+from tests.harness.gossip_nodes import FORMAT, HOST, peers, serving
+from tests.harness.limits import HARNESS_S, wait_until
 
 
 @contextlib.contextmanager

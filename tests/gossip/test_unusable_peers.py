@@ -17,7 +17,7 @@ import torch
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import Int8
 from lightning_loco.gossip import Peer, PeerNode, StoreDiscovery
-from tests.gossip.helpers import (
+from tests.harness.gossip_nodes import (
     HOST,
     fetch,
     fetch_until,

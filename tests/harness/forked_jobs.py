@@ -15,7 +15,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 import warnings
@@ -116,11 +115,6 @@ class Job(Start):
     ) -> None:
         (port,) = free_ports()
         super().__init__(_in_group, port, group_timeout_s, fn, args, world=world)
-
-
-def freeze() -> None:
-    """Stop, as a suspended machine does: by this thread, which would go on a while by another."""
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _in_group(

@@ -6,6 +6,7 @@ The same checks run around every test in the pytest process and around every job
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 import time
@@ -163,3 +164,22 @@ def _reset_rank_zero() -> None:
     for module in ("lightning.fabric.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
         if module in sys.modules:
             sys.modules[module].rank_zero_only.rank = 0
+
+
+def seed(number: int) -> None:
+    """Seed the generators of Python, numpy and torch, as far as these are imported."""
+    random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def threads_named(*prefixes: str) -> list[str]:
+    """Names of the running threads that start with one of the prefixes."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(prefixes)]
+
+
+def open_files() -> int:
+    """Number of open file descriptors of this process: sockets, pipes, files."""
+    return len(os.listdir("/proc/self/fd"))

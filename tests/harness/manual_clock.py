@@ -1,11 +1,14 @@
-"""Clocks for tests: one that only a test moves, and one that skips sleeps."""
+"""Clocks for tests: one that only a test moves, one that skips sleeps, and a list of sleeps."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import TypeVar
+
+import pytest
 
 from lightning_loco._util.background import run_in_thread
 from lightning_loco._util.clock import Clock
@@ -102,3 +105,16 @@ class SkippingClock(ManualClock):
             self.asked.append(seconds)
         self.advance(seconds)
         time.sleep(0)  # other threads get their turn
+
+
+def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
+    """Return a list to which the seconds of each ``time.sleep`` of a module are added."""
+    asked: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        asked.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(module, "time", clock)
+    return asked

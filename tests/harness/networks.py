@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.harness.programs import Program
+from tests.harness.sources import ROOT
 
 
 def ip(*words: str) -> None:

@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -56,6 +57,8 @@ PRELOADED = [
     "pytest",
 ]
 """What is imported before a process of a test is forked."""
+
+Key = TypeVar("Key")
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -345,6 +348,34 @@ def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
     devices = settings["devices"] if "devices" in settings else dist.get_world_size()
     defaults = {"devices": devices, "plugins": [PoolEnvironment()]}
     return quiet_trainer(strategy=strategy, **{**defaults, **settings})
+
+
+def run_each(
+    pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
+) -> dict[Key, list[Any]]:
+    """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
+
+    Args:
+        pool: The processes.
+        fn: A module-level function, for which the generator of torch is seeded with its rank.
+        rows: Its other arguments, by name.
+        options: Of ``pool.run``; all rows together have three minutes, if they do not say so.
+    """
+    results = pool.run(_call_each, fn, dict(rows), **{"timeout_s": 180.0, **options})
+    return {name: [found[name] for found in results] for name in rows}
+
+
+def _call_each(
+    rank: int, world: int, fn: Callable[..., Any], rows: dict[Key, Sequence[Any]]
+) -> dict[Key, Any]:
+    found = {}
+    for name, row in rows.items():
+        torch.manual_seed(rank)
+        try:
+            found[name] = fn(rank, world, *row)
+        except Exception as error:
+            raise RuntimeError(f"The row {name!r} failed: {error}") from error
+    return found
 
 
 def _describe(name: str, world: int, failures: dict[int, Failure], missing: dict[int, str]) -> str:

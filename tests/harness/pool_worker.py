@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.harness.guards import Surroundings, restore_environ
-from tests.harness.seeding import seed
+from tests.harness.guards import Surroundings, restore_environ, seed
 
 # Collectives give up later than the pool, so that a hang is reported with the stacks of all.
 COLLECTIVE_MARGIN_S = 60.0

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.conftest import ROOT
 from tests.harness.guards import check_may_start_processes
+from tests.harness.sources import ROOT
 
 LIMIT_S = 240.0
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.sources import ROOT
+
 LOGS = ROOT / "build" / "test-logs"
 
 MOST = 10

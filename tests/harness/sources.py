@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conftest import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_loco"
 
 

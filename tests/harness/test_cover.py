@@ -1,4 +1,4 @@
-"""`cover` of tests/conftest.py: a few rows of a product, and the rest of it with --full."""
+"""`cover`: a few rows of a product, and the rest of it with --full."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from tests import conftest
-from tests.conftest import cover
+from tests.harness import cover as module
+from tests.harness.cover import cover
 
 AXES = (range(5), "abcd", (True, False))
 
@@ -29,7 +29,7 @@ def test_with_strength_1_every_value_occurs_and_those_of_short_axes_in_turn() ->
 
 def test_rows_that_are_not_possible_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_full in (False, True):
-        monkeypatch.setattr(conftest, "_full", is_full)
+        monkeypatch.setattr(module, "_full", is_full)
         one = [pytest.param(number, -number, id=str(number)) for number in range(5)]
         rows = cover(one, range(5), possible=lambda n, minus, other: n != other and minus == -n)
         assert {row.values for row in rows} == {
@@ -39,7 +39,7 @@ def test_rows_that_are_not_possible_are_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_the_rest_comes_with_full_and_is_marked_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {row.values for row in cover(*AXES)}
-    monkeypatch.setattr(conftest, "_full", True)
+    monkeypatch.setattr(module, "_full", True)
     rows = cover(*AXES)
     assert {row.values for row in rows} == set(itertools.product(*AXES))
     for row in rows:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.harness.exclusive import lock
 from tests.harness.programs import Program
+from tests.harness.sources import ROOT
 
 
 class Holder:
@@ -100,7 +100,8 @@ def test_alone(name):
 @pytest.mark.process
 def test_marked_tests_run_alone(tmp_path: Path) -> None:
     (tmp_path / "test_times.py").write_text(TESTS)
-    options = ["-n2", "--dist=load", "--maxschedchunk=1", "-ptests.exclusive", f"--rootdir={ROOT}"]
+    options = ["-n2", "--dist=load", "--maxschedchunk=1", "-ptests.harness.exclusive"]
+    options += [f"--rootdir={ROOT}"]
     command = [sys.executable, "-m", "pytest", f"-c{ROOT}/pyproject.toml", *options, str(tmp_path)]
     with Program(command, ROOT) as program:
         program.succeed()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import socket
 
+from tests.harness.guards import open_files
 from tests.harness.programs import free_ports
-from tests.transport.helpers import open_files
 
 SYSTEM_FIRST = 32768
 """The first port that Linux gives to connections, as it comes."""

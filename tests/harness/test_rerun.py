@@ -29,7 +29,7 @@ def run(folder: Path, **files: str) -> tuple[int, str, list[str]]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
-    call = "from pathlib import Path; from tests import rerun; "
+    call = "from pathlib import Path; from tests.harness import rerun; "
     call += "raise SystemExit(rerun.main(['-q', '-n2'], Path(), Path('logs')))"
     with Program([sys.executable, "-c", call], folder) as program:
         status, output = program.finish()

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from lightning_loco import __version__
-from tests.conftest import ROOT
-from tests.docs.pages import doc
 from tests.harness import versions
+from tests.harness.pages import doc
+from tests.harness.sources import ROOT
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))

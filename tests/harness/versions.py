@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.sources import ROOT
+
 FOLDER = ROOT / ".versions"
 
 LIGHTNING = ("2.5.6", "2.6.6")

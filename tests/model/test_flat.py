@@ -18,7 +18,7 @@ from lightning_loco.model.flat import (
     are_finite,
     cut_tensors,
 )
-from tests.harness.meta_device import DEVICE, copies_to_the_host
+from tests.harness.gpu import DEVICE, copies_to_the_host
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.parameter_server.server_client import ChangeDetector
-from tests.harness.meta_device import with_streams
+from tests.harness.gpu import with_streams
 
 
 def large(size: int = 100_003) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_loco.compression import E3M0, BFloat16, Codec, ErrorFeedback, Flo
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.parameter_server.buckets import BucketBuffer, ParamBucket, plan_buckets
 from lightning_loco.parameter_server.protocol import as_codec
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
 
 CODEC = Int8(block=8)

@@ -16,8 +16,7 @@ from lightning_loco.parameter_server import RemoteOptimizer, Tiers, Transport, s
 from lightning_loco.parameter_server.buckets import BucketBuffer, plan_buckets
 from lightning_loco.parameter_server.protocol import MessageTag
 from lightning_loco.parameter_server.server_client import AsyncSender
-from tests.harness.meta_device import DEVICE, with_streams
-from tests.harness.one_gpu import no_waits_for_the_gpu
+from tests.harness.gpu import DEVICE, no_waits_for_the_gpu, with_streams
 from tests.harness.pool import Pool
 
 

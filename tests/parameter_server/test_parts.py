@@ -27,9 +27,9 @@ from lightning_loco.parameter_server.protocol import (
     Unreachable,
     explain_unreachable,
 )
-from tests.distributed.workers import make_watchdogs, start
 from tests.harness.manual_clock import SkippingClock
 from tests.harness.pool import Pool, PoolError
+from tests.harness.watchdogs import make_watchdogs, start
 
 
 @pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)

@@ -23,8 +23,8 @@ from lightning_loco.parameter_server import (
     Transport,
     run_role,
 )
-from tests.faults.failing import failing_at
-from tests.harness.forked_jobs import Job, Outcome, freeze
+from tests.harness.failing import failing_at, freeze
+from tests.harness.forked_jobs import Job, Outcome
 from tests.harness.limits import HARNESS_S
 
 pytestmark = pytest.mark.process

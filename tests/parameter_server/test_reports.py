@@ -13,7 +13,8 @@ from torch import nn
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from tests.harness.forked_jobs import Job, freeze
+from tests.harness.failing import freeze
+from tests.harness.forked_jobs import Job
 
 pytestmark = pytest.mark.process
 

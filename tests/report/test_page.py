@@ -22,8 +22,8 @@ from lightning_loco.report.page import (
     write_report,
 )
 from lightning_loco.report.record import RunRecord
-from tests.conftest import ROOT
 from tests.harness.programs import environment
+from tests.harness.sources import ROOT
 from tests.report.records import EVIL, made_up
 
 VOID = {"meta", "img", "br", "link", "input"}

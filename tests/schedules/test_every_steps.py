@@ -15,10 +15,10 @@ from lightning_loco import CommunicationMonitor, DiLoCo, DiLoCoStrategy, LocoStr
 from lightning_loco.algorithms import Algorithm, GASLoC
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps, StepInfo, VaryingSteps, by_steps, steps_by_speed
-from tests.algorithms.toys import assert_close
-from tests.engine.toys import approach, flat, run_each, simulate, train, zeros
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool, make_trainer, run_each
+from tests.harness.rounds import approach, simulate, train, zeros
+from tests.harness.small_model import TinyModule, flat, make_loader
+from tests.harness.toys import assert_close
 
 VARYING = {0: 2, 5: 4, 14: 1}
 STEPS_OF_ROUNDS = [2, 2, 2, 4, 4, 1, 1]  # they begin at steps 0, 2, 4, 6, 10, 14, 15

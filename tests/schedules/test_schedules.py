@@ -14,21 +14,20 @@ from lightning_loco import Simulation
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps, StepInfo
-from tests.algorithms.toys import Point, assert_close, randn
-from tests.engine.toys import (
+from tests.harness.pool import Pool, run_each
+from tests.harness.rounds import (
     LARGE,
     SMALL_BUCKET,
     Counting,
     Halves,
     SignBlocks,
     approach,
-    flat,
-    run_each,
     simulate,
     train,
     zeros,
 )
-from tests.harness.pool import Pool
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, assert_close, randn
 
 ROUNDS = 5
 MIDDLE = LARGE // 2

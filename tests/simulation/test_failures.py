@@ -14,7 +14,7 @@ from lightning_loco.costs import Link
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps, hidden_rounds
 from lightning_loco.simulation import Failure, random_failures
-from tests.algorithms.toys import Point, assert_close
+from tests.harness.toys import Point, assert_close
 
 EVERY = 10
 SPEEDS = [1.0] * 4

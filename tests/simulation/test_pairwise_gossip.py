@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_loco import Link, PairwiseAverage
 from lightning_loco.simulation import PairwiseSimulation
-from tests.algorithms.toys import Point, assert_close
-from tests.gossip.helpers import DPWA
+from tests.harness.gossip_nodes import DPWA
+from tests.harness.toys import Point, assert_close
 
 NUMEL = 1000
 BYTES = 8 * NUMEL

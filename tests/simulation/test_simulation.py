@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
-from tests.algorithms.toys import Point, randn
 from tests.harness.pool import Pool
+from tests.harness.toys import Point, randn
 
 
 def points(num_workers: int, size: int = 3) -> list[Point]:

@@ -24,7 +24,7 @@ from lightning_loco.schedules import (
     streaming_rounds,
 )
 from lightning_loco.simulation.timeline import TimelineEvent
-from tests.algorithms.toys import Point, randn
+from tests.harness.toys import Point, randn
 
 NUMEL = 1000
 BYTES = 4 * NUMEL

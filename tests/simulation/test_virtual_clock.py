@@ -13,7 +13,7 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation
 from lightning_loco.algorithms import ModelAverage, NeighborAverage
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
-from tests.algorithms.toys import Point, assert_close, randn
+from tests.harness.toys import Point, assert_close, randn
 
 SPEEDS = (10.03, 4.13, 2.37)  # local steps per second, which never end at the same time
 TARGETS = randn(3, 4)

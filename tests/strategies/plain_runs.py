@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_loco import Algorithm, DiLoCo, LocoStrategy
-from tests.algorithms import toys
-from tests.algorithms.toys import LocalStep, plain_step
+from tests.harness import toys
 from tests.harness.pool import make_trainer
 from tests.harness.small_model import make_loader, make_model
+from tests.harness.toys import LocalStep, plain_step
 
 LR = 0.05
 

@@ -16,9 +16,9 @@ from lightning_loco import (
     LocalSGDStrategy,
     LocoStrategy,
 )
+from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import ValidatedModule, make_loader
-from tests.strategies.messages import RANK_ZERO, messages_of
 
 
 def few_rounds() -> LocoStrategy:

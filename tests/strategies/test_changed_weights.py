@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, KINDS, Case, params, rows, without_variants
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import fit_with, remote_or_ddp

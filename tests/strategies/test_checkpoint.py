@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.cases import CASES, Case, params
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool
 from tests.harness.small_model import flat
 from tests.strategies.save_and_resume import (

@@ -22,7 +22,7 @@ from lightning_loco import (
     GASLoCStrategy,
     PairwiseGossipStrategy,
 )
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
 

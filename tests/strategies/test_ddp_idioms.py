@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, PairwiseGossipStrategy
 from tests.cases import CASES
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, WorkerData, flat, make_loader, worker_batch
 

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco.app.demo.loader import ResumableDataLoader
 from tests.cases import CASES
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.strategies.save_and_resume import (
     STEPS,

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import lightning_loco as loco
 from lightning_loco._util.fault_points import on_reach
-from tests.faults.failing import lose_connection
+from tests.harness.failing import lose_connection
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import flat
 from tests.strategies.save_and_resume import DrawingModule, loader, recorded_warnings

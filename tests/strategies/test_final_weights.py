@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.model.consensus import pruning_masks
 from tests.cases import CASES
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, norm_model
 from tests.harness.weight_averaging import (

@@ -15,13 +15,13 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
-from tests.algorithms.toys import assert_close
 from tests.cases import CASES, without_variants
-from tests.conftest import cover
-from tests.harness.one_gpu import let_nccl_share_the_gpu
+from tests.harness.cover import cover
+from tests.harness.gpu import let_nccl_share_the_gpu
 from tests.harness.pool import Pool
 from tests.harness.programs import Program, one_per_rank, python_script
 from tests.harness.small_model import ValidatedModule, flat, make_loader
+from tests.harness.toys import assert_close
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 pytestmark = pytest.mark.gpu

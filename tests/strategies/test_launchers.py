@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, GASLoC, RemoteOptimizerStrategy
-from tests.algorithms.toys import simulate
 from tests.harness.programs import Program, free_ports
 from tests.harness.small_model import quiet_trainer
+from tests.harness.toys import simulate
 from tests.strategies import launched
 
 pytestmark = pytest.mark.process

@@ -27,8 +27,8 @@ from lightning_loco.compression import CODECS
 from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology
-from tests.conftest import ROOT
 from tests.harness.programs import python_path
+from tests.harness.sources import ROOT
 
 
 def test_classes_of_a_row_exist(subtests: pytest.Subtests) -> None:

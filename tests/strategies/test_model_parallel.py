@@ -31,7 +31,7 @@ from lightning_loco import (
     LocoModelParallelStrategy,
 )
 from lightning_loco.compression import ErrorFeedback, Int8
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import FEATURES, loss_of
 from tests.strategies.replica_runs import (

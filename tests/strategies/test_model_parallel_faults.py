@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
-from tests.faults.failing import KINDS
+from tests.harness.failing import KINDS
 from tests.harness.limits import HARNESS_S
 from tests.harness.pool import make_trainer
 from tests.strategies.replica_runs import (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, KeepProgress, RoundInfo, State
 from tests.cases import KINDS, Case, rows, without_variants
+from tests.harness.messages import messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import (
     TinyModule,
@@ -21,7 +22,6 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
-from tests.strategies.messages import messages_of
 
 pytestmark = pytest.mark.recovery
 

@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import bytes_of_ddp
+from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool
-from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
 
 EPOCHS = 5

@@ -19,7 +19,7 @@ import lightning_loco as loco
 from lightning_loco import DiLoCo, GASLoC
 from lightning_loco.strategies.checkpoint.position import random_states
 from tests.cases import CASES, Case, without_variants
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, WorkerData, flat, quiet_trainer
 from tests.strategies import save_and_resume

@@ -27,8 +27,7 @@ from lightning_loco import (
     PeerMonitor,
 )
 from lightning_loco.compression import Codec, ErrorFeedback, Int8, Sparse
-from tests.conftest import ROOT
-from tests.gossip.helpers import peers
+from tests.harness.gossip_nodes import peers
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.programs import python_path
 from tests.harness.small_model import (
@@ -40,6 +39,7 @@ from tests.harness.small_model import (
     make_loader,
     make_model,
 )
+from tests.harness.sources import ROOT
 
 # ------------------------------------------------------------------------- ranks of one job
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy, PeerMonitor
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed import WorkerGroup
-from tests.faults.failing import KINDS
-from tests.gossip.helpers import peers
+from tests.harness.failing import KINDS
+from tests.harness.gossip_nodes import peers
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import (
     TinyModule,

@@ -22,7 +22,7 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD
 from lightning_loco._util.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from tests.cases import CASES, Case
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
 from tests.strategies.save_and_resume import (
     Outcome,

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.compression import BFloat16
 from lightning_loco.parameter_server import Tiers
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import ValidatedModule, flat, make_loader, quiet_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer

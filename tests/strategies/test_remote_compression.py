@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.compression import Int8
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, WorkerData, flat, make_loader
 from tests.strategies.remote_runs import Seen, fit_part, fit_with

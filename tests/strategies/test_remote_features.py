@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco._util.fault_points import on_reach
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import (
     TinyModule,

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp

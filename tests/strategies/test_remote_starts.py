@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.parameter_server import Tiers
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer

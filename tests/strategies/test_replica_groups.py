@@ -37,8 +37,7 @@ from lightning_loco import (
 from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
-from tests.faults.failing import KINDS
-from tests.faults.worker import FailIn
+from tests.harness.failing import KINDS, FailIn
 from tests.harness.limits import HARNESS_S
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import (

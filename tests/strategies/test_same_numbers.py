@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_loco.strategies import METHODS
-from tests.algorithms.toys import assert_close, run_engine, simulate
 from tests.cases import CASES, LEFT_OUT, Case
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, make_loader
+from tests.harness.toys import assert_close, run_engine, simulate
 
 SYNC_EVERY = 2
 ROUNDS = 4

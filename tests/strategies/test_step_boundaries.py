@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCo, LocalSGD, LocoStrategy, ModelAverage
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, loss_of, make_loader
 

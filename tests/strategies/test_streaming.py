@@ -23,7 +23,6 @@ from lightning_loco import (
 from lightning_loco.algorithms import Mix
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.strategies.checkpoint.worker_checkpoints import to_device
-from tests.algorithms.toys import assert_close
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import (
     TinyModule,
@@ -35,6 +34,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.harness.toys import assert_close
 
 STEPS = 20
 Make = Callable[[], LocoStrategy]

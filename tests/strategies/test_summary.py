@@ -22,9 +22,9 @@ from lightning_loco.report.record import RunRecord
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import describe
+from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, make_loader
-from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
 
 STEPS = 9

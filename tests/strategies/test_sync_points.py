@@ -15,7 +15,7 @@ from lightning_loco import LocalSGD, PairwiseEngine, PairwiseGossipStrategy, Ste
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.protocols import AnyEngine
 from tests.cases import CASES
-from tests.gossip.helpers import peers
+from tests.harness.gossip_nodes import peers
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
 

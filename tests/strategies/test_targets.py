@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
-from tests.conftest import cover
+from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, make_loader, make_model
 

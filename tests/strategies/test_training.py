@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import GASLoC, LocalSGD
-from tests.algorithms.toys import plain_step
 from tests.harness.pool import Pool, PoolEnvironment, PoolError
 from tests.harness.small_model import (
     TinyModule,
@@ -22,6 +21,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.harness.toys import plain_step
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
 
 # ------------------------------------------------------------------- manual optimization

@@ -13,9 +13,9 @@ import pytest
 from lightning_loco.algorithms import GASLoC
 from lightning_loco.tools.topology import describe, run
 from lightning_loco.topology import chi, get_topology, optimal_gossip, spectral_gap
-from tests.conftest import ROOT
-from tests.docs.pages import doc
+from tests.harness.pages import doc
 from tests.harness.programs import environment
+from tests.harness.sources import ROOT
 
 
 def rows(name: str, num_workers: int) -> dict[str, str]:

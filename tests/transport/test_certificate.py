@@ -20,7 +20,8 @@ from lightning_loco.transport import (
     read_certificate,
     write_certificate,
 )
-from tests.transport.helpers import asking, new_certificate, serving, wait_until
+from tests.harness.limits import wait_until
+from tests.harness.sockets import asking, new_certificate, serving
 
 
 def test_key_file_is_private_and_never_overwritten(tmp_path: Path) -> None:

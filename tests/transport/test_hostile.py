@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from lightning_loco.transport import Client, JobCertificate, Request, read_certificate
+from tests.harness.flooder import KINDS, flooding
+from tests.harness.guards import open_files
 from tests.harness.limits import HARNESS_S
 from tests.harness.programs import free_ports
-from tests.transport.flooder import KINDS, flooding
-from tests.transport.helpers import (
+from tests.harness.sockets import (
     HOST,
     MB,
     asking,
     message,
     new_certificate,
-    open_files,
     raw_connection,
     resident_bytes,
     serving,

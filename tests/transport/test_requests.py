@@ -24,20 +24,18 @@ from lightning_loco.transport import (
 )
 from lightning_loco.transport import request_server as server_module
 from lightning_loco.transport.connection import Connection
-from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
+from tests.harness.guards import open_files, threads_named
+from tests.harness.limits import HARNESS_S, LONG_S, SOON_S, wait_until
 from tests.harness.manual_clock import ManualClock
 from tests.harness.programs import free_ports
-from tests.transport.helpers import (
+from tests.harness.sockets import (
     HOST,
     asking,
     message,
     new_certificate,
-    open_files,
     raw_connection,
     raw_server,
     serving,
-    transport_threads,
-    wait_until,
     wait_until_closed,
 )
 
@@ -273,7 +271,7 @@ def test_idle_connections_are_evicted_first() -> None:
         third = stack.enter_context(raw_connection(server.port))
         assert is_open(third)  # all have sent requests, first[0] the longest ago
         assert [is_open(first[index]) for index in (0, 2)] == [False, True]
-        assert len(transport_threads()) == 6
+        assert len(threads_named("loco-server")) == 6
 
 
 def test_slow_clients_are_disconnected_and_idle_ones_are_not(
@@ -295,7 +293,9 @@ def test_slow_clients_are_disconnected_and_idle_ones_are_not(
                 wait_until_closed(slow)
         with raw_connection(server.port) as unread:
             unread.sendall(message(b"head"))
-            wait_until(lambda: len(transport_threads()) == 2, "its connection is still open")
+            wait_until(
+                lambda: len(threads_named("loco-server")) == 2, "its connection is still open"
+            )
         idle.sendall(message(b"head"))
         assert idle.recv(1)
     with serving(certificate=certificate) as server, raw_connection(server.port) as silent:
@@ -326,13 +326,14 @@ def test_close_ends_all_threads_and_frees_the_port() -> None:
                 for data in (b"", message(b"head"), message(b"head")[:3]):
                     stack.enter_context(raw_connection(port)).sendall(data)
                 wait_until(
-                    lambda: len(transport_threads()) == 4, "the connections were not accepted"
+                    lambda: len(threads_named("loco-server")) == 4,
+                    "the connections were not accepted",
                 )
             started = time.monotonic()
             server.close()
             server.close()
             assert time.monotonic() - started < SOON_S
-            assert transport_threads() == []
+            assert threads_named("loco-server") == []
         socket.create_server((HOST, port)).close()
         assert open_files() <= before
 
@@ -351,7 +352,7 @@ def test_close_waits_for_threads_whose_client_has_left(monkeypatch: pytest.Monke
             pass
         assert is_ending.wait(SOON_S)
         server.close()
-        assert transport_threads() == []
+        assert threads_named("loco-server") == []
 
 
 def test_errors_name_a_taken_port_and_an_unknown_host() -> None:

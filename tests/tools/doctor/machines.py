@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import ROOT
 from tests.harness.programs import Program, free_ports, python_path
+from tests.harness.sources import ROOT
 
 LIMIT_S = 60.0
 COMMAND = [sys.executable, str(ROOT / "command.py"), "doctor"]

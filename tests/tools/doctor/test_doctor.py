@@ -15,8 +15,8 @@ import pytest
 
 from lightning_loco.costs import as_links
 from lightning_loco.tools.doctor.rendezvous import Findings, Refusal
-from tests.conftest import ROOT
 from tests.harness.programs import environment
+from tests.harness.sources import ROOT
 from tests.tools.doctor.fake_machine import FakeMachine, facts_of
 from tests.tools.doctor.machines import COMMAND, LIMIT_S, Machines, check_together
 

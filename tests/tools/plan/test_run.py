@@ -18,9 +18,9 @@ from lightning_loco.app.configured_strategy import build_strategy
 from lightning_loco.costs import Link
 from lightning_loco.tools.plan.planner import make_plan
 from lightning_loco.tools.plan.text import commands, report
-from tests.conftest import ROOT
-from tests.docs.pages import overrides_of
+from tests.harness.pages import overrides_of
 from tests.harness.programs import environment
+from tests.harness.sources import ROOT
 from tests.tools.plan.test_planner import job
 
 Run = Callable[[str], tuple[object, str]]

@@ -1,12 +1,14 @@
-"""A device that stands for a GPU where there is none: torch's ``meta``.
+"""Helpers for a GPU, and a device that stands for one where there is none: torch's ``meta``.
 
-Its tensors have shapes and dtypes but no values, so reading one on the host is an error: ``item``,
-``tolist``, ``cpu``, a condition. A test may allow copies to the host, which are zeros then: all of
-them, or those that the host does not wait for, on streams that do nothing.
+Tensors of ``meta`` have shapes and dtypes but no values, so reading one on the host is an error:
+``item``, ``tolist``, ``cpu``, a condition. A test may allow copies to the host, which are zeros
+then: all of them, or those that the host does not wait for, on streams that do nothing.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -99,3 +101,20 @@ def with_streams() -> Iterator[None]:
 def no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines start without reading the parameters for their checksum."""
     monkeypatch.setattr(worker_module, "broadcast_model", lambda model, group: 0)
+
+
+def let_nccl_share_the_gpu(rank: int) -> None:
+    """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
+    os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+
+@contextmanager
+def no_waits_for_the_gpu() -> Iterator[None]:
+    """Let whatever waits for the GPU raise RuntimeError, in all threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

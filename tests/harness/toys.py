@@ -34,6 +34,18 @@ class Point(nn.Module):
         self.value = nn.Parameter(start.clone())
 
 
+SIZES = (1500, 700, 40, 5, 900)
+"""Elements of the layers, 3145 in all: three strided fragments of 1505, 1600 and 40."""
+
+
+class Layers(nn.Module):
+    """Numbered blocks, each a vector."""
+
+    def __init__(self, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Point(torch.zeros(size, dtype=dtype)) for size in sizes)
+
+
 def plain_step(
     worker: int,
     model: nn.Module,

@@ -6,14 +6,13 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_loco.transport import Client, Request, Server, write_certificate
+from tests.harness.flooder import HOST, MAGIC, PREFIX
 from tests.harness.limits import SOON_S
-from tests.transport.flooder import HOST, MAGIC, PREFIX
 
 MB = 2**20
 
@@ -90,14 +89,6 @@ def wait_until_closed(connection: socket.socket) -> None:
             pass
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until the condition holds, or fail with the message ``what``."""
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 def new_certificate(folder: Path, name: str = "job.pem") -> Path:
     """Write a new certificate file and return its path."""
     write_certificate(folder / name)
@@ -107,13 +98,3 @@ def new_certificate(folder: Path, name: str = "job.pem") -> Path:
 def resident_bytes() -> int:
     """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def open_files() -> int:
-    """Number of open file descriptors of this process: sockets, pipes, files."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-def transport_threads() -> list[str]:
-    """Names of the running threads of servers and their connections."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("loco-server")]

@@ -22,13 +22,13 @@ from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.simulation import PairwiseSimulation, Simulation
 from lightning_loco.topology import TOPOLOGIES, get_topology, optimal_gossip
-from tests.algorithms.toys import SGD
 from tests.cases import CASES, Case, rows
 from tests.elastic.test_group import plan_of
 from tests.elastic.test_state_transfer import STATE
 from tests.gossip.test_engine import close, pair
 from tests.harness.pool import Pool
 from tests.harness.small_model import flat, loss_of, make_model, train_step, worker_batch
+from tests.harness.toys import SGD
 
 OTHERS = (torch.float64, torch.bfloat16)
 STEPS = 6

@@ -8,7 +8,7 @@ import shlex
 from functools import cached_property
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.harness.sources import ROOT
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,14 @@ from lightning_loco.algorithms import (
 from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, StepInfo
-from tests.algorithms.toys import Point, randn
-from tests.harness.pool import Pool
+from tests.harness.small_model import flat
+from tests.harness.toys import Point, randn
 
 LARGE = 5000
 """Elements of a model that takes five buckets in the smallest bucket."""
 SMALL_BUCKET = 4096
 
 Move = Callable[[nn.Module, int], None]
-Key = TypeVar("Key")
 
 
 # ------------------------------------------------------------------------------ algorithms
@@ -223,34 +222,6 @@ class Halves(EverySteps):
 # ------------------------------------------------------------------------------ drivers
 
 
-def run_each(
-    pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
-) -> dict[Key, list[Any]]:
-    """Results of ``fn(rank, world, *row)`` on every rank for each row, in one call of the pool.
-
-    Args:
-        pool: The processes.
-        fn: A module-level function, for which the generator of torch is seeded with its rank.
-        rows: Its other arguments, by name.
-        options: Of ``pool.run``; all rows together have three minutes, if they do not say so.
-    """
-    results = pool.run(_call_each, fn, dict(rows), **{"timeout_s": 180.0, **options})
-    return {name: [found[name] for found in results] for name in rows}
-
-
-def _call_each(
-    rank: int, world: int, fn: Callable[..., Any], rows: dict[Key, Sequence[Any]]
-) -> dict[Key, Any]:
-    found = {}
-    for name, row in rows.items():
-        torch.manual_seed(rank)
-        try:
-            found[name] = fn(rank, world, *row)
-        except Exception as error:
-            raise RuntimeError(f"The row {name!r} failed: {error}") from error
-    return found
-
-
 def approach(worker: int, model: nn.Module) -> None:
     """A local step: a tenth of the way to the worker's own target."""
     for index, value in enumerate(model.parameters()):
@@ -269,10 +240,6 @@ def saved_and_loaded(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def train(

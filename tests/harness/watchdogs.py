@@ -1,13 +1,14 @@
-"""Several workers in one process: a store, and a watchdog of each that sends heartbeats."""
+"""Watchdogs of several workers in one process, and a store whose server a test may kill."""
 
 from __future__ import annotations
 
-import threading
-import time
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from lightning_loco.distributed import watchdog as module
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup
+from tests.harness.limits import wait_until
+from tests.harness.pool import PRELOADED
 
 TIMEOUT_S = 20.0
 INTERVAL_S = 0.02
@@ -27,19 +30,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
     """Let watchdogs send fifty heartbeats per second, and watch others for ``settle_s`` only."""
     monkeypatch.setattr(module, "_HEARTBEAT_INTERVAL_S", INTERVAL_S)
     monkeypatch.setattr(module, "_MISSING_AFTER_S", settle_s)
-
-
-def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
-    """Return a list to which the seconds of each ``time.sleep`` of a module are added."""
-    asked: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        asked.append(seconds)
-        time.sleep(seconds)
-
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(module, "time", clock)
-    return asked
 
 
 @contextmanager
@@ -82,14 +72,6 @@ def start(*watchdogs: Watchdog) -> None:
         wait_until(lambda watchdog=watchdog: watchdog._num_heartbeats > 0)
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition is true."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition is still false"
-        time.sleep(0.005)
-
-
 def group_of(watchdog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
     """Return a group without process groups, for code that needs only the watchdog."""
     return WorkerGroup(worker, num_workers, watchdog=watchdog, timeout_s=TIMEOUT_S)
@@ -101,5 +83,28 @@ def on_every_worker(num_workers: int, fn: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(fn, range(num_workers)))
 
 
-def threads_named(name: str) -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(name)]
+def _host(connection: Connection) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(server.port)
+    connection.poll(None)
+
+
+@contextmanager
+def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[TimeoutStore, int]]:
+    """A connection to a server in a process of its own, and the number of that process."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(PRELOADED)
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=_host, args=(theirs,))
+    process.start()
+    client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
+    store = TimeoutStore.from_clone(client, 10.0, clock=clock)
+    assert process.pid is not None
+    try:
+        yield store, process.pid
+    finally:
+        with suppress(ProcessLookupError):  # a test may have ended it
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        store.close()
+        ours.close()

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -29,9 +28,10 @@ from lightning_loco.gossip.protocol import (
 from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
 from lightning_loco.transport import JobCertificate, Request, Server
-from tests.harness.limits import HARNESS_S
+from tests.harness.limits import HARNESS_S, wait_until
+from tests.harness.pool import PRELOADED
 from tests.harness.programs import free_ports
-from tests.transport.helpers import HOST, wait_until
+from tests.harness.sockets import HOST
 
 CHECKSUM = 0x1122334455667788
 TAG = Tag(1, 1)
@@ -159,17 +159,11 @@ def valid_reply(
     return pack_reply(ReplyHeader(PARAMETERS, requested, tag)), body
 
 
-def peer_threads() -> list[str]:
-    """Names of the running threads of nodes."""
-    kinds = ("loco-peer", "loco-server")
-    return [t.name for t in threading.enumerate() if t.name.startswith(kinds)]
-
-
 class NodeProcess:
     """A node in another process, which has published a vector of one value."""
 
     def __init__(self, nodes: list[Peer], index: int, value: float, numel: int = 1000) -> None:
-        _processes.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+        _processes.set_forkserver_preload(PRELOADED)
         parent, child = _processes.Pipe()
         self._process = _processes.Process(
             target=_serve, args=(child, nodes, index, value, numel), daemon=True
