@@ -42,7 +42,7 @@ from tests.harness.small_model import (
     make_loader,
     quiet_trainer,
 )
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 STEPS = 12
 

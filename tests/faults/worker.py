@@ -17,7 +17,7 @@ from tests.faults.table import REMOTE, Fault
 from tests.harness.failing import KINDS, MOMENT, FailIn, failing_at
 from tests.harness.pool import make_trainer
 from tests.harness.small_model import ValidatedModule, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 STEPS = 40
 SAVE_EVERY = {"checkpoint": 6, "validation": 20}

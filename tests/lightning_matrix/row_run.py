@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_loco import DiLoCoStrategy, LocoModelParallelStrategy
 from lightning_loco.strategies import METHODS
 from tests.harness.pool import PoolEnvironment, make_trainer
-from tests.strategies.remote_runs import all_ranks, take_group_away
+from tests.strategies.families import all_ranks, take_group_away
 
 WORKERS = 2
 BATCHES = 4

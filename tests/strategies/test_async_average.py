@@ -321,30 +321,6 @@ def test_a_straggler_does_not_slow_others(pool: Pool) -> None:
     assert max(fast) < 1.0
 
 
-def fit_crashing(rank: int, world: int) -> None:
-    class Crash(Callback):
-        def on_train_batch_start(
-            self, trainer: Trainer, pl_module: Any, batch: Any, i: int
-        ) -> None:
-            if trainer.global_rank == 1 and i == 10:
-                raise ArithmeticError("worker 1 has a bad day")
-
-    trainer = make_trainer(
-        AsyncModelAverageStrategy(interval_s=0, timeout_s=20),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[Crash(), StragglerSimulator({0: 0.01, 1: 0.01, 2: 0.01})],
-    )
-    trainer.fit(TinyModule(), make_loader(rank, 2000))
-
-
-def test_a_crash_on_one_worker_ends_all_with_its_traceback(pool: Pool) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(fit_crashing, world=3)
-    assert set(caught.value.failures) == {0, 1, 2}, str(caught.value)
-    assert str(caught.value).count("worker 1 has a bad day") >= 2
-
-
 def test_bad_arguments(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"interval_s": -0.1}, ValueError),

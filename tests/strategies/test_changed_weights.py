@@ -18,7 +18,7 @@ from tests.cases import CASES, KINDS, Case, params, rows, without_variants
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.remote_runs import fit_with, remote_or_ddp
+from tests.strategies.families import fit_with, remote_or_ddp
 
 AT_START = (
     "on_fit_start",

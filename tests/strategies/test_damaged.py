@@ -18,7 +18,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO, damage_o
 from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import TinyModule, make_loader
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 WORLD = 3
 pytestmark = [

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_loco import DiLoCoStrategy, RemoteOptimizerStrategy
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 TIMEOUT_S = 3.0
 

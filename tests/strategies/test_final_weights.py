@@ -29,7 +29,7 @@ from tests.harness.weight_averaging import (
     WeightAveraging,
     needs_weight_averaging,
 )
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers"),

@@ -22,7 +22,7 @@ from tests.harness.pool import Pool
 from tests.harness.programs import Program, one_per_rank, python_script
 from tests.harness.small_model import ValidatedModule, flat, make_loader
 from tests.harness.toys import assert_close
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.pool import Pool
-from tests.strategies.replica_runs import METHODS, HybridModule, Run, SequenceModule, ShardedModule
-from tests.strategies.test_model_parallel import TRAINING, VALIDATED
+from tests.strategies.families import METHODS, HybridModule, Run, SequenceModule, ShardedModule
+from tests.strategies.test_workers_of_ranks import TRAINING, VALIDATED
 
 pytestmark = [
     pytest.mark.soak,

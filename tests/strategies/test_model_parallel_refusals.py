@@ -32,7 +32,7 @@ from lightning_loco import (
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, quiet_trainer
 from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
-from tests.strategies.replica_runs import Run, ShardedModule, loaders
+from tests.strategies.families import Run, ShardedModule, loaders
 
 # ----------------------------------------------------------------------- construction
 

@@ -20,7 +20,7 @@ from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import bytes_of_ddp
 from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 EPOCHS = 5
 CLASSES = 4

@@ -165,27 +165,6 @@ def test_compressed_ranks_train_and_resume(
         assert torch.isfinite(one.model).all()
 
 
-def fit_crashing(rank: int, world: int) -> None:
-    class Crash(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_rank == 1 and trainer.global_step == 10:
-                raise ArithmeticError("worker 1 has crashed")
-
-    trainer = make_trainer(
-        PairwiseGossipStrategy(1.0, timeout_s=20),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[Crash(), Slow()],
-    )
-    trainer.fit(TinyModule(), make_loader(rank, 2000))
-
-
-def test_crash_of_one_rank_ends_the_job_with_its_traceback(pool: Pool) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(fit_crashing, world=3)
-    assert str(caught.value).count("worker 1 has crashed") >= 2
-
-
 def fit_several_ranks_with_nodes(rank: int, world: int) -> Tensor:
     nodes = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
     trainer = make_trainer(PairwiseGossipStrategy(nodes=nodes, name="a"), max_epochs=1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +12,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_loco import PairwiseAverage, PairwiseEngine, PairwiseGossipStrategy, PeerMonitor
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed import WorkerGroup
-from tests.harness.failing import KINDS
 from tests.harness.gossip_nodes import peers
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import (
@@ -33,7 +29,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
-from tests.strategies.replica_runs import MOST_PARTS, TOLERANCE, check_fault, loader
+from tests.strategies.families import MOST_PARTS, TOLERANCE, loader
 from tests.strategies.test_other_numbers import files_of
 
 SIZE = 2  # ranks of a worker
@@ -396,115 +392,6 @@ def test_one_worker_of_four_ranks_begins_at_the_consensus_of_two(
     pool.run(fit, SIZE, {}, TinyModule, (LockStep(), SaveOnce(path)), world=4)
     for start in pool.run(start_of, 4, path, world=4):
         assert torch.equal(start["params"], files_of(Path(path)).consensus)
-
-
-# ------------------------------------------------------------------- stop and faults
-
-
-class StopLater(pl.Callback):
-    """Asks one rank to stop, which is not the first of its worker."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        time.sleep(0.002)
-        if (trainer.global_rank, trainer.global_step) == (3, 5):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fit_until_stopped(rank: int, world: int) -> tuple[int, bool]:
-    strategy = PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=20)
-    strategy.checkpoints.save_interrupted = lambda *_: None  # type: ignore[method-assign]
-    trainer = make_trainer(
-        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[StopLater()]
-    )
-    try:
-        trainer.fit(TinyModule(), loader(rank, SIZE, 5000))
-    except SIGTERMException:
-        return trainer.global_step, True
-    return trainer.global_step, False
-
-
-@pytest.mark.recovery
-def test_the_ranks_of_a_worker_stop_at_the_same_step(pool: Pool) -> None:
-    results = pool.run(fit_until_stopped, world=4)
-    assert all(is_stopped and step < 5000 for step, is_stopped in results)
-    assert results[0] == results[1]
-    assert results[2] == results[3]
-
-
-TIMEOUT_S = 5.0
-
-
-class FailInStep(pl.Callback):
-    """Fails before the gradients of its worker are averaged."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 4:
-            KINDS[self.kind]()
-
-
-class FailAfterStep(FailInStep):
-    """Fails when the others of its worker wait for what it reports after the step."""
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 4:
-            KINDS[self.kind]()
-
-
-def fit_with_fault(rank: int, world: int, victim: int, failing: pl.Callback) -> None:
-    trainer = make_trainer(
-        PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=TIMEOUT_S),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[failing] if rank == victim else [Slow()],
-    )
-    trainer.fit(TinyModule(), loader(rank, SIZE, 40))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("kind", "victim", "failing"),
-    [
-        ("killed", 3, FailInStep),
-        ("killed", 2, FailAfterStep),
-        ("raises", 1, FailAfterStep),
-        pytest.param("killed", 1, FailAfterStep, marks=pytest.mark.soak),
-        pytest.param("frozen", 2, FailInStep, marks=pytest.mark.soak),
-    ],
-)
-def test_the_others_name_the_rank_that_fails(kind: str, victim: int, failing: Any) -> None:
-    check_fault(
-        fit_with_fault, victim, failing(kind), kind=kind, victim=victim, timeout_s=TIMEOUT_S
-    )
-
-
-def fit_uneven_ranks(rank: int, world: int, lengths: list[int]) -> None:
-    strategy = PairwiseGossipStrategy(1.0, replica_size=SIZE, timeout_s=2)
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-    data = loader(rank, SIZE, lengths[rank]), loader(rank, SIZE, 2)
-    trainer.fit(ValidatedModule(), *data)
-
-
-@pytest.mark.parametrize("lengths", [[8, 8, 5, 8], [8, 5, 8, 8]], ids=str)
-def test_ranks_of_one_worker_with_different_numbers_of_batches(
-    pool: Pool, lengths: list[int]
-) -> None:
-    with pytest.raises(PoolError) as error:
-        pool.run(fit_uneven_ranks, lengths, world=4, grace_s=10)
-    worker = lengths.index(min(lengths)) // SIZE
-    assert sorted(error.value.failures) == [0, 1, 2, 3]
-    names = {
-        SIZE * worker + place: f"orker {worker}, place {place} (rank {SIZE * worker + place})"
-        for place in range(SIZE)
-    }
-    for rank, failure in error.value.failures.items():
-        others = [name for other, name in names.items() if other != rank]
-        assert any(name in failure.message for name in others), failure.message
 
 
 # ------------------------------------------------------------------ separate Trainers

@@ -22,7 +22,7 @@ from tests.cases import CASES
 from tests.harness.pool import Pool
 from tests.harness.small_model import ValidatedModule, make_loader
 from tests.harness.sources import PACKAGE, sources
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 COLLECTIVES = (
     "all_gather_object",

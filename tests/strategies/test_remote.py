@@ -16,7 +16,7 @@ from lightning_loco.parameter_server import Tiers
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import ValidatedModule, flat, make_loader, quiet_trainer
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 STEPS = 12
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
-from tests.strategies.remote_runs import fit_with, remote_or_ddp
+from tests.strategies.families import fit_with, remote_or_ddp
 
 STEPS = 6
 

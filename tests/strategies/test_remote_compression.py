@@ -15,7 +15,7 @@ from lightning_loco.compression import Int8
 from tests.harness.cover import cover
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, WorkerData, flat, make_loader
-from tests.strategies.remote_runs import Seen, fit_part, fit_with
+from tests.strategies.families import Seen, fit_part, fit_with
 
 CODEC = Int8(block=4)
 STEPS = 8

@@ -19,7 +19,7 @@ from lightning_loco.compression import Sparse as SparseCodec
 from tests.harness.pool import Pool, PoolError
 from tests.harness.programs import LIMIT_S, Program, one_per_rank, python_script
 from tests.harness.small_model import TinyModule, ValidatedModule, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 
 def test_arguments_are_checked(subtests: pytest.Subtests) -> None:
@@ -160,26 +160,6 @@ def test_a_wrong_number_of_ranks_is_refused_with_a_suggestion(pool: Pool) -> Non
     for failure in caught.value.failures.values():
         assert "need 4 ranks (2 tiers" in failure.message
         assert "or 5 (3 tiers" in failure.message
-
-
-class Fails(TinyModule):
-    """Raises on one rank in its third step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2 and self.trainer.global_rank == 1:
-            raise ArithmeticError("no more numbers")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.recovery
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(fit, Fails, 2, world=world)
-    assert set(caught.value.failures) == set(range(world))
-    for rank, failure in caught.value.failures.items():
-        assert "no more numbers" in failure.message
-        assert rank == 1 or "worker 1 failed" in failure.message.lower()
 
 
 class Listing(torch.optim.SGD):

@@ -30,7 +30,7 @@ from tests.harness.small_model import (
     make_loader,
     worker_batch,
 )
-from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
+from tests.strategies.families import all_ranks, fit_part, remote_trainer
 
 STEPS = 8
 

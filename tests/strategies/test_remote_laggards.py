@@ -15,7 +15,7 @@ from lightning_loco import RemoteOptimizerStrategy
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp
+from tests.strategies.families import Seen, fit_with, remote_or_ddp
 
 pytestmark = pytest.mark.recovery
 

@@ -13,7 +13,7 @@ import pytest
 from lightning_loco import RemoteOptimizerStrategy
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 FITS = 4
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_loco import RemoteOptimizerStrategy
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import TinyModule, flat, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 STEPS = 3
 

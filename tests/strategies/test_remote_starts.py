@@ -19,7 +19,7 @@ from lightning_loco.parameter_server import Tiers
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, remote_trainer
 
 STEPS = 4
 TIMEOUT_S = 2.0

@@ -29,7 +29,7 @@ from tests.cases import CASES, Case
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, flat, quiet_trainer
 from tests.strategies import save_and_resume
-from tests.strategies.replica_runs import loader
+from tests.strategies.families import loader
 from tests.strategies.save_and_resume import (
     Outcome,
     Run,

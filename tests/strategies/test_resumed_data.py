@@ -19,7 +19,7 @@ from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.strategies.registry import METHODS
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 from tests.strategies.save_and_resume import SaveAt, recorded_warnings
 
 pytestmark = [

@@ -26,7 +26,7 @@ from lightning_loco.compression import ErrorFeedback, Int8
 from lightning_loco.strategies.checkpoint.shard_folder import check_folder, damage_in, write_folder
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import loss_of
-from tests.strategies.replica_runs import (
+from tests.strategies.families import (
     Batches,
     HybridModule,
     Run,

@@ -25,7 +25,7 @@ from lightning_loco.strategies.summary import describe
 from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, make_loader
-from tests.strategies.remote_runs import fit_with
+from tests.strategies.families import fit_with
 
 STEPS = 9
 OPTIONS = {"sync_every": 4, "fragments": 2, "num_workers": 2}

@@ -1,14 +1,18 @@
-"""Runs of workers of several ranks, and the same runs with workers of one rank."""
+"""Families of strategies: how each trains in a pool job, and runs that are compared."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,18 +27,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
     LocoModelParallelStrategy,
     LocoStrategy,
     NoLoCoStrategy,
+    PairwiseGossipStrategy,
+    RemoteOptimizerStrategy,
     StreamingDiLoCoStrategy,
 )
-from tests.harness.forked_jobs import Job, Outcome
-from tests.harness.limits import HARNESS_S
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import FEATURES, TinyModule, ValidatedModule, worker_batch
+from tests.harness.pool import Pool, PoolEnvironment, make_trainer
+from tests.harness.programs import free_ports
+from tests.harness.small_model import FEATURES, TinyModule, ValidatedModule, flat, worker_batch
 
 Sizes = int | tuple[int, int] | None
 """``replica_size``, or ``data_parallel_size`` and ``tensor_parallel_size``; None: one rank."""
@@ -137,6 +143,70 @@ class SequenceModule(ShardedModule):
         parallelize_module(self.model, mesh, plan)
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Strategies that train in the same way, with two workers in a pool job.
+
+    Args:
+        make: Makes a strategy, from its arguments.
+        sizes: Ranks of a worker.
+        servers: Ranks that make the steps of a remote optimizer.
+    """
+
+    make: Callable[..., Any]
+    sizes: Sizes = None
+    servers: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a worker."""
+        data, tensor = as_pair(self.sizes)
+        return data * tensor
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of two workers."""
+        return 2 * self.size + self.servers
+
+    def strategy(self, **arguments: Any) -> Any:
+        if isinstance(self.sizes, tuple):
+            return LocoModelParallelStrategy(self.make(**arguments), *self.sizes)
+        if self.sizes is not None:
+            arguments["replica_size"] = self.sizes
+        return self.make(**arguments)
+
+    def loader(self, rank: int, steps: int) -> DataLoader[Any]:
+        """Return what a rank reads."""
+        return loader(rank, self.sizes, steps)
+
+    def fit(
+        self, rank: int, module: TinyModule, steps: int, arguments: dict[str, Any], **settings: Any
+    ) -> Trainer:
+        """Train one epoch, by default, and validate if the module can."""
+        data = [self.loader(rank, steps)]
+        if isinstance(module, ValidatedModule):
+            data.append(self.loader(rank, 2))
+        return fit_with(self.strategy(**arguments), module, *data, **settings)
+
+
+rounds = functools.partial(DiLoCoStrategy, sync_every=3)
+gossip = functools.partial(PairwiseGossipStrategy, 1.0)
+by_clock = functools.partial(AsyncModelAverageStrategy, 0.01)
+remote = functools.partial(RemoteOptimizerStrategy, 2)
+FAMILIES: dict[str, Family] = {
+    "rounds": Family(rounds),
+    "by clock": Family(by_clock),
+    "gossip": Family(gossip),
+    "remote": Family(remote, servers=1),
+    "remote, 3 tiers": Family(remote, servers=2),
+    "rounds of ranks": Family(rounds, 2),
+    "by clock of ranks": Family(by_clock, 2),
+    "gossip of ranks": Family(gossip, 2),
+    "fsdp": Family(rounds, (2, 1)),
+    "tensor": Family(rounds, (1, 2)),
+}
+
+
 METHODS: dict[str, tuple[Callable[..., LocoStrategy], dict[str, Any]]] = {
     "local_sgd": (LocalSGDStrategy, {}),
     "diloco": (DiLoCoStrategy, {"outer_momentum": 0.5}),
@@ -174,11 +244,9 @@ class Run:
     validates: bool = False
     parts: int = 2
 
-    def strategy(self, sizes: Sizes) -> LocoStrategy | LocoModelParallelStrategy:
+    def strategy(self, sizes: Sizes) -> Any:
         kind, own = METHODS[self.method] if isinstance(self.method, str) else (self.method, {})
-        replica_size = sizes if isinstance(sizes, int) else 1
-        method = kind(**{"sync_every": 3, "replica_size": replica_size, **own, **self.arguments})
-        return LocoModelParallelStrategy(method, *sizes) if isinstance(sizes, tuple) else method
+        return Family(kind, sizes).strategy(**{"sync_every": 3, **own, **self.arguments})
 
     def compare(
         self, pool: Pool, layout: str, tolerance: float = TOLERANCE
@@ -270,25 +338,135 @@ def as_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_fault(
-    train: Callable[..., None], *args: Any, kind: str, victim: int, timeout_s: float
-) -> list[Outcome]:
-    """Let one rank of two workers of two fail, and check that all others name it.
+# ---------------------------------------------------------------- a remote optimizer
+
+
+class PortEnvironment(PoolEnvironment):
+    """An environment of ranks that connect by a port, without a default group.
 
     Args:
-        train: Called as ``train(rank, world, *args)`` on four ranks.
-        *args: What else it is called with.
-        kind: How the rank fails, in ``KINDS``.
-        victim: The rank.
-        timeout_s: Of the default process group.
+        rank: This rank.
+        world: Number of ranks.
+        port: A free port.
+        num_nodes: Number of nodes to report.
     """
-    others = [rank for rank in range(4) if rank != victim]
-    with Job(train, *args, world=4, group_timeout_s=timeout_s) as job:
-        outcomes = job.outcomes(others, HARNESS_S)
-    name = rf"[Ww]orker {victim // 2}, place {victim % 2} \(rank {victim}\)"
-    what = " failed:(.|\n)*LookupError: trouble" if kind == "raises" else ""
-    for rank, outcome in zip(others, outcomes, strict=True):
-        assert outcome.error is not None
-        last = outcome.error[outcome.error.rindex("WorkerFailure: ") :]
-        assert re.search(name + what, last), f"rank {rank}: {outcome.error}"
-    return outcomes
+
+    def __init__(self, rank: int, world: int, port: int, num_nodes: int = 1) -> None:
+        super().__init__(num_nodes)
+        self._rank = rank
+        self._world = world
+        self._port = port
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    def world_size(self) -> int:
+        return self._world
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def local_rank(self) -> int:
+        return self._rank % (self._world // self.num_nodes)
+
+    def node_rank(self) -> int:
+        return self._rank // (self._world // self.num_nodes)
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self._rank
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self._world
+
+
+def take_group_away() -> None:
+    """Destroy the pool's process group once all ranks are connected.
+
+    The ranks wait in the store: destroying the group while others connect would end them.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world)])
+    dist.destroy_process_group()
+
+
+@contextmanager
+def all_ranks(num_nodes: int = 1) -> Iterator[PortEnvironment]:
+    """Replace the pool's process group by an environment; destroy the groups made there."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("port", str(free_ports()[0]))
+    take_group_away()
+    port = int(store.get("port"))
+    try:
+        yield PortEnvironment(rank, world, port, num_nodes)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def remote_trainer(
+    environment: PortEnvironment, strategy: RemoteOptimizerStrategy, **settings: Any
+) -> Trainer:
+    """Return a quiet trainer on all ranks of the pool's call."""
+    settings = {"devices": environment.world_size(), "plugins": [environment], **settings}
+    return make_trainer(strategy, **settings)
+
+
+def fit_with(
+    strategy: Strategy,
+    module: LightningModule,
+    *data: Any,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Fit one epoch (by default) with a remote optimizer, or another strategy to compare with."""
+    settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
+    if not isinstance(strategy, RemoteOptimizerStrategy):
+        trainer = make_trainer(strategy, **settings)
+        trainer.fit(module, *data, ckpt_path=ckpt_path)
+        return trainer
+    with all_ranks() as environment:
+        trainer = remote_trainer(environment, strategy, **settings)
+        trainer.fit(module, *data, ckpt_path=ckpt_path)
+        return trainer
+
+
+def fit_part(
+    strategy: Strategy, module: LightningModule, part: str, folder: str, loader: Any
+) -> None:
+    """Train 2 epochs: the whole run, its first part up to a checkpoint, or the second part."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if part == "first" and trainer.global_step == 5:
+                trainer.save_checkpoint(f"{folder}/cut.ckpt")
+                trainer.should_stop = True
+
+    path = f"{folder}/cut.ckpt" if part == "second" else None
+    fit_with(strategy, module, loader, ckpt_path=path, max_epochs=2, callbacks=[Save()])
+
+
+class Seen(Callback):
+    """Records the parameters that are validated, and saves a checkpoint after the epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.validated: list[Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(flat(pl_module))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def remote_or_ddp(num_workers: int | None, **options: Any) -> Strategy:
+    """Return a remote optimizer with this number of workers, or DDP for None."""
+    if num_workers is None:
+        return DDPStrategy(**options)
+    return RemoteOptimizerStrategy(num_workers, timeout_s=20, **options)

@@ -1,17 +1,27 @@
-"""Workers whose ranks shard the model by FSDP2, tensor parallelism or both train as whole ones."""
+"""Workers of several ranks, by DDP, FSDP2, tensor parallelism or both, train as whole ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -19,6 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,32 +40,60 @@ from lightning_loco import (
     DiLoCoStrategy,
     LocalSGDStrategy,
     LocoModelParallelStrategy,
+    PairwiseGossipStrategy,
 )
+from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
 from lightning_loco.compression import ErrorFeedback, Int8
+from lightning_loco.strategies.replica_group import warn_of_straddling
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import FEATURES, loss_of
-from tests.strategies.replica_runs import (
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import (
+    FEATURES,
+    TinyModule,
+    ValidatedModule,
+    flat,
+    loss_of,
+    make_model,
+    worker_batch,
+)
+from tests.strategies.families import (
+    LAYOUTS,
     METHODS,
     SHARDED,
     TOLERANCE,
     Batches,
+    Family,
     HybridModule,
     Run,
     SequenceModule,
     ShardedModule,
+    as_pair,
     fit,
+    loader,
     loaders,
     whole,
 )
+
+SIZE = 2  # ranks of a worker
 
 # Of a layer that is sharded by both: PyTorch warns of in-place operations, and there are none.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
-@pytest.mark.parametrize(("method", "layout"), cover(METHODS, ["fsdp", "tensor"], strength=1))
-def test_shards_train_as_whole_models_do(pool: Pool, method: str, layout: str) -> None:
-    Run(method).compare(pool, layout)
+@pytest.mark.parametrize(
+    ("method", "layout", "finalize"),
+    [
+        *cover(METHODS, ["ddp"], ["keep"]),
+        *cover(METHODS, ["fsdp", "tensor"], ["average"], strength=1),
+    ],
+)
+def test_ranks_train_as_one_worker_that_reads_all_their_rows(
+    pool: Pool, method: str, layout: str, finalize: str
+) -> None:
+    results = Run(method, {"finalize": finalize}, {"max_steps": 11}).compare(pool, layout)
+    assert (results[0]["params"] - flat(ShardedModule())).abs().max() > 1e-2
+    difference = (results[0]["params"] - results[SIZE]["params"]).abs().max()
+    assert difference > 1e-4 if finalize == "keep" else difference == 0
 
 
 # -------------------------------------------------------------------------- training
@@ -70,7 +109,7 @@ def adam() -> ShardedModule:
 
 
 class Manual(ShardedModule):
-    """Two optimizers, stepped by hand, with clipped gradients."""
+    """Two optimizers, stepped by hand after every second batch, with clipped gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +121,13 @@ class Manual(ShardedModule):
         return [torch.optim.SGD(first.parameters(), lr=0.05), torch.optim.Adam(rest, lr=0.01)]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        loss = loss_of(self.model, batch)
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
+        self.manual_backward(loss_of(self.model, batch) / 2)
+        if batch_idx % 2:
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers:
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Scheduled(ShardedModule):
@@ -118,13 +156,88 @@ TRAINING: dict[str, Run] = {
         trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
         steps=18,
     ),
-    "optimizers by hand": Run(module=Manual),
+    "optimizers by hand": Run(arguments={"sync_every": 6}, module=Manual, steps=18),
     "adam": Run(module=adam),
     "a scheduler": Run(module=Scheduled),
     "buckets in turn": Run(arguments={"bucket_bytes": 64}),
     "messages in the host's memory": Run(arguments={"outer_device": "cpu"}),
     "each worker's own parameters": Run(arguments={"finalize": "keep"}),
 }
+
+
+class SometimesUnused(TinyModule):
+    """A layer that only every other step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 1).double()
+        nn.init.constant_(self.extra.weight, 0.1)
+        nn.init.zeros_(self.extra.bias)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        if batch_idx % 2:
+            loss = loss + self.extra(batch[0]).square().mean()
+        return loss
+
+
+class Synchronized(TinyModule):
+    """Records after which backward passes DDP has averaged the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def on_after_backward(self) -> None:
+        model = self.trainer.model
+        if isinstance(model, DistributedDataParallel):
+            assert model.module is self
+            self.seen.append(bool(model.require_backward_grad_sync))
+
+
+class OwnWeights(TinyModule):
+    """Begins with other weights on each rank; a hook then writes those of the first rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model(seed=dist.get_rank())
+
+    def on_train_start(self) -> None:
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.model[0].weight.fill_(0.25)
+
+
+def averaging() -> list[Callback]:
+    return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)]
+
+
+OF_DDP: dict[str, Run] = {
+    "clipping": CLIPPING["clipping by norm"],
+    "optimizers by hand": TRAINING["optimizers by hand"],
+    "accumulation": Run(trainer={"accumulate_grad_batches": 2}, module=Synchronized),
+    "unused parameters, gradients as views": Run(
+        arguments={"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        module=SometimesUnused,
+    ),
+    "a static graph": Run(arguments={"static_graph": True}),
+    "averaged weights": Run(trainer={"max_epochs": 3}, callbacks=averaging),
+    "other weights on each rank": Run(trainer={"max_steps": 7}, module=OwnWeights),
+}
+
+
+@pytest.mark.parametrize("name", OF_DDP)
+def test_training_with_ddp(pool: Pool, name: str) -> None:
+    results = OF_DDP[name].compare(pool, "ddp")
+    if name == "accumulation":  # gradients are averaged once in a local step
+        assert {str(one["seen"]) for one in results} == {str([False, True] * 6)}
+
+
+def test_unused_parameters_need_the_argument(pool: Pool) -> None:
+    run = Run(arguments={"timeout_s": 20}, module=SometimesUnused)
+    with pytest.raises(PoolError, match="find_unused_parameters=True") as error:
+        pool.run(fit, run, SIZE, grace_s=30)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +251,25 @@ def test_training(pool: Pool, run: Run, layout: str) -> None:
     run.compare(pool, layout)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-def test_workers_with_different_numbers_of_batches(pool: Pool, layout: str) -> None:
-    Run(steps=(13, 7), validates=True).compare(pool, layout)
+@pytest.mark.parametrize(
+    ("method", "layout", "steps"),
+    [
+        *cover(["diloco", "gasloc", "async_diloco of fragments"], ["ddp"], [(7, 12)]),
+        *cover(["diloco"], ["fsdp", "tensor"], [(13, 7)]),
+    ],
+)
+def test_workers_with_different_numbers_of_batches(
+    pool: Pool, method: str, layout: str, steps: tuple[int, int]
+) -> None:
+    run = Run(method, trainer={"max_epochs": 2}, steps=steps, validates=True)
+    run.compare(pool, layout)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-def test_a_list_of_sync_every(pool: Pool, layout: str) -> None:
-    Run(arguments={"sync_every": [4, 2]}, steps=(16, 8)).compare(pool, layout)
+@pytest.mark.parametrize(
+    ("method", "layout"), [("gasloc", "ddp"), ("diloco", "fsdp"), ("diloco", "tensor")]
+)
+def test_a_list_of_sync_every(pool: Pool, method: str, layout: str) -> None:
+    Run(method, {"sync_every": [4, 2]}, steps=(16, 8)).compare(pool, layout)
 
 
 class CollectsInStep(ShardedModule):
@@ -177,7 +301,11 @@ class CollectsByHand(CollectsInStep):
 
 
 @pytest.mark.parametrize(
-    ("module", "layout"), cover([CollectsInStep, CollectsByHand], ["fsdp", "tensor"], strength=1)
+    ("module", "layout"),
+    [
+        (CollectsInStep, "ddp"),
+        *cover([CollectsInStep, CollectsByHand], ["fsdp", "tensor"], strength=1),
+    ],
 )
 def test_rounds_within_a_step(pool: Pool, module: type[ShardedModule], layout: str) -> None:
     arguments = {"sync_every": 2, "outer_momentum": 0.5}
@@ -297,11 +425,28 @@ VALIDATED: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize(("name", "layout"), cover(VALIDATED, ["fsdp", "tensor"], strength=1))
-def test_validations_do_not_change_the_training(pool: Pool, name: str, layout: str) -> None:
-    run = dataclasses.replace(VALIDATED[name], validates=True)
-    first, *_ = run.compare(pool, layout)
-    assert "val_loss" in first["metrics"]
+LIMITS: list[dict[str, Any]] = [
+    {"max_steps": 15, "max_epochs": -1},
+    {"limit_train_batches": 5, "max_epochs": 2},
+    {"fast_dev_run": True},
+    {"max_time": "00:01:00:00"},
+    {"overfit_batches": 2, "max_epochs": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "layout"),
+    [
+        *cover(map(one_of, VALIDATED.items()), ["fsdp", "tensor"], strength=1),
+        *((VALIDATED[name], "ddp") for name in ("the mean of the workers", "early stopping")),
+        *((Run(trainer=limits, callbacks=early_stopping), "ddp") for limits in LIMITS),
+    ],
+)
+def test_validations_do_not_change_the_training(pool: Pool, run: Run, layout: str) -> None:
+    results = dataclasses.replace(run, validates=True).compare(pool, layout)
+    assert all(math.isfinite(one["metrics"]["val_loss"]) for one in results)
+    if run is VALIDATED["early stopping"]:
+        assert results[0]["epochs"] < run.trainer["max_epochs"]
 
 
 def fit_and_save(rank: int, world: int, layout: str, folder: str) -> tuple[float, str]:
@@ -364,12 +509,15 @@ def evaluate(rank: int, world: int, sizes: tuple[int, int] | None, fits: int) ->
     return found
 
 
-@pytest.mark.parametrize(("fits", "layout"), cover([0, 2], ["fsdp", "tensor"], strength=1))
+@pytest.mark.parametrize(
+    ("fits", "layout"), [(2, "ddp"), *cover([0, 2], ["fsdp", "tensor"], strength=1)]
+)
 def test_evaluations_after_fits_and_without_one(pool: Pool, fits: int, layout: str) -> None:
     expected, *_ = pool.run(evaluate, None, fits, world=2)
-    for found in pool.run(evaluate, SHARDED[layout], fits):
+    for found in pool.run(evaluate, LAYOUTS[layout], fits):
         for own, other in zip(found, expected, strict=True):
             assert own == pytest.approx(other, rel=0, abs=TOLERANCE)
+        assert fits == 0 or found[3] != found[7]  # parameters after each fit
 
 
 # --------------------------------------------------------- weights, buffers and hooks
@@ -429,13 +577,15 @@ def test_ranks_without_a_seed_start_alike(pool: Pool, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "layout"), cover([NormModule, OwnNorm, SequenceNorm], SHARDED, strength=1)
+    ("module", "layout"),
+    [(NormModule, "ddp"), *cover([NormModule, OwnNorm, SequenceNorm], SHARDED, strength=1)],
 )
 def test_all_ranks_end_with_the_same_weights_and_buffers(
     pool: Pool, module: type[ShardedModule], layout: str
 ) -> None:
     run = Run(module=module, validates=True)
-    first, *others = pool.run(fit, run, SHARDED[layout])
+    first, *others = pool.run(fit, run, LAYOUTS[layout])
+    assert (first["buffers"][0] != 0).all()
     for other in others:
         assert torch.equal(other["params"], first["params"])
         assert all(map(torch.equal, other["buffers"], first["buffers"]))
@@ -526,17 +676,20 @@ def test_warm_up_of_averaging_by_the_clock(pool: Pool, layout: str) -> None:
     Run(average_by_time, arguments, {"gradient_clip_val": 0.5}).compare(pool, layout)
 
 
-@pytest.mark.parametrize(("warmup_steps", "layout"), cover([0, 5], ["fsdp", "tensor"], strength=1))
+@pytest.mark.parametrize(
+    ("warmup_steps", "layout"), [(2, "ddp"), *cover([0, 5], ["fsdp", "tensor"], strength=1)]
+)
 def test_averaging_by_the_clock_keeps_workers_together(
     pool: Pool, warmup_steps: int, layout: str
 ) -> None:
     arguments = {"interval_s": 0.0, "warmup_steps": warmup_steps}
     # A round takes as many local steps as its thread needs: 30 had only two on a busy machine.
-    run = Run(average_by_time, arguments, steps=90)
-    first, *others = pool.run(fit, run, SHARDED[layout])
+    run = Run(average_by_time, arguments, {"max_epochs": 2}, steps=45, validates=True)
+    first, *others = pool.run(fit, run, LAYOUTS[layout])
     assert first["rounds"] > 2
     for other in others:
         assert torch.equal(other["params"], first["params"])
+        assert other["rounds"] == first["rounds"]
 
 
 # --------------------------------------------------------------------------- precision
@@ -603,26 +756,39 @@ class Reading(ShardedModule):
         return self.model(samples.view(-1, 1).expand(-1, FEATURES)).square().mean()
 
 
-def read(rank: int, world: int, sync_every: Any, sizes: tuple[int, int]) -> list[int]:
-    strategy = LocoModelParallelStrategy(LocalSGDStrategy(sync_every=sync_every), *sizes)
+def read(rank: int, world: int, sync_every: Any, layout: str) -> tuple[list[int], int]:
+    strategy = Family(LocalSGDStrategy, LAYOUTS[layout]).strategy(sync_every=sync_every)
     module = Reading()
     data = TensorDataset(torch.arange(48, dtype=torch.float64))
     loader = DataLoader(data, batch_size=2, shuffle=True)
-    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, loader, loader)
-    return module.seen
+    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, loader, loader)
+    return module.seen, trainer.global_step
 
 
-@pytest.mark.parametrize("sync_every", [2, [1, 2]], ids=str)
-@pytest.mark.parametrize("layout", list(SHARDED))
-def test_ranks_divide_the_data(pool: Pool, layout: str, sync_every: Any) -> None:
-    data, tensor = SHARDED[layout]
-    if data * tensor == 4 and isinstance(sync_every, list):
-        return
-    found = pool.run(read, sync_every, (data, tensor))
-    groups = [found[first : first + tensor] for first in range(0, 4, tensor)]
-    for same in groups:
-        assert all(one == same[0] for one in same)
-    assert sorted(sum((same[0] for same in groups), [])) == list(range(48))
+@pytest.mark.parametrize(
+    ("layout", "sync_every", "num_samples"),
+    [
+        ("ddp", 2, [12, 12, 12, 12]),
+        ("ddp", [1, 2], [8, 8, 16, 16]),
+        ("fsdp", 2, [12, 12, 12, 12]),
+        ("fsdp", [1, 2], [8, 8, 16, 16]),
+        ("tensor", 2, [24, 24, 24, 24]),
+        ("tensor", [1, 2], [16, 16, 32, 32]),
+        ("both", 2, [24, 24, 24, 24]),
+    ],
+    ids=str,
+)
+def test_ranks_divide_the_data(
+    pool: Pool, layout: str, sync_every: Any, num_samples: list[int]
+) -> None:
+    found, (_, same) = pool.run(read, sync_every, layout), as_pair(LAYOUTS[layout])
+    samples = [seen for seen, _ in found]
+    for rank, one in enumerate(samples):
+        assert one == samples[rank - rank % same]
+    assert sorted(sum(samples[::same], [])) == list(range(48))
+    assert [len(one) for one in samples] == num_samples
+    assert [2 * steps for _, steps in found] == num_samples
 
 
 def count_collectives(rank: int, world: int, sizes: tuple[int, int], plain: bool) -> Any:
@@ -665,3 +831,135 @@ def test_local_steps_have_no_more_collectives_than_plain_ones(pool: Pool, layout
     plain = {name: number for name, number in plain.items() if "broadcast" not in name}
     assert own == plain
     assert own
+
+
+# ------------------------------------------------------------------- other identities
+
+
+def fit_one_worker(rank: int, world: int, strategy: str) -> Tensor:
+    chosen = LocalSGDStrategy(sync_every=3, replica_size=world) if strategy == "loco" else strategy
+    trainer = make_trainer(chosen, max_epochs=2)
+    module = TinyModule(optimizer="Adam")
+    inputs, targets = worker_batch(0, 0, size=24)
+    trainer.fit(module, DataLoader(TensorDataset(inputs, targets), batch_size=3, shuffle=True))
+    return flat(module)
+
+
+def test_one_worker_of_two_ranks_is_ddp(pool: Pool) -> None:
+    pl.seed_everything(7, verbose=False)
+    loco, ddp = (pool.run(fit_one_worker, name, world=2) for name in ("loco", "ddp"))
+    for one, other in zip(loco, ddp, strict=True):
+        assert torch.equal(one, other)
+
+
+# --------------------------------------------------------------------------- logging
+
+
+def log(rank: int, world: int, folder: str) -> dict[str, Any]:
+    strategy = DiLoCoStrategy(sync_every=3, replica_size=SIZE)
+    every = {"save_top_k": -1, "save_last": True}
+    checkpoint = ModelCheckpoint(Path(folder) / "saved", monitor="val_loss", **every)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=2,
+        use_distributed_sampler=False,
+        enable_checkpointing=True,
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=1,
+        callbacks=[
+            CommunicationMonitor(),
+            LearningRateMonitor(),
+            WorkerLogs(),
+            StragglerSimulator({1: 0.001}),
+            checkpoint,
+        ],
+    )
+    module = ValidatedModule()
+    trainer.fit(module, loader(rank, SIZE), loader(rank, SIZE, 2))
+    return {
+        "identity": (strategy.worker, strategy.place, strategy.num_workers),
+        "metrics": dict(trainer.logged_metrics),
+        "params": flat(module),
+        "saved": torch.load(checkpoint.last_model_path, weights_only=True)["state_dict"],
+    }
+
+
+def test_callbacks_that_log_and_save(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(log, str(tmp_path), world=4)
+    assert [one["identity"] for one in results] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert "lr-SGD" in (tmp_path / "metrics.csv").read_text().partition("\n")[0]
+    for result in results:
+        assert result["metrics"]["loco/round"] == 7
+        assert result["metrics"]["loco/bytes_sent"] > 0
+        saved = torch.cat([value.reshape(-1) for value in result["saved"].values()])
+        assert torch.equal(saved, result["params"])
+    names = sorted(path.name for path in tmp_path.glob("worker_*.csv"))
+    assert names == ["worker_00000.csv", "worker_00001.csv"]
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def size_of_node(rank: int, world: int) -> tuple[int, int, int]:
+    strategy = LocalSGDStrategy(sync_every=2, replica_size="node")
+    plugins = [PoolEnvironment(num_nodes=2)]
+    trainer = make_trainer(
+        strategy,
+        max_steps=4,
+        devices=2,
+        num_nodes=2,
+        plugins=plugins,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(TinyModule(), loader(rank, SIZE))
+    return strategy.replica_size, strategy.worker, strategy.place
+
+
+def test_node_is_the_number_of_ranks_of_a_node(pool: Pool) -> None:
+    assert pool.run(size_of_node, world=4) == [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1)]
+
+
+def refused(rank: int, world: int) -> str:
+    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1)
+    with pytest.raises(ValueError, match="replica_size") as error:
+        trainer.fit(TinyModule(), loader(rank, 1))
+    return str(error.value)
+
+
+def test_a_number_of_ranks_that_is_no_multiple(pool: Pool) -> None:
+    assert set(pool.run(refused, world=3)) == {
+        "replica_size=2 does not divide the 3 ranks. Start a multiple of 2 "
+        "(Trainer(devices=..., num_nodes=...)), or choose a replica_size that divides 3."
+    }
+
+
+def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
+    for value, kind, text in (
+        (0, ValueError, "replica_size is the number of ranks of a worker and must be at least 1"),
+        (2.0, TypeError, "replica_size must be an integer, or 'node'"),
+        (True, TypeError, "replica_size must be an integer, or 'node'"),
+        ("nodes", TypeError, "got 'nodes'"),
+    ):
+        with subtests.test(str(value)), pytest.raises(kind, match=text):
+            LocalSGDStrategy(replica_size=value)
+        with subtests.test(f"{value} of gossip"), pytest.raises(kind, match=text):
+            PairwiseGossipStrategy(replica_size=value)
+
+
+def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
+    message = "^replica_size=2 makes .* ranks 2 to 3 are one worker on several nodes"
+    with pytest.warns(UserWarning, match=message):
+        warn_of_straddling(2, 3, "replica_size=2")
+    for size, per_node in ((2, 4), (4, 2), (3, 3)):
+        warn_of_straddling(size, per_node, "")  # a warning would be an error
+
+
+def fit_with_sync_batchnorm(rank: int, world: int) -> str:
+    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1, sync_batchnorm=True)
+    with pytest.raises(MisconfigurationException) as error:
+        trainer.fit(TinyModule(), loader(rank, SIZE))
+    return str(error.value)
+
+
+def test_synchronized_batch_norm_is_refused(pool: Pool) -> None:
+    assert "sync_batchnorm=True" in pool.run(fit_with_sync_batchnorm, world=2)[0]
