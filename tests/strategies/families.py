@@ -150,7 +150,7 @@ class Family:
     Args:
         make: Makes a strategy, from its arguments.
         sizes: Ranks of a worker.
-        servers: Ranks that make the steps of a remote optimizer.
+        servers: Ranks that serve the optimizer, without a worker.
     """
 
     make: Callable[..., Any]

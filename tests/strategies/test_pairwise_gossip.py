@@ -26,9 +26,9 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     PeerMonitor,
 )
-from lightning_loco.compression import Codec, ErrorFeedback, Int8, Sparse
+from lightning_loco.compression import Codec
 from tests.harness.gossip_nodes import peers
-from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.pool import Pool, make_trainer
 from tests.harness.programs import python_path
 from tests.harness.small_model import (
     FEATURES,
@@ -165,18 +165,6 @@ def test_compressed_ranks_train_and_resume(
         assert torch.isfinite(one.model).all()
 
 
-def fit_several_ranks_with_nodes(rank: int, world: int) -> Tensor:
-    nodes = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
-    trainer = make_trainer(PairwiseGossipStrategy(nodes=nodes, name="a"), max_epochs=1)
-    trainer.fit(TinyModule(), make_loader(rank, 4))
-    return flat(trainer.lightning_module)
-
-
-def test_nodes_are_trainers_of_one_worker(pool: Pool) -> None:
-    with pytest.raises(PoolError, match="devices=1"):
-        pool.run(fit_several_ranks_with_nodes, world=2)
-
-
 class Gan(LightningModule):
     """Lightning's recipe for GANs: manual optimization with two optimizers, no loss returned."""
 
@@ -228,11 +216,6 @@ def test_manual_optimization_need_not_return_a_loss(pool: Pool, subtests: pytest
                 assert clock <= 40 + 1e-9  # local steps are counted once for all optimizers
 
 
-def test_rule_that_needs_a_loss_is_refused_without_one(pool: Pool) -> None:
-    with pytest.raises(PoolError, match="returned no loss, but interpolation='loss'"):
-        pool.run(fit_gan, None, "loss", world=2)
-
-
 class Skipping(TinyModule):
     """Skips every third batch."""
 
@@ -255,47 +238,6 @@ def test_separate_trainer_may_skip_batches(pool: Pool, interpolation: str) -> No
     ((steps, model),) = pool.run(fit_skipping, interpolation, world=1)
     assert steps == 26
     assert torch.isfinite(model).all()
-
-
-def fit_unfreezing(rank: int, world: int) -> None:
-    class Unfreeze(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 5:
-                trainer.lightning_module.requires_grad_(True)
-
-    module = TinyModule()
-    next(module.parameters()).requires_grad_(False)
-    trainer = make_trainer(
-        PairwiseGossipStrategy(1.0, timeout_s=20),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[Unfreeze(), Slow()],
-    )
-    trainer.fit(module, make_loader(rank, 40))
-
-
-def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
-    with pytest.raises(PoolError, match="became trainable during fit"):
-        pool.run(fit_unfreezing, world=2)
-
-
-def test_errors_name_the_invalid_argument(subtests: pytest.Subtests) -> None:
-    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"fetch_probability": 1.5}, ValueError, "fetch_probability"),
-        ({"interpolation": "age"}, ValueError, "interpolation"),
-        ({"factor": -1}, ValueError, "factor"),
-        ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
-        ({"compression": "int4"}, ValueError, "too roughly for gossip"),
-        ({"compression": Sparse()}, ValueError, "too roughly for gossip"),
-        ({"compression": ErrorFeedback(Int8())}, ValueError, "no error feedback"),
-        ({"compression": torch.bfloat16}, TypeError, "a codec such as Int8"),
-        ({"wire_dtype": "bfloat16"}, TypeError, "wire_dtype"),
-        ({"nodes": "none.yaml"}, ValueError, "name"),
-        ({"topology": "ring"}, TypeError, "topology"),
-    ]
-    for settings, error, text in rows:
-        with subtests.test(**settings), pytest.raises(error, match=text):
-            PairwiseGossipStrategy(**settings)
 
 
 def test_from_file_reads_nodes_and_settings(tmp_path: Path) -> None:

@@ -193,29 +193,6 @@ def test_frozen_parameters_are_neither_sent_nor_changed(pool: Pool) -> None:
         )  # 2 (N - 1) / N times the trainable parameters
 
 
-class UnfreezingModule(FrozenModule):
-    """Unfreezes its first layer during training."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            self.model[0].requires_grad_(True)
-
-
-def fit_unfreezing(rank: int, world: int) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        fit(rank, UnfreezingModule(), 12)
-    return str(caught.value)
-
-
-def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
-    for message in pool.run(fit_unfreezing, world=2):
-        assert "'model.0.weight' became trainable during fit" in message
-        assert "Unfreeze before fit" in message
-
-
 class TiedNet(nn.Module):
     """Two layers that share one matrix."""
 

@@ -18,10 +18,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_loco import DiLoCo, GASLoC, LocalSGD
 from lightning_loco._util.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
-from tests.cases import CASES, Case
+from tests.cases import CASES
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
 from tests.strategies.save_and_resume import (
@@ -386,9 +385,3 @@ def test_files_that_are_written_late_or_elsewhere_are_refused(
     with pytest.raises(PoolError, match=texts) as error:
         pool.run(fit, run_on(disks_in(tmp_path), "diloco", *callbacks, io=io), world=2)
     assert sorted(error.value.failures) == [0, 1]
-
-
-@pytest.mark.parametrize("algorithm", [DiLoCo(), GASLoC(), LocalSGD()], ids=type)
-def test_another_value_is_refused(algorithm: Any) -> None:
-    with pytest.raises(ValueError, match="checkpoint_folder must be one of shared, private"):
-        Case(algorithm).strategy(4, checkpoint_folder="own")

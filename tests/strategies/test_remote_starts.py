@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
@@ -98,30 +97,12 @@ def test_the_learning_rate_finder_is_refused(pool: Pool, tunes: bool) -> None:
         assert "LearningRateFinder and Tuner.lr_find do not work with" in failure.message
 
 
-class Complex(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
-class FrozenComplex(Complex):
+class FrozenComplex(TinyModule):
     """Its complex parameter is frozen, so it is not sent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase.requires_grad_(False)
-
-
-class NoOptimizer(TinyModule):
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-class Collective(TinyModule):
-    """Calls a collective before training."""
-
-    def setup(self, stage: str) -> None:
-        dist.barrier()
+        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
 
 
 def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
@@ -133,26 +114,6 @@ def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
 
 def test_frozen_complex_parameters_are_allowed(pool: Pool) -> None:
     pool.run(fit, FrozenComplex, world=3)
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")
-def test_unsupported_modules_are_refused_before_training(
-    pool: Pool, subtests: pytest.Subtests
-) -> None:
-    for kind, text in (
-        (Complex, "Parameter 'phase' is complex"),
-        (NoOptimizer, "NoOptimizer gives none"),
-        (Collective, "process group"),
-    ):
-        for world in (3, 4):  # two workers and one or two servers
-            with subtests.test(kind.__name__, world=world):
-                with pytest.raises(PoolError) as caught:
-                    pool.run(fit, kind, world=world)
-                assert set(caught.value.failures) == set(range(world))
-                for rank, failure in caught.value.failures.items():
-                    assert text in failure.message
-                    if kind is Collective and rank < 2:
-                        assert "trainer.strategy.serves" in failure.message
 
 
 class SlowHook(TinyModule):

@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -40,11 +39,9 @@ from lightning_loco import (
     DiLoCoStrategy,
     LocalSGDStrategy,
     LocoModelParallelStrategy,
-    PairwiseGossipStrategy,
 )
 from lightning_loco.callbacks import CommunicationMonitor, StragglerSimulator, WorkerLogs
 from lightning_loco.compression import ErrorFeedback, Int8
-from lightning_loco.strategies.replica_group import warn_of_straddling
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.harness.small_model import (
@@ -917,49 +914,3 @@ def size_of_node(rank: int, world: int) -> tuple[int, int, int]:
 
 def test_node_is_the_number_of_ranks_of_a_node(pool: Pool) -> None:
     assert pool.run(size_of_node, world=4) == [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1)]
-
-
-def refused(rank: int, world: int) -> str:
-    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1)
-    with pytest.raises(ValueError, match="replica_size") as error:
-        trainer.fit(TinyModule(), loader(rank, 1))
-    return str(error.value)
-
-
-def test_a_number_of_ranks_that_is_no_multiple(pool: Pool) -> None:
-    assert set(pool.run(refused, world=3)) == {
-        "replica_size=2 does not divide the 3 ranks. Start a multiple of 2 "
-        "(Trainer(devices=..., num_nodes=...)), or choose a replica_size that divides 3."
-    }
-
-
-def test_values_that_are_refused(subtests: pytest.Subtests) -> None:
-    for value, kind, text in (
-        (0, ValueError, "replica_size is the number of ranks of a worker and must be at least 1"),
-        (2.0, TypeError, "replica_size must be an integer, or 'node'"),
-        (True, TypeError, "replica_size must be an integer, or 'node'"),
-        ("nodes", TypeError, "got 'nodes'"),
-    ):
-        with subtests.test(str(value)), pytest.raises(kind, match=text):
-            LocalSGDStrategy(replica_size=value)
-        with subtests.test(f"{value} of gossip"), pytest.raises(kind, match=text):
-            PairwiseGossipStrategy(replica_size=value)
-
-
-def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
-    message = "^replica_size=2 makes .* ranks 2 to 3 are one worker on several nodes"
-    with pytest.warns(UserWarning, match=message):
-        warn_of_straddling(2, 3, "replica_size=2")
-    for size, per_node in ((2, 4), (4, 2), (3, 3)):
-        warn_of_straddling(size, per_node, "")  # a warning would be an error
-
-
-def fit_with_sync_batchnorm(rank: int, world: int) -> str:
-    trainer = make_trainer(LocalSGDStrategy(replica_size=2), max_steps=1, sync_batchnorm=True)
-    with pytest.raises(MisconfigurationException) as error:
-        trainer.fit(TinyModule(), loader(rank, SIZE))
-    return str(error.value)
-
-
-def test_synchronized_batch_norm_is_refused(pool: Pool) -> None:
-    assert "sync_batchnorm=True" in pool.run(fit_with_sync_batchnorm, world=2)[0]
