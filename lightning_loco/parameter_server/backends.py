@@ -1,6 +1,6 @@
-"""What makes a server's steps: an optimizer in its process, or a client of another server.
+"""Backends of a server, which take its steps: a local optimizer, or a client of another server.
 
-Both receive the mean gradient bucket by bucket, and know the parameters after the step.
+Both receive the mean gradient bucket by bucket, and have the parameters after the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAG = 2
 
 
 class LocalBackend:
-    """Makes a server's steps with an optimizer in the same process.
+    """Takes a server's steps with an optimizer in the same process.
 
     If the optimizer steps each parameter by its own gradient alone, and the step needs nothing that
     depends on all gradients, each parameter is stepped as soon as its gradient is complete.
@@ -192,7 +192,7 @@ class LocalBackend:
 
 
 class RemoteBackend(ServerClient):
-    """Has a server's steps made on another rank, as a client of it.
+    """Lets another rank take a server's steps, as a client of it.
 
     ``shapes`` have the parameters' shapes and dtypes. The accumulator holds the mean gradient. A
     bucket's parameters are received into the memory from which its gradient is sent: they are sent
@@ -280,7 +280,7 @@ Backend = LocalBackend | RemoteBackend
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer whose step needs a closure, as that of LBFGS does."""
+    """Raise ValueError for an optimizer whose step needs a closure, such as LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
     if needs_closure or isinstance(optimizer, torch.optim.LBFGS):
@@ -292,7 +292,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step; TypeError if it turns out to need a closure."""
+    """Take the step; TypeError if it turns out to need a closure."""
     try:
         optimizer.step()
     except TypeError as error:
@@ -305,7 +305,7 @@ def step_without_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def can_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step of a parameter depends on its own gradient and state alone.
+    """Return whether a parameter's step depends only on the gradient and state of that parameter.
 
     True for the optimizers of ``torch.optim`` except LBFGS; False for all others, as it is unknown.
     """

@@ -1,7 +1,7 @@
 """Parameters in shards and buckets: which elements are sent together, and their buffers.
 
-A shard holds whole parameters, those of one server. A bucket is what is sent at a time: several
-small parameters of a shard, or a slice of a large one.
+A shard holds the whole parameters of one server. A bucket is sent at a time: several small
+parameters of a shard, or a slice of a large one.
 """
 
 from __future__ import annotations

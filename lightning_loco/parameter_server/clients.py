@@ -28,7 +28,7 @@ _FAILURE_CHARACTERS = 300
 _MIN_TIMEOUT_S = 0.01  # gloo takes 0 for the timeout of the group
 _FAILURE_S = 2.0
 _REPORTED_FAILURE_S = 0.5
-"""Shorter for what a watchdog has reported: the other ranks know it from their own watchdogs."""
+"""Shorter for reports of a watchdog: the other ranks receive them from their own watchdogs."""
 _NO_STEP = "step {:g} s after another worker's"
 _NO_SYNC_POINT = "sync point {:g} s after another worker's"
 _NO_KEEP_ALIVE = "sign of life for {:g} s"
@@ -44,10 +44,10 @@ class Clients:
         connections: The clients, in the order in which their gradients are summed.
         reply_directly: Replies to requests that concern their client alone; returns whether it has
             replied.
-        keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
-            a client may make a step, in seconds.
+        keep_alive: Sends keep-alives during waits. ``keep_alive.timeout_s`` limits, in seconds, how
+            much later than the first client another one may take a step.
         clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
-            do. A client that has sent some and then stops times out, whatever it was to do.
+            do. A client that has sent some and then stops times out in any wait.
 
     Attributes:
         active: Clients that have neither left nor failed, in the order of the sum.

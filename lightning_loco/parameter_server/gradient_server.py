@@ -1,4 +1,4 @@
-"""A server: receives the clients' gradients, has steps made and sends parameters."""
+"""A server: receives the clients' gradients, lets a backend step and sends parameters."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _ALIGNMENT = 8
 class GradientServer:
     """Serves clients in lockstep until all have left.
 
-    A step uses the mean over the clients that take part in it. Clients at a sync point (before a
-    validation, say) wait until no other client makes steps.
+    A step uses the mean over the clients that take part in it. Clients at a sync point, for example
+    before a validation, wait until no other client takes steps.
 
     Args:
         clients: The ranks that send gradients, in the order of the sum.
         buckets: The buckets in which they send them.
         accumulator: Memory for the sum.
-        backend: Makes the steps with the mean.
-        checksum: Checksum of the model, which must be that of the clients.
-        keep_alive: What to do during waits. Its ``timeout_s`` is how much later than the first one
-            a client may make a step, in seconds.
+        backend: Takes the steps with the mean.
+        checksum: Checksum of the model, equal on all clients.
+        keep_alive: Sends keep-alives during waits. ``keep_alive.timeout_s`` limits, in seconds, how
+            much later than the first client another one may take a step.
         clients_send_keep_alives: Whether clients send keep-alives whenever they wait, as servers
             do.
         stop_reason: Returns why all should stop, if this rank was asked to.
@@ -104,9 +104,9 @@ class GradientServer:
         }
         if len(kinds) > 1:
             raise RuntimeError(
-                "Workers make different requests: "
+                "Workers send different requests: "
                 + ", ".join(f"{c.name} {message.kind.name}" for c, message in messages.items())
-                + ". Call receive_weights on all of them before the first step, and make the same "
+                + ". Call receive_weights on all of them before the first step, and run the same "
                 "backward passes on all before each step."
             )
         if not messages:
@@ -148,7 +148,7 @@ class GradientServer:
         """Send clients the mean of their gradients, which they may change before the step.
 
         It need not be finite, as in DDP: a hook may replace such a gradient, or a scaler skip the
-        step. If the step has one, its error names the workers of which it came.
+        step. If it is still not finite in the step, the error names the workers that sent it.
         """
         missing = StepRequest.merge([StepRequest.from_dict(m.content) for m in messages.values()])
         sends: list[ClientSend] = []
@@ -163,7 +163,7 @@ class GradientServer:
         self._mean_gradient.start_receiving(messages)
 
     def _make_step(self, messages: dict[RankConnection, Message]) -> None:
-        """Reduce gradients, make the step and send parameters, bucket by bucket where possible."""
+        """Reduce gradients, take the step and send parameters, bucket by bucket where possible."""
         streaming = [c for c, m in messages.items() if m.kind == MessageKind.STREAMED_STEP]
         requests = {
             client: StepRequest.from_dict(message.content)
@@ -209,8 +209,8 @@ class GradientServer:
     def _load_changes(self, checksums: Mapping[RankConnection, str | None]) -> None:
         """Load parameters that all workers have changed in the same way outside the optimizer.
 
-        Each worker that has changed some, and so has sent a checksum, waits for a reply that says
-        whether to send them. RuntimeError if not all have made the same change.
+        A worker with changes, which has sent a checksum, waits for a reply that says whether to
+        send its parameters. RuntimeError unless all have made the same change.
         """
         if not any(checksums.values()):
             return
@@ -249,7 +249,7 @@ class GradientServer:
 def _check_changes(checksums: Mapping[str, str | None]) -> None:
     """Raise RuntimeError unless all workers have changed parameters in the same way, or none has.
 
-    ``checksums`` has that of each worker's parameters by its name, None if they have not changed.
+    ``checksums`` maps names of workers to checksums of their parameters, None if unchanged.
     """
     if len(set(checksums.values())) < 2:
         return
@@ -398,7 +398,7 @@ class GradientReceiver:
         return memory
 
     def _start_waits(self) -> None:
-        """Start to wait for what is being received; only during a step is it sure to arrive."""
+        """Start to wait for buckets; only during a step are they sure to arrive."""
         while self._receives:
             memory, work = self._receives.popleft()
             self._waits.append((memory, self._client.start_wait(work, "its gradients")))

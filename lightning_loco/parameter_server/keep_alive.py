@@ -23,7 +23,7 @@ class KeepAlive:
 
     A rank that waits for a server receives a keep-alive several times per ``timeout_s``, also while
     the server itself waits for another rank. So only the rank that waits for the late one directly
-    can time out; all others continue to wait, and learn from its error which rank is late. Without
+    can time out; all others continue to wait, and its error names the late rank to them. Without
     ``timeout_s`` nothing is sent. ``check`` is called during waits and may raise.
     """
 
@@ -98,8 +98,7 @@ class WaitThread(BackgroundThread):
     ) -> None:
         """Block until the thread's wait has ended; raise its error.
 
-        The timeout is that of :meth:`KeepAlive.pauses`; after a TimeoutError the thread's wait goes
-        on.
+        Timeout as in :meth:`KeepAlive.pauses`; after a TimeoutError the thread continues to wait.
         """
         for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
             try:

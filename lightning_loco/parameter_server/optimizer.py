@@ -28,14 +28,14 @@ _TEXT_BYTES = 32
 class RemoteOptimizer(torch.optim.Optimizer):
     """Sends the gradients to the aggregator and receives the parameters after its step.
 
-    The step is made on another rank by any optimizer of ``torch.optim``, with the mean of all
-    workers' gradients. A parameter without a gradient counts as zero where another worker has one,
+    An optimizer of ``torch.optim`` on another rank takes the step, with the mean of all workers'
+    gradients. A parameter without a gradient counts as zero where another worker has one,
     and is left out of the step if no worker has one.
 
-    Learning rates and the other numbers of ``param_groups`` are those of the optimizer there:
-    changes on either side are sent to the other side with the next step. So are parameters that
-    all workers change in the same way outside the optimizer, by clipping for instance; if the
-    changes differ, the next step raises. Make schedulers for a ``RemoteOptimizer`` after
+    Learning rates and the other numbers of ``param_groups`` equal those on that rank: changes on
+    either side are sent to the other side with the next step. So are parameters that all workers
+    change in the same way outside the optimizer, by clipping for instance; if the changes differ,
+    the next step raises an error. Make schedulers for a ``RemoteOptimizer`` after
     :meth:`receive_weights`. ``state_dict`` and ``load_state_dict`` read and write the state of the
     optimizer there, in its own format.
 
@@ -220,13 +220,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Have the servers make a step, and wait for the new parameters.
+        """Let the servers take a step, and wait for the new parameters.
 
         Args:
             closure: Computes the gradients, if given.
 
         Returns:
-            What the closure has returned.
+            The return value of the closure.
 
         Raises:
             RuntimeError: If a server has ended or timed out.
@@ -293,18 +293,18 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop after the same step; safe to call from a signal handler.
 
-        ``stop_agreed`` is the reason, on all of them, once that step is made.
+        ``stop_agreed`` is the reason, on all of them, after that step.
         """
         self._stop_reason = reason
 
     @torch.no_grad()
     def sync_point(self, purpose: str) -> None:
-        """Wait until all workers are at the same sync point; others make steps meanwhile.
+        """Wait until all workers are at the same sync point; others take steps meanwhile.
 
         Afterwards all of them have the parameters of the last step.
 
         Args:
-            purpose: What the sync point is for, equal on all workers.
+            purpose: Purpose of the sync point, equal on all workers.
 
         Raises:
             RuntimeError: If others are at another sync point, or have ended or timed out.
@@ -367,7 +367,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     # --------------------------------------------------------------------- end
 
     def leave(self, farewell: dict[str, Any] | None = None) -> None:
-        """Leave the servers: this worker makes no more steps. A second call does nothing.
+        """Leave the servers: this worker takes no more steps. A second call does nothing.
 
         Args:
             farewell: Final values for the service ranks; see :func:`serve`.
@@ -392,7 +392,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._replica.is_leader and not has_left
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters; no more steps can be made."""
+        """Remove the hooks from the parameters; no more steps can be taken."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -442,7 +442,7 @@ class ClientRanks:
         self.is_leader = group is None or dist.get_rank(group) == 0
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of the first rank."""
+        """Overwrite a tensor with the first rank's tensor."""
         if self._group is not None:
             source = dist.get_global_rank(self._group, 0)
             dist.broadcast(tensor, source, group=self._group)

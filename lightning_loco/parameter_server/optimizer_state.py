@@ -12,7 +12,7 @@ from lightning_loco.parameter_server.protocol import Hyperparameters, MessageTag
 
 
 class HyperparameterSync:
-    """Keeps hyper-parameters equal on two ranks: each one sends what has changed on its side."""
+    """Keeps hyper-parameters equal on two ranks: each one sends its changes."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = groups
@@ -24,7 +24,7 @@ class HyperparameterSync:
         return self._known
 
     def changes(self) -> Hyperparameters | None:
-        """Return what to send to the other rank; None if nothing has changed."""
+        """Return changed hyper-parameters for the other rank; None if nothing has changed."""
         present = read_hyperparameters(self._groups)
         if present == self._known:
             return None
@@ -32,7 +32,7 @@ class HyperparameterSync:
         return present
 
     def update(self, values: Hyperparameters | None) -> None:
-        """Write what the other rank has sent."""
+        """Write the hyper-parameters that the other rank has sent."""
         if values is not None:
             write_hyperparameters(self._groups, values)
             self._known = read_hyperparameters(self._groups)

@@ -51,7 +51,7 @@ class MessageTag(enum.IntEnum):
 
 
 class MessageKind(enum.IntEnum):
-    """What a client requests, or that the message is a server's reply."""
+    """The kind of a client's request, or a server's reply."""
 
     REPLY = 0
     WEIGHTS = 1  # the parameters, at the start
@@ -59,7 +59,7 @@ class MessageKind(enum.IntEnum):
     STREAMED_STEP = 3  # a step; gradients follow during the backward pass, then a STEP_REQUEST
     STEP_REQUEST = 4  # the StepRequest of a streamed step
     FINITE = 5  # whether all workers have finite gradients
-    SYNC_POINT = 6  # a reply once no worker makes steps
+    SYNC_POINT = 6  # a reply once no worker takes steps
     STATE = 7  # the optimizer's state
     LOAD_STATE = 8  # load the optimizer state that follows
     PARAMETERS = 9  # the parameters in full precision
@@ -77,7 +77,7 @@ class Message(NamedTuple):
     """A short message of plain values.
 
     Attributes:
-        kind: What is requested.
+        kind: Kind of the message.
         content: Values that JSON supports.
     """
 
@@ -114,7 +114,7 @@ class ClippingSettings(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """What a worker requests for one step, besides its gradients.
+    """A worker's request for one step, besides its gradients.
 
     Attributes:
         missing: Indices of the parameters without a gradient.
@@ -257,7 +257,7 @@ class RankConnection:
         name: Name of the other rank for error messages.
         run: Number of the run in this group; selects the tags, so that messages of an earlier run
             are not received.
-        keep_alive: What a server does while it waits. Its waits then run in a thread, so that
+        keep_alive: Sends keep-alives while a server waits. Its waits then run in a thread, so that
             connections to other ranks survive a timeout. None on workers.
 
     Attributes:
@@ -446,8 +446,8 @@ def explain_unreachable(
 ) -> Iterator[None]:
     """Turn a backend's error into one that names the rank to blame.
 
-    What a watchdog reports becomes the error. After a wait of ``timeout_s`` seconds all reports
-    have arrived, so they are not waited for.
+    The report of a watchdog becomes the error. After a wait of ``timeout_s`` seconds all reports
+    have arrived, and are not waited for.
     """
     start, failure = time.monotonic(), None
     try:

@@ -1,4 +1,4 @@
-"""The roles of ranks, and what each rank runs without Lightning: training, or a service.
+"""The roles of ranks, and the program of each role without Lightning: training, or a service.
 
 The first ranks train, then come the aggregators, then the optimizers.
 """
@@ -161,7 +161,7 @@ class _ServiceRank:
         return self._serve(self._tiers.leaders, self._buckets, backend, serving)
 
     def optimize(self, optimizer: torch.optim.Optimizer, serving: Serving) -> dict[str, Any]:
-        """Make the steps, with gradients of the workers (2 tiers) or of the aggregator (3)."""
+        """Take the steps, with gradients of the workers (2 tiers) or of the aggregator (3)."""
         exchange_norms = None
         if self._tiers.num_servers > 1:
             exchange_norms = functools.partial(self._exchange_norms, self._other_optimizers())
@@ -374,7 +374,7 @@ class Tiers(NamedTuple):
     def new_replica_group(self, rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group for each worker; call it on every rank of the default group.
 
-        Returns that of this rank's worker; None for service ranks.
+        Returns the group of this rank's worker; None for service ranks.
         """
         own_group = None
         for first in self.leaders:

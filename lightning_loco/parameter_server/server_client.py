@@ -239,7 +239,7 @@ class ShardClient(ServerClient):
             send_parameters(self.connection, self._params)
 
     def wait_for_step(self) -> str | None:
-        """Wait until the server has made the step; return why all workers should stop, or None."""
+        """Wait for the server's step; return why all workers should stop, or None."""
         reply = self.wait_for_reply()
         self._wait_for_sends()
         self._missing_gradients, self._is_streaming = [], False
@@ -258,7 +258,7 @@ class ShardClient(ServerClient):
     def load_current_weights(self, broadcast: Callable[[Tensor], object], is_leader: bool) -> None:
         """Load the parameters after steps that this worker took no part in.
 
-        The leader requests them; ``broadcast`` overwrites those of the worker's other ranks.
+        The leader requests them; ``broadcast`` overwrites the parameters on the other ranks.
         """
         values = (
             self.parameters()

@@ -1,4 +1,4 @@
-"""Encoded gradients and parameters: the results are those of a plain loop that decodes them."""
+"""Encoded gradients and parameters: the results equal a plain loop that decodes them."""
 
 from __future__ import annotations
 
