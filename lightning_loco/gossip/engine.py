@@ -365,8 +365,8 @@ class PairwiseEngine:
     def _agree(self) -> None:
         """Decide with the other ranks of this worker whether there is a peer to blend in.
 
-        A worker of one rank decides alone. Among several, the clock, the peer, and whether the
-        parameters were finite are those of the first rank, and the loss is the mean of all.
+        A worker of one rank decides alone. Among several ranks the loss is the mean; clock, peer,
+        and whether the parameters were finite come from the first rank.
         """
         worker, received = self.worker, self._received
         self._peer = None if received is None else received.tag
@@ -499,7 +499,7 @@ class PairwiseEngine:
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all ranks of this job have reached the same sync point; serve until then.
 
-        Arguments and errors are those of :meth:`lightning_loco.engine.Engine.sync_point`.
+        Arguments and errors as in :meth:`lightning_loco.engine.Engine.sync_point`.
         """
         return self.worker.sync_point(purpose)
 
@@ -534,7 +534,7 @@ class PairwiseEngine:
         """Resume from an earlier run, which may have had other settings or other workers.
 
         The model must hold the consensus of that run. With another algorithm or number of workers,
-        all workers start from it, each with its own clock. Returns what is dropped, one note each;
+        all workers start from it, each with its own clock. Returns a note for each dropped entry;
         KeyError if the saved state is incomplete.
         """
         state, replica = saved.state, self.worker.replica

@@ -47,7 +47,7 @@ _MAX_LOG_LINES = 100
 _MAX_NORM_RATIO = 10.0
 _MAX_ROOT_MEAN_SQUARE = 1e9  # as long as this worker has published nothing
 
-# NumPy has the fastest dot product. From 10,000 values on it uses a thread pool of its own.
+# NumPy has the fastest dot product. From 10,000 values on it uses a thread pool.
 _SINGLE_THREAD_DOT = 9_984
 
 FetchDuration = Callable[[str, int, int], float]
@@ -86,7 +86,7 @@ class FetchCounts:
         too_large: Fetches whose parameters had a norm that :class:`ParameterCheck` rejects.
         errors: Other errors; each kind of error is logged once for each peer.
         malformed: Replies that violated the protocol.
-        bytes_received: Bytes of parameters, including those of failed fetches.
+        bytes_received: Bytes of parameters, failed fetches included.
     """
 
     fetches: int = 0
@@ -117,8 +117,8 @@ class _Outcome(enum.Enum):
 class ParameterCheck:
     """Checks that the parameters of a peer are finite and not much larger than this worker's own.
 
-    Their norm may be ten times that of this worker's latest snapshot, or ten times the square root
-    of their number if that is more; before there is a snapshot, only absurd norms are rejected.
+    Their norm may be ten times the norm of this worker's latest snapshot, or ten times the square
+    root of their number if that is more; before the first snapshot, only absurd norms are rejected.
     This detects faults, not attacks. The values are checked while they arrive: call :meth:`reset`,
     and :meth:`update` for every chunk.
 

@@ -45,7 +45,7 @@ class WireFormat(NamedTuple):
     """How the parameters of a model are encoded in the body of a reply.
 
     The body consists of *rows*. Each row encodes one *block* of consecutive values. Without a codec
-    every value is a row of its own.
+    every value is a row.
 
     Attributes:
         schema_checksum: Checksum of the names, shapes and dtypes of all parameters, 64 bits.

@@ -24,7 +24,7 @@ from lightning_loco.transport import read_certificate
 class PairwiseSettings:
     """How a worker fetches and averages the parameters of its peers.
 
-    Arguments and errors are those of :class:`~lightning_loco.gossip.PairwiseEngine`, except for
+    Arguments and errors as in :class:`~lightning_loco.gossip.PairwiseEngine`, except for
     ``link``: the links to emulate, or None. The contents of ``config_file`` go to the other fields.
     """
 
@@ -64,7 +64,7 @@ class PairwiseSettings:
             if isinstance(self.nodes, (str, Path)) and (unused := read_nodes(self.nodes)[1]):
                 raise ValueError(
                     f"{str(self.nodes)!r} has also {', '.join(unused)}, but nodes=... uses its "
-                    "nodes only. Pass it as config_file=..., or remove what is not used."
+                    "nodes only. Pass it as config_file=..., or remove the unused settings."
                 )
             NodeListDiscovery(self.peers, self.name)
         if self.key_file is not None:

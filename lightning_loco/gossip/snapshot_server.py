@@ -27,7 +27,7 @@ class SnapshotServer(Server):
     Requests for another model or another encoding are refused. The server keeps at most two
     connections for each peer and 32 more, and at most an eighth of the files that this process may
     open. A peer has ``timeout_s`` seconds to read a reply. ``bytes_sent`` counts bytes of
-    parameters. Other arguments and errors are those of :class:`~lightning_loco.transport.Server`.
+    parameters. Other arguments and errors as in :class:`~lightning_loco.transport.Server`.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ class HubRound:
 
     # ---------------------------------------------------------------------- statuses
 
-    def add_status(self, worker: int, status: WorkerStatus, now_s: float = 0.0) -> None:
+    def add_status(self, worker: int, status: WorkerStatus, now_s: float) -> None:
         """Add the status of a worker."""
         self.statuses[worker] = status
         self._status_s = max(self._status_s, now_s)

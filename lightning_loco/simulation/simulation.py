@@ -255,7 +255,7 @@ class Simulation:
 
     @property
     def steps(self) -> list[int]:
-        """Local steps of each worker so far; a worker that has returned counts those of the run."""
+        """Local steps of each worker so far; a returned worker continues the count of the run."""
         return [engine.worker.steps for engine in self.engines]
 
     @property

@@ -104,7 +104,7 @@ def test_the_experiment_has_the_settings_of_the_sample_file() -> None:
 
 
 def test_the_experiment_computes_what_dpwa_does() -> None:
-    """Two workers, each of which publishes, makes a step, waits for the other, and averages."""
+    """Two workers, each of which publishes, takes a step, waits for the other, and averages."""
     settings = build_strategy(config("experiment=dpwa")).settings
     progress, values, clocks = (1.0, 3.0), [0.0, 8.0], [0.0, 0.0]
     losses = [(0.3, 0.1), (0.1, 0.4), (0.15, 0.05), (0.0, 0.2), (0.5, 0.5)]

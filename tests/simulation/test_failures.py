@@ -164,7 +164,7 @@ def test_a_worker_joins_when_the_others_stop_to_wait_for_a_dead_one() -> None:
         assert_close(run.value(worker), full(1.5))
 
 
-def test_draining_admits_nobody() -> None:
+def test_draining_admits_no_worker() -> None:
     models = points()
     simulation = Simulation(
         models,

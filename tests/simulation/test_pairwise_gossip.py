@@ -61,7 +61,7 @@ def test_the_defaults_keep_all_progress_and_send_a_tenth_of_ddp() -> None:
     assert min(shares) > 0.99
 
 
-def test_a_fetch_takes_its_time_on_the_link_and_nobody_waits() -> None:
+def test_a_fetch_takes_its_time_on_the_link_and_no_worker_waits() -> None:
     """0.6 s on the link, and 0.1 s for request and reply: there at the end of the third step."""
     models = points(2)
     link = Link(BYTES * 8 / 0.6 / 1e6, 0.05)

@@ -1,4 +1,4 @@
-"""Simulated time: workers of different speed make the rounds that an event loop by hand makes."""
+"""Simulated time: workers of different speed run the same rounds as a hand-written event loop."""
 
 from __future__ import annotations
 
