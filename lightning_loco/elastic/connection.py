@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from lightning_loco.distributed.worker_status import (
     statuses_in,
 )
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
-from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
@@ -56,19 +54,38 @@ class ElasticConnection:
     Implements :class:`lightning_loco.engine.engine.MemberConnection`. A round of the engine
     calls :meth:`send_status` with its status, then :meth:`start` with its message. ``last_round``
     is the last round whose result was received; None before the first one.
+
+    ``check_every`` is 0 for no comparison; other keyword arguments as in
+    :class:`lightning_loco.Elastic`.
     """
 
     is_weighted = True
     carries_status = False
 
-    def __init__(self, elastic: Elastic, settings: RoundSettings, group: WorkerGroup) -> None:
+    def __init__(
+        self,
+        settings: RoundSettings,
+        group: WorkerGroup,
+        *,
+        lighthouse: str,
+        min_workers: int,
+        name: str,
+        host: str | None,
+        timeout_s: float,
+        check_every: int,
+    ) -> None:
         self.data_shard = DataShard(group.place, group.replica_size)
         # A rank may wait for the first one while that waits for the lighthouse.
-        self._places = Places(group, group.timeout_s + elastic.timeout_s)
+        self._places = Places(group, group.timeout_s + timeout_s)
         self.loop: LoopPosition | None = None
         self.last_round: RoundRequest | None = None
-        self._elastic = elastic
         self._settings = settings
+        self._lighthouse = lighthouse
+        self._min_workers = min_workers
+        self._name = name
+        self._host = host
+        self._timeout_s = timeout_s
+        self._check_every = check_every
         self._engine: Engine | None = None
         self._rounds: RoundThread | None = None
         self._pending: RoundRequest | None = None
@@ -126,15 +143,14 @@ class ElasticConnection:
 
     def _start_rounds(self, engine: Engine) -> RoundThread:
         """Start the round thread, which connects to the lighthouse in its first round."""
-        elastic, algorithm, places = self._elastic, engine.settings.algorithm, self._places
-        name = f"{elastic.name or socket.gethostname()}-{secrets.token_hex(4)}"
-        lighthouse = Lighthouse(elastic.lighthouse, places.gather(name)[0])
-        group = MemberGroup(elastic.host or address_towards(elastic.lighthouse), elastic.timeout_s)
-        check_every = elastic.check_every or 0
+        algorithm, places = engine.settings.algorithm, self._places
+        name = f"{self._name}-{secrets.token_hex(4)}"
+        lighthouse = Lighthouse(self._lighthouse, places.gather(name)[0])
+        group = MemberGroup(self._host or address_towards(self._lighthouse), self._timeout_s)
         run = {
             **_describe(engine),
             "shards": places.gather(_describe_shards(engine)),
-            "check_every": check_every,
+            "check_every": self._check_every,
             "num_samples": self.data_shard.dataset_sizes,
         }
         stop = engine.worker.stop
@@ -150,10 +166,10 @@ class ElasticConnection:
             SumExchange(group, engine),
             run,
             data_shard=self.data_shard,
-            min_workers=elastic.min_workers,
-            timeout_s=elastic.timeout_s,
+            min_workers=self._min_workers,
+            timeout_s=self._timeout_s,
             consistency=ConsistencyCheck(
-                check_every if algorithm.replicated else 0, own_fingerprint
+                self._check_every if algorithm.replicated else 0, own_fingerprint
             ),
         )
         rounds.start()
@@ -184,7 +200,7 @@ class ElasticConnection:
     # ----------------------------------------------------------------------- one round
 
     def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus]:
-        """Return the own status only: the other members do not reach this job's sync points."""
+        """Return this worker's status only: other members do not reach its sync points."""
         return [status]
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
@@ -207,7 +223,7 @@ class ElasticConnection:
         request.is_overlapped = self.engine.settings.schedule.is_overlapped(request.round_index)
         if not request.is_overlapped:
             self._submit(request)
-        return self._statuses_of(request, label)
+        return MemberStatuses(request, self.engine.statistics, label)
 
     def start(self, bucket: Bucket, round_index: int) -> RoundHandle:
         """Send the message of the round that was started last."""
@@ -218,10 +234,10 @@ class ElasticConnection:
         request.message_ready.set()
         if request.is_overlapped:
             self._submit(request)
-        return self._handle_of(request)
+        return RoundHandle(request, self.engine, self._record)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Return what each worker would receive: the weighted mean."""
+        """Return the result of each worker: the weighted mean."""
         settings, alone = self._settings, WorkerGroup(0, 1)
         exchange = make_exchange(
             settings.algorithm, alone, Statistics(), None, settings.compression
@@ -233,9 +249,6 @@ class ElasticConnection:
         self._rounds.submit(request)
         return request
 
-    def _handle_of(self, request: RoundRequest) -> RoundHandle:
-        return RoundHandle(request, self.engine, self._record)
-
     def _record(self, request: RoundRequest) -> None:
         """Record a round whose result was received."""
         self.last_round = request
@@ -244,17 +257,13 @@ class ElasticConnection:
         statistics.members = len(plan.names)
         statistics.repaired += len(plan.drifted)
 
-    def _statuses_of(self, request: RoundRequest, label: str) -> PendingStatuses:
-        """Return the pending statuses of all members in a round."""
-        return MemberStatuses(request, self.engine.statistics, label)
-
     # ------------------------------------------------------------------------ recovery
 
     def catch_up(self) -> None:
         """Wait for the pending round; if this worker is behind, resume from the run's state.
 
         Its local steps since it was left behind are lost. The round of the run, possibly one of
-        another fragment, then is pending in place of its own.
+        another fragment, then replaces the pending one.
         """
         engine, request = self.engine, self._pending
         if request is None:
@@ -277,7 +286,7 @@ class ElasticConnection:
     def _continue_data(self, request: RoundRequest) -> None:
         """Continue where the members of a new group have agreed to.
 
-        Only here, after the same local step on all ranks of a worker: those of one tensor-parallel
+        Only here, after the same local step on all ranks of a worker: ranks of one tensor-parallel
         group must read the same samples.
         """
         start, request.data_start = request.data_start, None
@@ -322,8 +331,8 @@ class ElasticConnection:
         index = plan.round_index
         sync = fragment_of_round(engine, index)
         sync.began_at = int(position["steps"])
-        statuses = self._statuses_of(request, f"round {index}")
-        handles: list[Handle] = [self._handle_of(request)]
+        statuses = MemberStatuses(request, engine.statistics, f"round {index}")
+        handles: list[Handle] = [RoundHandle(request, engine, self._record)]
         sync.pending = PendingRound(index, False, sync.began_at, statuses, handles)
         sync.pending.is_overlapped = engine.settings.schedule.is_overlapped(index)
         for message in [bucket.message for bucket in sync.memory.buckets]:
@@ -401,7 +410,7 @@ class RoundHandle:
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
-    """Return what must be equal on all members, as plain values."""
+    """Return the settings that must be equal on all members, as plain values."""
     settings = engine.settings.describe()
     run = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
     run["parameters"] = engine.worker.replica.layout.schema()

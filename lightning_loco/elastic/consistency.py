@@ -19,9 +19,9 @@ from lightning_loco.model.fingerprint import pieces
 
 
 class ConsistencyCheck:
-    """Compares the members' states in every so many rounds (0 for never), before their messages.
+    """Compares the members' states every ``every`` rounds (0 for never), before their messages.
 
-    ``own_fingerprint`` returns the :func:`fingerprint` of what rounds keep equal on all members.
+    ``own_fingerprint`` returns the :func:`fingerprint` of the state that rounds keep equal.
     """
 
     def __init__(self, every: int, own_fingerprint: Callable[[], int]) -> None:
@@ -38,8 +38,8 @@ class ConsistencyCheck:
     def compare(self, plan: QuorumPlan, all_gather: Callable[[Tensor], Tensor]) -> QuorumPlan:
         """Return a plan in which members whose state has drifted are joining members.
 
-        The donor of that plan has the state of most members; among equally many, that of the first
-        one. ``all_gather`` gathers a row of numbers.
+        The donor has the state of most members; in a tie, the state of the first member.
+        ``all_gather`` gathers a row of numbers.
         """
         own = 0 if plan.is_joining else self._own_fingerprint()
         gathered = (

@@ -1,4 +1,4 @@
-"""``Elastic``: what a user sets where workers join and leave during a run."""
+"""``Elastic``: the settings of a run whose workers join and leave."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import importlib.util
 import logging
 import os
 import re
+import socket
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.elastic.quorum import is_address
 from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
@@ -19,8 +21,6 @@ _TORCHFT_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_er
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _LIGHTHOUSE = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
-_LABEL = r"[A-Za-z0-9_:%\[\]-]{1,63}"
-_ADDRESS = re.compile(rf"(?=.{{1,260}}$){_LABEL}(\.{_LABEL})*\.?:\d{{1,5}}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +111,19 @@ class Elastic:
                 "pip install -c constraints.txt -e '.[elastic]'"
             )
         _set_torchft_log_levels()
+        # Only now, since torchft is optional, and reads the log level when it is imported.
         from lightning_loco.elastic.connection import ElasticConnection
 
-        return ElasticConnection(self, settings, group)
+        return ElasticConnection(
+            settings,
+            group,
+            lighthouse=self.lighthouse,
+            min_workers=self.min_workers,
+            name=self.name or socket.gethostname(),
+            host=self.host,
+            timeout_s=self.timeout_s,
+            check_every=self.check_every or 0,
+        )
 
 
 def prepare_for_members(
@@ -144,10 +154,10 @@ def check_settings(settings: RoundSettings) -> None:
             f"parameters, and exchanges no numbers of its own, got {algorithm}. Use DiLoCo, Async "
             "or Streaming DiLoCo, or Local SGD."
         )
-    check_schedule(settings)
+    _check_schedule(settings)
 
 
-def check_schedule(settings: RoundSettings) -> None:
+def _check_schedule(settings: RoundSettings) -> None:
     """Refuse schedules that elastic members cannot follow, such as several pending rounds.
 
     With one pending round at a time the state of the run is known when a round starts, and a
@@ -158,8 +168,8 @@ def check_schedule(settings: RoundSettings) -> None:
     schedule, algorithm = settings.schedule, settings.algorithm
     if not isinstance(schedule, (EverySteps, Staggered)):
         raise ValueError(
-            f"membership=Elastic(...) cannot make {schedule}: rounds must come after a fixed "
-            "number of local steps. Use one number for sync_every."
+            f"membership=Elastic(...) cannot run {schedule}: rounds must come after a fixed number "
+            "of local steps. Use one number for sync_every."
         )
     is_partial = isinstance(schedule, Staggered) or isinstance(settings.merge_policy, Mix)
     if is_partial and not algorithm.replicated:
@@ -168,30 +178,23 @@ def check_schedule(settings: RoundSettings) -> None:
             f"equal on all members, got {type(algorithm).__name__}. Use Streaming or Async DiLoCo, "
             "or leave them out."
         )
-    if isinstance(schedule, Staggered):
-        _check_delay(schedule.of_worker(0))
-
-
-def _check_delay(schedule: Staggered) -> None:
-    longest = schedule.shortest_gap
-    if schedule.delay > longest:
+    if not isinstance(schedule, Staggered):
+        return
+    staggered = schedule.of_worker(0)
+    longest = staggered.shortest_gap
+    if staggered.delay > longest:
         raise ValueError(
             "With membership=Elastic(...) a result must be applied before the next round starts: "
-            f"delay must be at most sync_every // fragments = {schedule.sync_every} // "
-            f"{schedule.fragments} = {longest}, got {schedule.delay}. Use delay={longest}, fewer "
+            f"delay must be at most sync_every // fragments = {staggered.sync_every} // "
+            f"{staggered.fragments} = {longest}, got {staggered.delay}. Use delay={longest}, fewer "
             "fragments or a larger sync_every."
         )
-
-
-def is_address(text: str) -> bool:
-    """Whether a text is ``"host:port"`` with a host name that can be looked up."""
-    return _ADDRESS.fullmatch(text) is not None and int(text.rpartition(":")[2]) < 2**16
 
 
 def _set_torchft_log_levels() -> None:
     """Let torchft log warnings only; its part in Rust reads the level when it is imported.
 
-    What the user set has priority: the level of a logger, or the variable ``RUST_LOG``.
+    Settings of the user have priority: the level of a logger, or the variable ``RUST_LOG``.
     """
     for name in _TORCHFT_LOGGERS:
         logger = logging.getLogger(name)

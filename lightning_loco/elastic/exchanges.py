@@ -1,4 +1,4 @@
-"""How messages are exchanged among the members, and how joining workers get the state.
+"""The exchange of messages among the members, and of the state with joining workers.
 
 Every call belongs to a plan whose group is open.
 """
@@ -15,8 +15,13 @@ from lightning_loco._util.fault_points import reach
 from lightning_loco.compression import Compression
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import QuorumPlan
-from lightning_loco.elastic.recovery import copy_state, fragment_of_round, max_state_bytes
-from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.elastic.recovery import (
+    RunState,
+    copy_state,
+    fragment_of_round,
+    max_state_bytes,
+)
+from lightning_loco.elastic.state_transfer import receive_state, send_state
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.compressed import CompressedSum
 
@@ -27,7 +32,7 @@ class Exchanged(NamedTuple):
     """The result of an exchange.
 
     Attributes:
-        received: Sum of the messages, or their mean over the senders.
+        received: Sum of the messages.
         bytes_sent: Bytes that this worker sent.
         bytes_saved: Bytes that it would have sent in addition without compression.
         residual: What compression removed from this worker's message, for error feedback.
@@ -81,10 +86,6 @@ class SumExchange:
         bytes_saved = _ring_bytes(message, plan) - bytes_sent
         return Exchanged(summing.run(self._group.swap), bytes_sent, bytes_saved, residual)
 
-    def sends_state(self, plan: QuorumPlan) -> bool:
-        """Whether this worker sends its state to joining workers: only the donor does."""
-        return bool(plan.joining) and plan.is_donor
-
     def copy_state(self, position: dict[str, Any], message: Tensor | None) -> RunState:
         """Copy the state for joining workers, before the round ends."""
         return copy_state(self._engine, position, with_saved_rounds=message is None)
@@ -94,7 +95,7 @@ class SumExchange:
         reach("before the state is sent")
         for rank in plan.joining:
             try:
-                state.send(self._group, rank)
+                send_state(state, self._group, rank)
             except RuntimeError as error:
                 self._group.abort()
                 log.warning("%s was lost while it joined: %s", plan.names[rank], error)
@@ -102,7 +103,7 @@ class SumExchange:
 
     def receive_state(self, plan: QuorumPlan) -> RunState:
         """Receive the state from the donor; RuntimeError if a member is lost."""
-        return RunState.receive(self._group, plan.donor, max_state_bytes(self._engine))
+        return receive_state(self._group, plan.donor, max_state_bytes(self._engine))
 
 
 def _ring_bytes(message: Tensor, plan: QuorumPlan) -> int:

@@ -141,7 +141,7 @@ class MemberGroup:
         reach("after confirming")
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send tensors to one member, which receives as many; empty ones are skipped."""
+        """Send tensors to one member, skipping empty ones."""
         self._send_receive({to: tensors}, {})
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> None:
@@ -276,7 +276,7 @@ class MemberMonitor:
     others through the store of the donor. This is needed because the lighthouse considers a worker
     alive until its heartbeats have been missing for some time, and a process group waits long for a
     member that never connects or is frozen. In contrast, the store of a dead worker refuses
-    connections at once, and that of a frozen one does not answer within ``timeout_s`` seconds.
+    connections at once, and the store of a frozen one does not answer within ``timeout_s`` seconds.
     RuntimeError if this is so with the store of the donor, which is used.
     """
 
@@ -299,7 +299,7 @@ class MemberMonitor:
             for rank in missing:
                 self._check_alive(rank)
             if time.monotonic() > deadline:
-                names = plan.format_names(missing)
+                names = ", ".join(plan.names[rank] for rank in missing)
                 raise RuntimeError(
                     f"{names} did not join the group within {self._rendezvous_s:.3g} s."
                 )

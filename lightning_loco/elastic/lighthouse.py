@@ -13,9 +13,11 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchft.coordination import LighthouseClient, ManagerServer
+
+from lightning_loco.elastic.quorum import Member, Quorum
 
 HEARTBEAT_S = 0.1
 """Time between two heartbeats."""
@@ -32,30 +34,6 @@ _RETRY_S = 0.2
 _STATUS_S, _MAX_STATUS_BYTES, _MAX_NAMES = 1.0, 2**20, 10
 _STATUS = re.compile(r"Next quorum status: ([\w ,.\[\]/=()!-]{1,300})")
 _HEARTBEAT = re.compile(r"^\s*([\w.-]{1,120}): seen (\d+(?:\.\d)?)", re.MULTILINE)
-
-
-class Member(NamedTuple):
-    """A worker in a quorum.
-
-    Attributes:
-        name: Its replica id, never used by another worker.
-        data: What it sent with its request, as plain values; not checked yet.
-    """
-
-    name: str
-    data: dict[str, Any]
-
-
-class Quorum(NamedTuple):
-    """The workers that asked for the same round.
-
-    Attributes:
-        id: Unique, also after a restart of the lighthouse.
-        members: In the same order on all workers.
-    """
-
-    id: str
-    members: list[Member]
 
 
 class Lighthouse:
@@ -88,8 +66,8 @@ class Lighthouse:
         """Ask to take part and wait for the other workers; None if some are late.
 
         The request is sent once the lighthouse has been up for :data:`MIN_UPTIME_S`. ``make_data``
-        is called immediately before each request, and returns what the others should know about
-        this worker, as plain values. RuntimeError if the lighthouse cannot be reached within
+        is called immediately before each request, and returns this worker's request for the others
+        as plain values. RuntimeError if the lighthouse cannot be reached within
         ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
@@ -139,7 +117,7 @@ class Lighthouse:
         return self._client
 
     def status(self) -> str:
-        """Return what the lighthouse's status page reports; empty if it does not answer."""
+        """Return the report of the lighthouse's status page; empty if it does not answer."""
         try:
             with closing(HTTPConnection(self.address, timeout=_STATUS_S)) as connection:
                 connection.request("GET", "/status")
@@ -163,7 +141,7 @@ class Lighthouse:
 class Uptime:
     """Measures the uptime of the lighthouse by a TCP connection that ends when the lighthouse does.
 
-    A lighthouse that was restarted knows no worker. It would let the first ones that ask continue
+    A restarted lighthouse has no heartbeats yet. It would let the first workers that ask continue
     without the others, and let workers without a state begin a second run.
     """
 
@@ -189,7 +167,7 @@ class Uptime:
             time.sleep(left_s)
 
     def connect(self, deadline: float) -> None:
-        """Connect unless connected; arguments and errors are those of :meth:`wait`."""
+        """Connect unless connected; arguments and errors as in :meth:`wait`."""
         if self._connection is None or _has_ended(self._connection):
             self._reconnect(deadline)
 

@@ -1,4 +1,4 @@
-"""The ranks of one elastic worker: their round threads make every step of a round together."""
+"""The ranks of one elastic worker: their round threads take every step of a round together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class Places:
-    """The ranks of one worker: each exchanges with those of equal place in the other workers.
+    """The ranks of one worker: each exchanges with ranks of equal place in the other workers.
 
-    The worker is one member. Place 0 talks to the lighthouse for all of them, and what fails on one
-    rank fails on all, so that a round counts for the whole worker or not at all. All ranks must
-    call the methods in the same order, from one thread each. A worker of one rank waits for nobody.
+    The worker is one member. Place 0 talks to the lighthouse for all ranks, and a failure on one
+    rank is a failure on all, so that a round counts for the whole worker or not at all. All ranks
+    must call the methods in the same order, from one thread each. A worker of one rank never waits.
 
     Args:
         group: The worker; all its ranks make the places at the same time.
@@ -89,7 +89,7 @@ class Places:
             )
 
     def ask_first(self, ask: Callable[[], T]) -> T:
-        """Return what ``ask`` returns on place 0, or raise its error on all ranks.
+        """Return the result of ``ask`` on place 0, or raise its error on all ranks.
 
         Other ranks get tuples as lists.
         """
@@ -109,7 +109,7 @@ class Places:
         return found[0]  # type: ignore[no-any-return]
 
     def together(self, step: Callable[[], T]) -> T:
-        """Make a step that all ranks make; RuntimeError on all of them if it fails on one."""
+        """Take a step on all ranks; RuntimeError on all of them if it fails on one."""
         if self.size == 1:
             return step()
         error: RuntimeError | None = None

@@ -1,10 +1,11 @@
-"""The plan of a round: who takes part, who sends the state of the run, and who receives it.
+"""The plan of a round: its members, the sender of the run's state, and the receivers.
 
 Every member makes its plan from the same information about all members, so all plans agree.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,24 +13,52 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_loco.elastic.elastic import is_address
-from lightning_loco.elastic.lighthouse import Member, Quorum
-
 NO_STATE = -1
 """The round index of a worker that has no state of the run, or an outdated one."""
 
+_LABEL = r"[A-Za-z0-9_:%\[\]-]{1,63}"
+_ADDRESS = re.compile(rf"(?=.{{1,260}}$){_LABEL}(\.{_LABEL})*\.?:\d{{1,5}}")
+
 
 def resumed_round(round_index: int) -> int:
-    """Return what a worker sends as its round when it joins with the state of a checkpoint.
+    """Return the round index that a worker sends when it joins with the state of a checkpoint.
 
-    Workers that are making rounds are ahead of it, whatever their round: it has no message for
-    theirs.
+    It is less than the index of every round under way, for which this worker has no message.
     """
     return NO_STATE - 1 - round_index
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is ``"host:port"`` with a host name that can be looked up."""
+    return _ADDRESS.fullmatch(text) is not None and int(text.rpartition(":")[2]) < 2**16
+
+
+class Member(NamedTuple):
+    """A worker in a quorum.
+
+    Attributes:
+        name: Its replica id, never used by another worker.
+        data: Its request as plain values, not checked yet.
+    """
+
+    name: str
+    data: dict[str, Any]
+
+
+class Quorum(NamedTuple):
+    """The workers that asked for the same round.
+
+    Attributes:
+        id: Unique, also after a restart of the lighthouse.
+        members: In the same order on all workers.
+    """
+
+    id: str
+    members: list[Member]
+
+
 class MemberInfo(NamedTuple):
-    """What a worker sends about itself when it asks to take part.
+    """The request of a worker to take part in a round.
 
     Attributes:
         round_index: The round that it starts; :data:`NO_STATE` if it has no state, and
@@ -38,8 +67,8 @@ class MemberInfo(NamedTuple):
         stores: ``"host:port"`` of the key-value stores that its ranks serve, by place.
         data_position: First position in the stream of samples that it cannot have used.
         run_hash: Fingerprint of its settings and the schema of its parameters.
-        min_members: Least number of members with which it makes this round.
-        last_group: Group that made its previous round; empty if its state is from a checkpoint.
+        min_members: Least number of members for this round.
+        last_group: Group of its previous round; empty if its state is from a checkpoint.
         received: Group and members of an exchange of this round that failed after this worker had
             received all messages; empty if there is none.
         awaited: Members of the previous exchange that are alive, as far as this worker can see, and
@@ -62,7 +91,7 @@ class MemberInfo(NamedTuple):
 
     @classmethod
     def parse(cls, member: Member) -> Self | None:
-        """Return what a member sent; None if its form, types or ranges are wrong."""
+        """Return the request of a member; None if its form, types or ranges are wrong."""
         if not isinstance(member.data, dict) or member.data.keys() != set(cls._fields):
             return None
         info = cls(**member.data)
@@ -77,29 +106,30 @@ class MemberInfo(NamedTuple):
 
     @property
     def run(self) -> tuple[str, int]:
-        """What is equal for all workers of a run: the fingerprint and the number of ranks."""
+        """Identifies the run: the fingerprint, and the number of ranks of a worker."""
         return self.run_hash, len(self.stores)
 
 
 class QuorumPlan(NamedTuple):
-    """What this worker does in one quorum. Ranks are positions in ``names``.
+    """The plan of this worker for one quorum. Ranks are positions in ``names``.
 
     Attributes:
         group: Name of the process group.
         names: Names of all members, in the same order on all of them.
         rank: Rank of this worker.
         stores: ``"host:port"`` of the key-value store that the rank of each member with this
-            rank's place serves; those of a new group rendezvous at that of the donor.
+            rank's place serves; a new group rendezvouses at the store of the donor.
         is_new: Whether the group has to be created.
         donor: Rank of the member that sends the state to those in ``joining``.
         joining: Ranks of the members that need the state; they have no weight in the round.
         round_index: The round; :data:`NO_STATE` if there is none, since the run begins or resumes.
         data_position: Where the members of a new group continue in the stream of samples.
-        min_members: Number of members that the round waits for: the least that one of them needs.
-        drifted: Ranks of those joining members whose state was found to differ from the others'.
+        min_members: Number of members that the round waits for: the least of all requests.
+        drifted: Ranks of joining members whose state was found to differ from the others'.
         committed: Ranks of the members for which the failed exchange counts; if there are any, this
-            quorum makes no other one.
-        missing: Names of members that all with the state of the run wait for; the round waits, too.
+            quorum has no other exchange.
+        missing: Names of members that all members with the state of the run wait for; the round
+            waits, too.
         malformed: Names of workers whose request could not be read; they do not take part.
     """
 
@@ -128,10 +158,6 @@ class QuorumPlan(NamedTuple):
         """Whether this worker sends the state."""
         return self.rank == self.donor
 
-    def format_names(self, ranks: tuple[int, ...] | list[int]) -> str:
-        """Return the names of some members, for messages."""
-        return ", ".join(self.names[rank] for rank in ranks)
-
 
 class OtherRun(Exception):
     """The quorum belongs to another run than this worker: settings or parameters differ.
@@ -146,24 +172,24 @@ class OtherRun(Exception):
 
 
 def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
-    """Return what a worker does in a quorum, whose members are in the same order for all.
+    """Return the plan of a worker for a quorum, whose members are in the same order on all of them.
 
     The plans of its ranks differ in the stores only.
 
     The members with the highest round have the state of the run, and the first of them sends it to
-    all others, which take part without weight. If members with the highest round made the previous
-    one in different groups, their states differ, and those of the largest group have the state of
-    the run. If no member makes a round, the run begins with the state of the first of those with
-    the newest checkpoint, or of the first member if there is no checkpoint. Workers with a
+    all others, which take part without weight. If members with the highest round were in different
+    groups in the previous one, their states differ, and the members of the largest group have the
+    state of the run. If no member is in a round, the run begins with the state of the first member
+    with the newest checkpoint, or of the first member if there is no checkpoint. Workers with a
     malformed request do not take part.
 
-    RuntimeError if the quorum lacks what this worker sent; OtherRun if its model or settings differ
-    from those of the donor, so that the others continue without it.
+    RuntimeError if the quorum lacks this worker's request; OtherRun if its model or settings differ
+    from the donor's, so that the others continue without it.
     """
     parsed = {member.name: MemberInfo.parse(member) for member in quorum.members}
     infos = {name: info for name, info in parsed.items() if info is not None}
     if own_name not in infos:
-        raise RuntimeError(f"The lighthouse's answer lacks what this worker, {own_name}, has sent.")
+        raise RuntimeError(f"The lighthouse's answer lacks the request of this worker, {own_name}.")
     rounds = [info.round_index for info in infos.values()]
     newest = max(rounds) if max(rounds) > NO_STATE else min(rounds)
     ahead = [name for name, info in infos.items() if info.round_index == newest]
@@ -178,7 +204,8 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
     members = {name: infos[name] for name in names}
     open_groups = {info.open_group for info in members.values()}
     open_group = min(open_groups)
-    is_new = len(open_groups) > 1 or not _has_size(open_group, len(names))
+    # A group's name ends with the number of its members: then these members have opened it.
+    is_new = len(open_groups) > 1 or not open_group.endswith(f"/{len(names)}")
     awaited = set.intersection(*(set(infos[name].awaited) for name in with_state))
     committed = committed_members(members)
     return QuorumPlan(
@@ -198,13 +225,8 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
     )
 
 
-def _has_size(group: str, size: int) -> bool:
-    """Whether a group has so many members: then all of them have it open, and no others."""
-    return group.endswith(f"/{size}")
-
-
 class Commit(NamedTuple):
-    """What this worker received in an exchange that not all members have confirmed yet.
+    """The result of an exchange that not all members have confirmed yet.
 
     Attributes:
         plan: QuorumPlan of the exchange.
@@ -218,7 +240,7 @@ class Commit(NamedTuple):
 
     @property
     def group_and_members(self) -> list[str]:
-        """What :attr:`MemberInfo.received` is."""
+        """The value of :attr:`MemberInfo.received`."""
         return [self.plan.group, *self.plan.names]
 
 
@@ -260,4 +282,4 @@ def describe_difference(own: dict[str, Any], other: dict[str, Any], member: str)
                 f"{other.get(key)!r:.300} in the run (as {member} has it). Start it with the same "
                 "model and settings."
             )
-    return "This worker cannot join: its settings differ from those of the run."
+    return "This worker cannot join: its settings differ from the run's."

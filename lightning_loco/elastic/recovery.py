@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Mix
 from lightning_loco.compression import shared_part
-from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine.engine import Engine, LoopPosition
 from lightning_loco.engine.fragment_sync import FragmentSync
 
@@ -19,6 +18,18 @@ MAX_VECTORS = 8
 
 _STATE, _RECEIVED = "state/", "received/"
 _PARAMS, _BUFFERS, _SHARED_RESIDUAL = "params", "buffers", "known"
+
+
+class RunState(NamedTuple):
+    """The state of a run, as a joining worker receives it.
+
+    Attributes:
+        tensors: Tensors by name, on the CPU.
+        values: Plain values, such as the position of the run.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
 
 
 def max_state_bytes(engine: Engine) -> int:
@@ -48,7 +59,7 @@ def position_of(engine: Engine, loop: LoopPosition | None, round_index: int) -> 
 def outer_state(engine: Engine) -> dict[str, Any]:
     """Return the algorithm's state as it is until the pending round is applied.
 
-    Names of what each fragment has for itself, such as counters, begin with the fragment's index.
+    Entries of a single fragment, such as counters, have names that begin with its index.
     """
     state: dict[str, Any] = {}
     for index, sync in enumerate(engine.fragments):

@@ -3,7 +3,7 @@
 A round asks the lighthouse for a quorum, opens the group of its members and exchanges messages and
 statuses; if a member is lost, it starts over with the remaining ones. A worker that has no state,
 or an outdated one, receives the state of the run as well. In a worker of several ranks each has
-such a thread and such a group, and they make every step together.
+such a thread and such a group, and they take every step together.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import UNRESPONSIVE_S, MemberGroup
-from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
+from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import (
     NO_STATE,
     Commit,
+    Member,
     MemberInfo,
     OtherRun,
+    Quorum,
     QuorumPlan,
     describe_difference,
     make_plan,
 )
-from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.elastic.recovery import RunState
 from lightning_loco.engine.data_shard import DataShard
 
 WARN_EVERY_S = 10.0
@@ -58,7 +60,7 @@ _CHECK_ALIVE_S = 5.0
 _ALONE = (
     " This worker is alone now and continues from its own state. If the lighthouse received no "
     "heartbeats from this worker, because it was stopped or cut off, the others have continued "
-    "without it, may have finished, and have other weights."
+    "without it and may have finished with different weights."
 )
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class RoundRequest:
         position: Position of the engine at the start of the round, for joining workers.
         message: This worker's message; None if it only joins. Must stay unchanged until the round
             is done, since the exchange may have to be repeated.
-        is_overlapped: Whether the training thread makes local steps meanwhile.
+        is_overlapped: Whether the training thread takes local steps meanwhile.
         message_ready: To be set once message and position are there, and the state will not change
             until the result is applied.
         received: Sum of the messages; None if the run has only begun.
@@ -83,10 +85,10 @@ class RoundRequest:
         residual: What compression removed from the message, if there is error feedback.
         bytes_sent: Bytes of messages that this worker sent.
         bytes_saved: Bytes that it would have sent in addition without compression.
-        commit: What was received before all members had confirmed.
+        commit: Result of an exchange that not all members have confirmed yet.
         plan: QuorumPlan of the exchange that succeeded; None before.
         data_start: Where to continue in the stream of samples, as arguments of
-            :meth:`DataShard.reassign`; None if the members are those of the round before.
+            :meth:`DataShard.reassign`; None if the members are the same as before.
         state: State of the run, if this worker needed it.
         is_adopted: Whether the engine has resumed from that state.
         error: Why the round failed.
@@ -154,14 +156,14 @@ class RoundThread(BackgroundThread):
         exchange: Exchanges the messages in it.
         run: Settings and schema of this worker's run, as plain values.
         data_shard: Its position decides where new members continue.
-        min_workers: Rounds wait for so many members; those that have finished count as present.
+        min_workers: Least number of members of a round; members that have finished count, too.
         timeout_s: Longest wait for enough members, in seconds.
         consistency: Compares the members' states.
 
     Attributes:
         is_leaving: Whether this worker leaves after the requested rounds: they wait for no further
             members.
-        last_group: Group that made the last round; empty if this worker kept a state of its own.
+        last_group: Group of the last round; empty if this worker kept its own state.
     """
 
     def __init__(
@@ -250,7 +252,7 @@ class RoundThread(BackgroundThread):
     def _next_request(self) -> RoundRequest | None:
         """Wait for a request; leave the run meanwhile if another rank of this worker is lost.
 
-        The ranks that are left may be blocked in a collective, and cannot make a round any more.
+        The ranks that are left may be blocked in a collective, and cannot run another round.
         """
         is_watching = self._places.size > 1 and self._places.is_first
         while True:
@@ -351,7 +353,7 @@ class RoundThread(BackgroundThread):
         try:
             return describe_difference(self._run_settings, dict(json.loads(theirs)), other.member)
         except (ValueError, TypeError):
-            return f"This worker cannot join: its run differs from that of {other.member}."
+            return f"This worker cannot join: its run differs from the run of {other.member}."
 
     def _warn_malformed(self, plan: QuorumPlan) -> None:
         """Warn once about each worker whose request could not be read."""
@@ -373,7 +375,7 @@ class RoundThread(BackgroundThread):
         if len(lost) <= self._num_finished - before:
             return
         self._warn(
-            "Round %d goes on without %s: ended, or no heartbeats at the lighthouse.%s",
+            "Round %d continues without %s: ended, or no heartbeats at the lighthouse.%s",
             plan.round_index,
             ", ".join(sorted(lost)),
             _ALONE if len(plan.names) == 1 else "",
@@ -381,18 +383,18 @@ class RoundThread(BackgroundThread):
 
     def _copy_state(self, request: RoundRequest, plan: QuorumPlan) -> RunState | None:
         """Copy the state if this worker sends it to joining ones; may run in another thread."""
-        if not self._exchange.sends_state(plan):
+        if not plan.is_donor:
             return None
         request.message_ready.wait()
         return self._exchange.copy_state(request.position, request.message)
 
     def _compare_states(self, plan: QuorumPlan) -> QuorumPlan:
-        """Return a plan in which members whose state has drifted receive that of the others."""
+        """Return a plan in which members whose state has drifted receive the others' state."""
         plan = self._consistency.compare(plan, self._group.all_gather)
         for rank in plan.drifted:
             self._warn(
-                "Round %d: the outer parameters or the outer state of %s are not those of the "
-                "other members. It receives theirs, and its message does not count.",
+                "Round %d: the outer parameters or the outer state of %s differ from the other "
+                "members. It receives their state, and its message does not count.",
                 plan.round_index,
                 plan.names[rank],
             )
@@ -477,12 +479,12 @@ class RoundThread(BackgroundThread):
 
 
 class QuorumRequester:
-    """Requests quorums from the lighthouse, in a thread of its own.
+    """Requests quorums from the lighthouse, in a separate thread.
 
     The call of torchft does not return before the quorum is complete. It runs in another thread, so
     that a worker that ``is_stopping`` meanwhile can give it up. If it ``has_left`` the run, it
-    completes its rounds alone. ``live_members`` returns those of the last group that are alive, as
-    far as is known; messages name ``timeout_s``, the longest wait of a round, in seconds.
+    completes its rounds alone. ``live_members`` returns members of the last group that are alive,
+    as far as is known; messages name ``timeout_s``, the longest wait of a round, in seconds.
     """
 
     def __init__(
@@ -564,7 +566,7 @@ class QuorumRequester:
         return True
 
     def _warn(self, request: RoundRequest, describe: Callable[[], str]) -> None:
-        """Warn about what a round waits for, once the training thread has waited long enough."""
+        """Warn that a round waits, once the training thread has waited long enough."""
         now = time.monotonic()
         if request.waited_since is None:
             return

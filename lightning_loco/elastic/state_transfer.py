@@ -1,18 +1,15 @@
-"""The state of a run on its way to a joining worker: raw tensors, described in JSON."""
+"""The transfer of the state of a run to a joining worker: raw tensors, described in JSON."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from typing_extensions import Self
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed import json_messages
-
-if TYPE_CHECKING:
-    from lightning_loco.elastic.group import MemberGroup
+from lightning_loco.elastic.group import MemberGroup
+from lightning_loco.elastic.recovery import RunState
 
 MAX_DESCRIPTION_BYTES = 64 * 2**20
 """Largest description of a state."""
@@ -22,52 +19,39 @@ _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.float16, torc
 }
 
 
-class RunState(NamedTuple):
-    """The state of a run, as a joining worker receives it.
+def send_state(state: RunState, group: MemberGroup, to: int) -> None:
+    """Send a state to the member ``to``."""
+    kept = {name: tensor.contiguous() for name, tensor in state.tensors.items()}
+    kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
+    text = json_messages.write({"tensors": kinds, "values": state.values})
+    description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    sent = [tensor.reshape(-1) for tensor in kept.values()]
+    group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
+    group.send([description], to)
+    reach("sending the state")
+    group.send(sent, to)
 
-    Attributes:
-        tensors: Tensors by name, on the CPU.
-        values: Plain values, such as the position of the run.
+
+def receive_state(group: MemberGroup, source: int, max_bytes: int) -> RunState:
+    """Receive a state from the member ``source``; RuntimeError if it is not valid.
+
+    Tensors take at most ``max_bytes`` together.
     """
-
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
-
-    def send(self, group: MemberGroup, to: int) -> None:
-        """Send the state to the member ``to``."""
-        kept = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
-        text = json_messages.write({"tensors": kinds, "values": self.values})
-        description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sent = [tensor.reshape(-1) for tensor in kept.values()]
-        group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
-        group.send([description], to)
-        reach("sending the state")
-        group.send(sent, to)
-
-    @classmethod
-    def receive(cls, group: MemberGroup, source: int, max_bytes: int) -> Self:
-        """Receive the state from the member ``source``; RuntimeError if it is not valid.
-
-        Tensors take at most ``max_bytes`` together.
-        """
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        group.receive([length], source)
-        if not 0 < int(length) <= MAX_DESCRIPTION_BYTES:
-            raise RuntimeError(
-                f"The state of the run begins with {int(length)} bytes of description."
-            )
-        head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        group.receive([head], source)
-        description = json_messages.read(head.numpy().tobytes(), "The member that sends the state")
-        tensors = {
-            name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
-            for name, (dtype, shape) in _checked(description, max_bytes).items()
-        }
-        received = [tensor.view(-1) for tensor in tensors.values()]
-        reach("receiving the state")
-        group.receive(received, source)
-        return cls(tensors, description["values"])
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    group.receive([length], source)
+    if not 0 < int(length) <= MAX_DESCRIPTION_BYTES:
+        raise RuntimeError(f"The state of the run begins with {int(length)} bytes of description.")
+    head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    group.receive([head], source)
+    description = json_messages.read(head.numpy().tobytes(), "The member that sends the state")
+    tensors = {
+        name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
+        for name, (dtype, shape) in _checked(description, max_bytes).items()
+    }
+    received = [tensor.view(-1) for tensor in tensors.values()]
+    reach("receiving the state")
+    group.receive(received, source)
+    return RunState(tensors, description["values"])
 
 
 def _checked(description: Any, max_bytes: int) -> dict[str, tuple[str, list[int]]]:

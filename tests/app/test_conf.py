@@ -33,7 +33,6 @@ from lightning_loco.compression import (
     as_compression,
 )
 from lightning_loco.costs import LINKS, NETWORKS, Link, Links
-from lightning_loco.costs.method_costs import BUCKET_BYTES
 from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, VaryingSteps

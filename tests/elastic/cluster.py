@@ -151,7 +151,7 @@ class Cluster:
         self.kill(index, signal.SIGCONT)
 
     def wait_for_members(self, index: int, members: int) -> None:
-        """Wait until the last round of a worker had so many members."""
+        """Wait until the last round of a worker had this number of members."""
         until(
             lambda: [len(line["members"]) for line in self.lines(index)[-1:]] == [members],
             f"round of {members} with worker {index}",
@@ -216,7 +216,7 @@ class Cluster:
     def check_states(self) -> set[int]:
         """Check that states were equal at the start and end of each round; return the rounds.
 
-        Ranks are compared with those of equal place in the other workers.
+        Ranks are compared with ranks of equal place in the other workers.
         """
         states: dict[tuple[int, int, int], dict[int, int]] = {}
         for index in self.processes:

@@ -131,7 +131,7 @@ def test_a_worker_that_drifts_is_named_and_repaired(
             assert column(workers, index, "repaired")[14] == 1
             output = workers.output(index)
             assert "Round 5: the outer parameters or the outer state of w1-" in output
-            assert output.count("of the other members") == 1
+            assert output.count("differ from the other members") == 1
         steps = [column(workers, index, "steps") for index in range(3)]
         assert steps[0] == steps[1] == steps[2]
         lines = [line for line in workers.lines(1) if line["weights"]]

@@ -17,7 +17,7 @@ SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="o
 
 
 def first_members(workers: Cluster, index: int, count: int) -> dict[str, object]:
-    """The first line of a worker's log with so many members."""
+    """The first line of a worker's log with this number of members."""
     return next(line for line in workers.lines(index) if len(line["members"]) == count)
 
 
@@ -90,7 +90,7 @@ def test_a_suspended_worker_that_is_alone_afterwards_warns(tmp_path: Path) -> No
         workers.wait_for_success(0)
         workers.kill(1, signal.SIGCONT)
         workers.wait_for_success(1)
-        assert "goes on without w0-" in workers.output(1)
+        assert "continues without w0-" in workers.output(1)
         assert "This worker is alone now and continues from its own state." in workers.output(1)
         assert workers.lines(0)[-1]["checksum"] != workers.lines(1)[-1]["checksum"]
 

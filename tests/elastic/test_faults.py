@@ -55,7 +55,7 @@ def test_one_of_three_dies(tmp_path: Path, point: str, longest_s: float) -> None
         workers.wait_for_success(1, 2)
         assert workers.check_rounds() == 25
         assert len(workers.lines(1)[-1]["members"]) == 2
-        assert "goes on without w0-" in workers.output(1)
+        assert "continues without w0-" in workers.output(1)
         assert "alone" not in workers.output(1)
         assert longest_wait(workers) < longest_s
 

@@ -1,4 +1,4 @@
-"""The ranks of an elastic worker decide together: an answer and an error are those of all."""
+"""The ranks of an elastic worker decide together: all get the same answer or error."""
 
 from __future__ import annotations
 

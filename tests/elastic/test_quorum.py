@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightning_loco.elastic.lighthouse import Member, Quorum
 from lightning_loco.elastic.quorum import (
     NO_STATE,
+    Member,
     MemberInfo,
     OtherRun,
+    Quorum,
     QuorumPlan,
     describe_difference,
     make_plan,
@@ -184,7 +185,7 @@ def test_malformed_requests_are_ignored(subtests: pytest.Subtests) -> None:
             assert make_plan(quorum, "a").names == ("a",)
             assert make_plan(quorum, "a").malformed == ("other",)
             assert not make_plan(quorum, "a").is_new
-            with pytest.raises(RuntimeError, match="lacks what this worker, other, has sent"):
+            with pytest.raises(RuntimeError, match="lacks the request of this worker, other"):
                 make_plan(quorum, "other")
 
 

@@ -1,4 +1,4 @@
-"""A worker that resumes from the state of the run, or joins with that of a checkpoint."""
+"""A worker that resumes from the state of the run, or joins with the state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms import DiLoCo, RoundInfo
-from lightning_loco.elastic.recovery import adopt_state, apply_saved_rounds, copy_state, is_ahead
-from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.elastic.recovery import (
+    RunState,
+    adopt_state,
+    apply_saved_rounds,
+    copy_state,
+    is_ahead,
+)
 from lightning_loco.engine import StepEngine
 
 
 def trained(steps: int) -> StepEngine:
-    """A worker with overlap, after so many local steps alone."""
+    """A worker with overlap, after some local steps alone."""
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
     engine = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)

@@ -64,7 +64,7 @@ def learning_rates(steps: int) -> list[float]:
 
 
 def check_positions(workers: Cluster, indices: range) -> None:
-    """Steps and learning rates are those of the rounds, on all."""
+    """On all members, steps and learning rates fit the rounds."""
     rates = learning_rates(400)
     steps: dict[int, int] = {}
     for index in indices:
@@ -154,7 +154,7 @@ def test_others_resume_from_the_state_of_a_job_with_a_later_checkpoint(tmp_path:
 
 
 def test_jobs_that_start_from_a_checkpoint_of_plain_lightning_end_together(tmp_path: Path) -> None:
-    """Their local steps follow those of the checkpoint, also on the job that gets the state."""
+    """Local steps continue from the checkpoint, also on the job that gets the state."""
     path, module = tmp_path / "plain.ckpt", Model()
     trainer = quiet_trainer(max_steps=10)
     trainer.fit(module, DataLoader(Numbered(), batch_size=2))

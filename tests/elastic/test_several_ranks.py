@@ -1,4 +1,4 @@
-"""Elastic workers of several ranks, which exchange with those of equal place."""
+"""Elastic workers of several ranks, which exchange with ranks of equal place."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_rank_dies_within_a_round(tmp_path: Path, point: str) -> None:
         assert workers.check_rounds() == 25
         for index in (2, 3):
             assert len(workers.lines(index)[-1]["members"]) == 2
-        assert "goes on without w0-" in workers.output(2)
+        assert "continues without w0-" in workers.output(2)
 
 
 @pytest.mark.soak

@@ -10,7 +10,8 @@ import torch
 from lightning_loco.distributed import json_messages
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import QuorumPlan
-from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.elastic.recovery import RunState
+from lightning_loco.elastic.state_transfer import receive_state, send_state
 from tests.harness.pool import Pool
 
 STATE = RunState(
@@ -38,9 +39,9 @@ def transfer(rank: int, world: int) -> RunState | None:
     group = open_group(rank)
     try:
         if rank == 0:
-            STATE.send(group, 1)
+            send_state(STATE, group, 1)
             return None
-        return RunState.receive(group, 0, 1000)
+        return receive_state(group, 0, 1000)
     finally:
         torch.distributed.barrier()
         group.close()
@@ -67,7 +68,7 @@ def error_of(rank: int, description: bytes) -> str:
             group.send([torch.tensor([len(description)])], 1)
             group.send([text], 1)
             return ""
-        RunState.receive(group, 0, 1000)
+        receive_state(group, 0, 1000)
         return "accepted"
     except RuntimeError as error:
         return str(error)

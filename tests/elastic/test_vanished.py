@@ -24,7 +24,7 @@ SETTINGS = [
 
 
 def until_written(programs: list[Program], folder: Path, count: int) -> None:
-    """Wait until each worker has written so many lines."""
+    """Wait until each worker has written a number of lines."""
     for rank, program in enumerate(programs):
 
         def is_written(rank: int = rank, program: Program = program) -> bool:

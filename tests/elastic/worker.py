@@ -133,7 +133,10 @@ def main(
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, help="instead of rounds")
     parser.add_argument(
-        "--from-members", type=int, default=0, help="count from the first round of so many members"
+        "--from-members",
+        type=int,
+        default=0,
+        help="count from the first round with this number of members",
     )
     parser.add_argument("--algorithm", default="diloco")
     parser.add_argument("--sync-every", type=int, default=4)
@@ -144,7 +147,7 @@ def main(
     parser.add_argument("--fail-place", type=int, default=0, help="of the rank with a failure")
     parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument(
-        "--fail-among", type=int, default=0, help="after a round of so many members"
+        "--fail-among", type=int, default=0, help="after a round with this number of members"
     )
     parser.add_argument(
         "--lose-in", type=int, help="in this round the confirmations, or what --fail-at says"

@@ -16,7 +16,8 @@ from lightning_loco.compression import CODECS, E3M0, Int4
 from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
-from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.elastic.recovery import RunState
+from lightning_loco.elastic.state_transfer import receive_state, send_state
 from lightning_loco.engine import StepEngine
 from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
@@ -208,9 +209,9 @@ def exchange_as_members(rank: int, world: int) -> tuple[Tensor, RunState | None]
         group.open(plan)
         received = SumExchange(group, engine).exchange(message, plan).received
         if rank == 0:
-            STATE.send(group, 1)
+            send_state(STATE, group, 1)
         else:
-            state = RunState.receive(group, 0, 1000)
+            state = receive_state(group, 0, 1000)
 
     dist.barrier()
     group.close()
