@@ -249,7 +249,11 @@ def test_a_worker_that_has_left_is_named_with_its_label() -> None:
     assert "worker 1 (no sign of life; last seen in a fit that trained nothing)" in text
 
 
-def test_a_process_that_was_suspended_does_not_blame_the_network() -> None:
+def test_a_process_that_was_suspended_does_not_blame_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hurry(monkeypatch, settle_s=2.5)
+    monkeypatch.setattr(module, "_HEARTBEAT_INTERVAL_S", 1.0)  # 90 s have fewer heartbeats
     clock = ManualClock()
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)

@@ -167,7 +167,7 @@ class ConstantRate(Classifier):
 def fit_at_defaults(rank: int, world: int, name: str, epochs: int) -> dict[str, Any]:
     """Train for 16 local steps an epoch."""
     module, strategy = ConstantRate("batch"), METHODS[name]()
-    train = DataLoader(make_images(1024, seed=1), batch_size=32, shuffle=True)
+    train = DataLoader(make_images(64, seed=1), batch_size=2, shuffle=True)
     validation = DataLoader(make_images(64, seed=2), batch_size=64)
     with messages_of(RANK_ZERO) as texts:
         fit_with(
