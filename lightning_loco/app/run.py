@@ -212,7 +212,11 @@ def keep_model(trainer: Trainer) -> None:
 
     Under SLURM Lightning would load the checkpoint with which the job was last queued again.
     """
-    choose_checkpoint(trainer, lambda _: None)
+    choose_checkpoint(trainer, no_checkpoint)
+
+
+def no_checkpoint(path: object) -> None:
+    """Choose none, whatever Lightning would load."""
 
 
 def present(cfg: DictConfig, report: RunReport, trainer: Trainer, model: LightningModule) -> None:

@@ -36,6 +36,7 @@ from lightning.pytorch.strategies import (
     ParallelStrategy,
     StrategyRegistry,
 )
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import (
     MisconfigurationException,
@@ -354,12 +355,15 @@ def resume_loop_at(
 def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
     """Let ``choose`` replace the path, or None, from which the next run resumes, once."""
     connector = trainer._checkpoint_connector
+    resume_start = functools.partial(_resume_from_chosen, connector, choose)  # pickled by "spawn"
+    connector.resume_start = resume_start  # type: ignore[method-assign]
 
-    def resume_start(path: Any = None, **options: Any) -> None:
-        del connector.resume_start
-        connector.resume_start(choose(path), **options)
 
-    connector.resume_start = resume_start  # type: ignore[assignment, method-assign]
+def _resume_from_chosen(
+    connector: _CheckpointConnector, choose: Callable[[Any], Any], path: Any = None, **options: Any
+) -> None:
+    del connector.resume_start
+    connector.resume_start(choose(path), **options)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

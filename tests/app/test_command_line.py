@@ -625,6 +625,14 @@ class TestCommand:
         assert len(list(tmp_path.glob("outputs/*/*"))) == 1
 
     @pytest.mark.soak
+    def test_spawned_workers(self, tmp_path: Path) -> None:
+        """The main process validates afterwards, also in spawned processes."""
+        spawned = "algorithm.start_method=spawn", "trainer.max_steps=10", "run_dir=here"
+        done = command("experiment=smoke", *spawned, "trainer.val_check_interval=10", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "here/report.json").read_text())["val_loss"] < 5.5
+
+    @pytest.mark.soak
     def test_two_workers_of_two_ranks(self, tmp_path: Path) -> None:
         sizes = "algorithm=diloco", "trainer.devices=4", "algorithm.replica_size=2"
         done = command("experiment=smoke", *sizes, "per_worker_logs=true", cwd=tmp_path)

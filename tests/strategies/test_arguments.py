@@ -178,6 +178,7 @@ WRONG = {
     "loco.DiLoCoStrategy(overlap=True)": 'Unexpected keyword argument "overlap"',
     "loco.NoLoCoStrategy(gossip_step='x')": 'incompatible type "str"; expected "float | None"',
     "loco.PairwiseGossipStrategy(bucket_bytes=3)": 'Unexpected keyword argument "bucket_bytes"',
+    "loco.DiLoCoStrateg()": 'has no attribute "DiLoCoStrateg"',
     "loco.LocoStrategy(loco.LocalSGD(), start_method='frok')": "expected \"Literal['popen', ",
 }
 
