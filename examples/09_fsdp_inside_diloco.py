@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_loco as loco
 from lightning_loco.app.demo.data import ByteTextData
-from lightning_loco.app.demo.model import Block
+from lightning_loco.app.demo.model import TransformerBlock
 
 WIDTH, CONTEXT = 64, 64
 
@@ -24,7 +24,9 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
         self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.ModuleList(Block(WIDTH, num_heads=4, dropout=0.0) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(WIDTH, num_heads=4, dropout=0.0) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
