@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.compression import BFloat16
 from lightning_loco.parameter_server import Tiers
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, make_trainer
+from tests.harness.pool import Pool
 from tests.harness.small_model import ValidatedModule, flat, make_loader, quiet_trainer
-from tests.strategies.families import all_ranks, remote_trainer
+from tests.strategies.families import fit_with, remote_or_ddp
 
 STEPS = 12
 
@@ -46,29 +45,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(rank: int, world: int, num_workers: int, settings: dict[str, Any], **options: Any) -> Any:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30, **options)
-        trainer = remote_trainer(
-            environment, strategy, max_epochs=2, use_distributed_sampler=False, **settings
-        )
-        module = Scheduled(seed=100 if rank >= num_workers else rank)
-        trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
-        metric = trainer.callback_metrics["val_loss"].item()
-        return flat(module), metric, trainer.global_step
-
-
-def fit_ddp(rank: int, world: int, settings: dict[str, Any]) -> Any:
-    trainer = make_trainer(DDPStrategy(), max_epochs=2, use_distributed_sampler=False, **settings)
-    module = Scheduled(seed=100)
-    trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
+def fit(rank: int, world: int, num_workers: int | None, settings: dict[str, Any]) -> Any:
+    serves = num_workers is None or rank >= num_workers
+    module = Scheduled(seed=100 if serves else rank)
+    data = make_loader(rank, STEPS), make_loader(9, 2)
+    trainer = fit_with(remote_or_ddp(num_workers), module, *data, max_epochs=2, **settings)
     return flat(module), trainer.callback_metrics["val_loss"].item(), trainer.global_step
 
 
 @pytest.mark.parametrize(("kind", "num_tiers"), cover(SETTINGS, [2, 3], strength=1))
 def test_fit_gives_the_results_of_ddp(pool: Pool, kind: str, num_tiers: int) -> None:
     *workers, server = pool.run(fit, 2, SETTINGS[kind], world=1 + num_tiers)
-    expected, metric, steps = pool.run(fit_ddp, SETTINGS[kind], world=2)[0]
+    expected, metric, steps = pool.run(fit, None, SETTINGS[kind], world=2)[0]
     for weights, own_metric, own_steps in workers[:2]:
         assert torch.equal(weights, expected)
         assert own_metric == metric

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 from tests.strategies.families import fit_with, remote_or_ddp
 
 STEPS = 6
@@ -40,13 +39,10 @@ class Scheduled(ValidatedModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def make_callback(name: str) -> Callback:
-    if name == "pruning":
-        return ModelPruning("l1_unstructured", amount=0.5)
-    if name == "swa":
-        return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
-    callback: Callback = EMAWeightAveraging(decay=0.8)
-    return callback
+CALLBACKS = {
+    "pruning": lambda: ModelPruning("l1_unstructured", amount=0.5),
+    "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
+}
 
 
 def run(
@@ -65,16 +61,14 @@ def run(
         make_loader(rank, STEPS),
         make_loader(9, 2),
         max_epochs=4,
-        callbacks=[make_callback(kind), Saves()],
+        callbacks=[CALLBACKS[kind](), Saves()],
     )
     saved = torch.load(path, weights_only=False)["state_dict"] if rank == 0 else {}
     return flat(module), saved
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler:UserWarning")
-@pytest.mark.parametrize(
-    "kind", ["pruning", "swa", pytest.param("average", marks=needs_weight_averaging)]
-)
+@pytest.mark.parametrize("kind", CALLBACKS)
 def test_callbacks_write_the_final_weights_of_ddp(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second, _ = pool.run(run, kind, 2, str(tmp_path), world=3)
     expected, saved = pool.run(run, kind, None, str(tmp_path), world=2)[0]

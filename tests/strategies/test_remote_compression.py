@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.compression import Int8
-from tests.harness.cover import cover
 from tests.harness.pool import Pool
-from tests.harness.small_model import TinyModule, ValidatedModule, WorkerData, flat, make_loader
-from tests.strategies.families import Seen, fit_part, fit_with
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.strategies.families import Seen, fit_with
 
 CODEC = Int8(block=4)
 STEPS = 8
@@ -66,43 +64,6 @@ def test_training_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> Non
     whole = counted.bytes_sent + counted.bytes_saved
     assert whole == pytest.approx(exact_counted.bytes_sent, rel=0.001)
     assert 0.25 < counted.bytes_sent / whole < 0.27
-
-
-class Noisy(TinyModule):
-    """Draws random numbers in every step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, target = batch
-        noise = torch.randn(inputs.shape, dtype=inputs.dtype)
-        return super().training_step((inputs + 0.1 * noise, target), batch_idx)
-
-
-def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tensor:
-    torch.manual_seed(rank)
-    module = Noisy(optimizer="AdamW")
-    loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
-    strategy = RemoteOptimizerStrategy(2, compression=compression, timeout_s=30)
-    fit_part(strategy, module, part, folder, loader)
-    return flat(module)
-
-
-@pytest.mark.recovery
-@pytest.mark.parametrize(
-    ("num_tiers", "compression"), cover([2, 3], [CODEC, "bf16"], strength=1), ids=str
-)
-def test_an_interrupted_run_resumes_exactly(
-    pool: Pool, tmp_path: Path, num_tiers: int, compression: Any
-) -> None:
-    world = 1 + num_tiers
-    whole = pool.run(cut, str(tmp_path), "whole", compression, world=world)
-    first = pool.run(cut, str(tmp_path), "first", compression, world=world)
-    saved = torch.load(tmp_path / "cut.ckpt", weights_only=True)["state_dict"]
-    full = torch.cat([value.reshape(-1) for value in saved.values()])
-    assert torch.equal(full, first[-1])  # in full precision
-    assert not torch.equal(full, first[0])
-    rest = pool.run(cut, str(tmp_path), "second", compression, world=world)
-    for rank in (0, 1, -1):  # an aggregator has no parameters
-        assert torch.equal(rest[rank], whole[rank])
 
 
 def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:

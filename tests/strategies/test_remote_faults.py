@@ -12,18 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco import RemoteOptimizerStrategy
 from tests.harness.pool import Pool
 from tests.harness.programs import LIMIT_S, Program, one_per_rank, python_script
 from tests.harness.small_model import TinyModule, ValidatedModule, make_loader
-from tests.strategies.families import all_ranks, remote_trainer
-
-
-def fit(rank: int, world: int, kind: type[TinyModule], num_workers: int) -> None:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
-        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(kind(), make_loader(rank, 4))
+from tests.strategies.families import fit_with, remote_or_ddp
 
 
 class Listing(torch.optim.SGD):
@@ -41,9 +33,13 @@ class Lists(TinyModule):
         return Listing(self.parameters(), lr=0.1)
 
 
+def fit_lists(rank: int, world: int) -> None:
+    fit_with(remote_or_ddp(2), Lists(), make_loader(rank, 4))
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoints after fit have no optimizer state")
 def test_a_state_that_cannot_be_sent_works_without_checkpoints(pool: Pool) -> None:
-    pool.run(fit, Lists, 2, world=4)
+    pool.run(fit_lists, world=4)
 
 
 SCRIPT = """
@@ -133,16 +129,9 @@ def test_all_ranks_end_without_worker_0_which_hosts_the_store(
 
 
 def train_whole(rank: int, world: int, steps: int) -> list[float]:
-    with all_ranks() as environment:
-        module = ValidatedModule(optimizer="Adam")
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=20),
-            max_epochs=1,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, make_loader(rank, steps), make_loader(9, 2))
-        return module.losses
+    module = ValidatedModule(optimizer="Adam")
+    fit_with(remote_or_ddp(2), module, make_loader(rank, steps), make_loader(9, 2))
+    return module.losses
 
 
 @pytest.mark.soak

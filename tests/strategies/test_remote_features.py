@@ -12,15 +12,16 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco._util.fault_points import on_reach
+from lightning_loco.compression import Int8
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.pool import Pool, PoolEnvironment, PoolError
 from tests.harness.small_model import (
     TinyModule,
     ValidatedModule,
@@ -30,7 +31,7 @@ from tests.harness.small_model import (
     make_loader,
     worker_batch,
 )
-from tests.strategies.families import all_ranks, fit_part, remote_trainer
+from tests.strategies.families import all_ranks, fit_part, fit_with, remote_or_ddp, remote_trainer
 
 STEPS = 8
 
@@ -54,15 +55,9 @@ def train(
     rates = Rates()
     training = None if isinstance(module, Estimated) else make_loader(rank, STEPS)
     validation = make_loader(9, 2) if isinstance(module, ValidatedModule) else None
-    settings = {"max_epochs": 2, "use_distributed_sampler": False, **settings}
-    if num_workers is None:
-        trainer = make_trainer(DDPStrategy(**options), callbacks=[rates], **settings)
-        trainer.fit(module, training, validation)
-        return flat(module), rates.seen, module.losses
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30, **options)
-        trainer = remote_trainer(environment, strategy, callbacks=[rates], **settings)
-        trainer.fit(module, training, validation)
+    settings = {"max_epochs": 2, "callbacks": [rates], **settings}
+    strategy = remote_or_ddp(num_workers, **options)
+    fit_with(strategy, module, training, validation, **settings)
     return flat(module), rates.seen, module.losses
 
 
@@ -265,15 +260,8 @@ class SkipsABatch(Manual):
 
 def log_on_one_rank(rank: int, world: int) -> tuple[list[Tensor], Tensor]:
     module, norms = SkipsABatch(), Norms()
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=30),
-            max_epochs=1,
-            callbacks=[norms] if rank == 0 else [],
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, make_loader(rank, 4 - rank))  # the first one makes the last step alone
+    data = make_loader(rank, 4 - rank)  # the first one makes the last step alone
+    fit_with(remote_or_ddp(2), module, data, callbacks=[norms] if rank == 0 else [])
     return norms.found, flat(module)
 
 
@@ -391,12 +379,8 @@ def save_rounded(rank: int, world: int, path: str) -> tuple[Tensor, Tensor]:
             self.full = trainer.strategy.remote.full_precision_parameters() if rank == 0 else []
 
     save, module = Save(), Single().float()
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, compression="bf16", timeout_s=30)
-        trainer = remote_trainer(
-            environment, strategy, max_epochs=1, callbacks=[save], use_distributed_sampler=False
-        )
-        trainer.fit(module, make_loader(rank, STEPS))
+    strategy = remote_or_ddp(2, compression="bf16")
+    fit_with(strategy, module, make_loader(rank, STEPS), callbacks=[save])
     if rank != 0:
         return flat(module), flat(module)
     order = {id(param): index for index, param in enumerate(module.parameters())}
@@ -481,15 +465,18 @@ def test_metrics_callbacks_and_several_fits(pool: Pool, tmp_path: Path) -> None:
 
 
 def cut(
-    rank: int, world: int, folder: str, part: str, num_tiers: int | None, num_workers: int = 2
-) -> Any:
+    rank: int,
+    world: int,
+    folder: str,
+    part: str,
+    num_workers: int | None = 2,
+    compression: Any = None,
+) -> Tensor:
     torch.manual_seed(rank)
     module = Noisy()
     loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
-    strategy: Strategy = DDPStrategy()
-    if num_tiers is not None:
-        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30)
-    fit_part(strategy, module, part, folder, loader)
+    options = {} if num_workers is None else {"compression": compression}
+    fit_part(remote_or_ddp(num_workers, **options), module, part, folder, loader)
     return flat(module)
 
 
@@ -503,8 +490,8 @@ def cut_with_warnings(rank: int, world: int, *args: Any) -> tuple[Tensor, list[s
 
 
 def test_an_interrupted_run_resumes_with_more_workers(pool: Pool, tmp_path: Path) -> None:
-    pool.run(cut, str(tmp_path), "first", 2, world=3)
-    *workers, server = pool.run(cut_with_warnings, str(tmp_path), "second", 2, 3, world=4)
+    pool.run(cut, str(tmp_path), "first", world=3)
+    *workers, server = pool.run(cut_with_warnings, str(tmp_path), "second", 3, world=4)
     assert all(torch.equal(weights, server[0]) for weights, _ in workers)
     assert not torch.equal(server[0], flat(Noisy()))
     assert workers[0][1] == [
@@ -533,21 +520,32 @@ class Noisy(TinyModule):
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("num_tiers", [2, 3, None])
+@pytest.mark.parametrize(
+    ("num_tiers", "compression"),
+    [(2, None), (3, None), (None, None), *cover([2, 3], [Int8(block=4), "bf16"], strength=1)],
+    ids=str,
+)
 def test_an_interrupted_run_resumes_exactly(
-    pool: Pool, tmp_path: Path, num_tiers: int | None
+    pool: Pool, tmp_path: Path, num_tiers: int | None, compression: Any
 ) -> None:
-    whole = pool.run(cut, str(tmp_path), "whole", 2, world=3)
-    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    """With other tiers than before; as plain DDP, which does not restore random states, nearly."""
+    settings, folder = (2, compression), str(tmp_path)
+    world = 3 if compression is None else 1 + (num_tiers or 1)
+    whole = pool.run(cut, folder, "whole", *settings, world=world)
+    first = pool.run(cut, folder, "first", *settings, world=world)
     content = torch.load(tmp_path / "cut.ckpt", weights_only=True)
     assert set(content["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    world = 2 if num_tiers is None else 1 + num_tiers
-    rest = pool.run(cut, str(tmp_path), "second", num_tiers, world=world)
-    if num_tiers is None:  # plain DDP does not restore random states
+    full = torch.cat([value.reshape(-1) for value in content["state_dict"].values()])
+    assert torch.equal(full, first[-1])  # in full precision
+    assert torch.equal(full, first[0]) == (compression is None)
+    if num_tiers is None:
+        rest = pool.run(cut, folder, "second", None, world=2)
         torch.testing.assert_close(rest[0], whole[0], rtol=0.1, atol=0.05)
         assert not torch.equal(rest[0], flat(Noisy()))
-    else:
-        assert all(torch.equal(weights, whole[0]) for weights in (*rest[:2], rest[-1]))
+        return
+    rest = pool.run(cut, folder, "second", *settings, world=1 + num_tiers)
+    for rank in (0, 1, -1):  # an aggregator has no parameters
+        assert torch.equal(rest[rank], whole[rank])
 
 
 def fit_again(rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -568,26 +566,6 @@ def test_another_trainer_in_the_same_processes(pool: Pool) -> None:
         assert torch.equal(first, second)
 
 
-def train_uneven(rank: int, world: int) -> tuple[Tensor, int]:
-    with all_ranks() as environment:
-        module = ValidatedModule()
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=30),
-            max_epochs=2,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, make_loader(rank, 4 + 3 * rank), make_loader(9, 2))
-        return flat(module), len(module.losses)
-
-
-@pytest.mark.parametrize("num_tiers", [2, 3])
-def test_workers_with_fewer_batches_wait(pool: Pool, num_tiers: int) -> None:
-    first, second, *_, server = pool.run(train_uneven, world=1 + num_tiers)
-    assert (first[1], second[1]) == (8, 14)
-    assert torch.equal(second[0], server[0])
-
-
 def train_scaled(rank: int, world: int, remote: bool, reads: bool) -> Any:
     """Train in 16-mixed, with an infinite loss on one worker in one step."""
 
@@ -606,8 +584,8 @@ def train_scaled(rank: int, world: int, remote: bool, reads: bool) -> Any:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": 1.0}
     if not remote:
-        trainer = make_trainer(DDPStrategy(), plugins=[plugin, PoolEnvironment()], **settings)
-        trainer.fit(module, make_loader(rank, STEPS))
+        settings["plugins"] = [plugin, PoolEnvironment()]
+        trainer = fit_with(DDPStrategy(), module, make_loader(rank, STEPS), **settings)
         return flat(module), scaler.get_scale(), trainer.global_step, module.losses
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=30)
@@ -635,23 +613,23 @@ def test_an_infinite_loss_skips_the_step_on_all_workers(pool: Pool, reads: bool)
 
 
 def test_a_checkpoint_of_another_format_raises(pool: Pool, tmp_path: Path) -> None:
-    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    pool.run(cut, str(tmp_path), "first", world=3)
     path = tmp_path / "cut.ckpt"
     content = torch.load(path, weights_only=True)
     content["lightning_loco_format"] -= 1
     torch.save(content, path)
     with pytest.raises(PoolError, match="has format 4, and this version of .* reads format 5"):
-        pool.run(cut, str(tmp_path), "second", 2, world=3)
+        pool.run(cut, str(tmp_path), "second", world=3)
 
 
 @pytest.mark.parametrize("entry", ["loops", "position"])
 def test_a_missing_position_raises(pool: Pool, tmp_path: Path, entry: str) -> None:
-    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    pool.run(cut, str(tmp_path), "first", world=3)
     path = tmp_path / "cut.ckpt"
     content = torch.load(path, weights_only=True)
     del content["lightning_loco_positions"][1][entry]
     torch.save(content, path)
     with pytest.raises(PoolError, match="does not say where its workers were") as error:
-        pool.run(cut, str(tmp_path), "second", 2, world=3)
+        pool.run(cut, str(tmp_path), "second", world=3)
     assert sorted(error.value.failures) == [0, 1, 2]
     assert str(path) in error.value.failures[1].message

@@ -27,8 +27,9 @@ def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str,
     seen = Seen(f"{folder}/one.ckpt")
     num_batches = STEPS if rank == 0 else STEPS + 3
     validation = make_loader(9, 2) if validates else None
-    fit_with(remote_or_ddp(2), module, make_loader(rank, num_batches), validation, callbacks=[seen])
-    return {"final": flat(module), "validated": seen.validated}
+    data = make_loader(rank, num_batches), validation
+    fit_with(remote_or_ddp(2), module, *data, callbacks=[seen], max_epochs=2)
+    return {"final": flat(module), "validated": seen.validated, "steps": len(module.losses)}
 
 
 @pytest.mark.parametrize(("num_tiers", "validates"), cover([2, 3], [True, False], strength=1))
@@ -37,11 +38,12 @@ def test_a_worker_without_data_gets_the_current_parameters(
 ) -> None:
     first, second, *_, server = pool.run(run_uneven, str(tmp_path), validates, world=1 + num_tiers)
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert (first["steps"], second["steps"]) == (2 * STEPS, 2 * STEPS + 6)
     assert torch.equal(second["final"], server["final"])
     assert torch.equal(first["final"], server["final"])
     assert torch.equal(torch.cat([v.reshape(-1) for v in saved.values()]), server["final"])
     if validates:
-        assert torch.equal(first["validated"][0], server["final"])
+        assert torch.equal(first["validated"][-1], server["final"])
 
 
 def run_uneven_with_two_servers(rank: int, world: int) -> Tensor:

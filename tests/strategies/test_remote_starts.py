@@ -9,16 +9,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.parameter_server import Tiers
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, PoolError, make_trainer
+from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.families import all_ranks, remote_trainer
+from tests.strategies.families import all_ranks, fit_with, remote_or_ddp, remote_trainer
 
 STEPS = 4
 TIMEOUT_S = 2.0
@@ -47,15 +46,8 @@ class Loads(Callback):
 
 
 def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | None) -> Tensor:
-    module = ValidatedModule(lr=lr)
-    settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [Loads(hook)]}
-    data = make_loader(rank, STEPS), make_loader(9, 1)
-    if num_workers is None:
-        make_trainer(DDPStrategy(), **settings).fit(module, *data)
-        return flat(module)
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
-        remote_trainer(environment, strategy, **settings).fit(module, *data)
+    module, data = ValidatedModule(lr=lr), (make_loader(rank, STEPS), make_loader(9, 1))
+    fit_with(remote_or_ddp(num_workers), module, *data, callbacks=[Loads(hook)])
     return flat(module)
 
 
@@ -106,10 +98,7 @@ class FrozenComplex(TinyModule):
 
 
 def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
-        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(kind(), make_loader(rank, STEPS))
+    fit_with(remote_or_ddp(2), kind(), make_loader(rank, STEPS))
 
 
 def test_frozen_complex_parameters_are_allowed(pool: Pool) -> None:
@@ -193,10 +182,7 @@ class FailsBefore(TinyModule):
 
 
 def fail_before(rank: int, world: int, hook: str, victim: int) -> None:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
-        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(FailsBefore(hook, victim))
+    fit_with(remote_or_ddp(2), FailsBefore(hook, victim))
 
 
 @pytest.mark.recovery
