@@ -131,6 +131,20 @@ OmegaConf.register_new_resolver(
     replace=True,
 )
 OmegaConf.register_new_resolver("loco_conf_dir", lambda: os.path.relpath(conf_dir()), replace=True)
+OmegaConf.register_new_resolver(
+    "loco_groups",
+    lambda: "".join(
+        f"{group}: {', '.join(choices_of(Path(conf_dir(), group)))}\n"
+        for group in sorted(default_choices().keys() - {"hydra"})
+    ),
+    replace=True,
+)
+
+
+def choices_of(group: Path) -> list[str]:
+    """Return the names of the configurations in a folder; files with ``_`` are parts of them."""
+    files = (file for file in sorted(group.rglob("*.yaml")) if not file.stem.startswith("_"))
+    return [file.relative_to(group).with_suffix("").as_posix() for file in files]
 
 
 def default_choices() -> dict[str, str]:
@@ -181,12 +195,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
         if not added and key not in known and experiment:
             instead = suggestion(key, known, "{}=...") or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting.{instead}"
-        choices = {
-            file.relative_to(folder / key).with_suffix("").as_posix()
-            for folder in folders
-            for file in (folder / key).rglob("*.yaml")
-            if not file.stem.startswith("_")  # a part of choices
-        }
+        choices = {choice for folder in folders for choice in choices_of(folder / key)}
         for value in values.split(",") if key in groups else ():
             if value not in choices and not (value in nothing and "none" not in choices):
                 name = "none" if value in nothing else value

@@ -41,7 +41,7 @@ WAIT_FOR_RANK_0_S = 10
 CHECKPOINT_NAMES = ("last", "best", "hpc", "registry")
 """Values of ckpt_path that are not paths."""
 
-NOT_REPORTED = ("simulate", "num_workers", "simulation", "network", "callbacks", "logger")
+NOT_REPORTED = ("simulate", "num_workers", "simulation", "callbacks", "logger")
 """Keys of the configuration that are of a simulation, or do not change the training."""
 
 
