@@ -423,17 +423,21 @@ def test_networks_by_name() -> None:
 def test_the_latency_of_neighbors_is_the_longest() -> None:
     links = as_links({"default": Link(100, 0.01), "pairs": {"2->0": Link(100, 0.5)}})
     times, ring = LinkTimes(links, 4), get_topology("ring")
-    latencies = [times.neighbors(worker, BYTES, ring, 0).latency_s for worker in range(4)]
+    latencies = [
+        times.all_neighbors(BYTES, ring, 0).of_worker(worker).latency_s for worker in range(4)
+    ]
     assert latencies == [0.01] * 4  # on a ring of four, 0 and 2 are not neighbors
     complete = get_topology("complete")
-    latencies = [times.neighbors(worker, BYTES, complete, 0).latency_s for worker in range(4)]
+    latencies = [
+        times.all_neighbors(BYTES, complete, 0).of_worker(worker).latency_s for worker in range(4)
+    ]
     assert latencies == [0.5, 0.01, 0.01, 0.01]
 
 
 def test_a_single_worker_sends_nothing() -> None:
     times = LinkTimes(Links(Link(1, 1)), 1)
     assert times.mean(BYTES, 0, 0).seconds == 0
-    assert times.neighbors(0, BYTES, get_topology("ring"), 0).seconds == 0
+    assert times.all_neighbors(BYTES, get_topology("ring"), 0).of_worker(0).seconds == 0
 
 
 def test_a_fetch_has_the_latency_of_request_and_reply() -> None:
@@ -456,4 +460,4 @@ def test_jitter_is_drawn_from_seed_round_and_worker() -> None:
     assert all(0.1 <= latency <= 0.15 for latency in drawn)
     assert max(drawn) - min(drawn) > 0.01
     times, ring = LinkTimes(Links(Link(100, 0.1, 0.05)), 4), get_topology("ring")
-    assert len({times.neighbors(w, BYTES, ring, 0).latency_s for w in range(4)}) > 1
+    assert len({times.all_neighbors(BYTES, ring, 0).of_worker(w).latency_s for w in range(4)}) > 1

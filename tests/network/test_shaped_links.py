@@ -85,7 +85,7 @@ def test_a_round_of_diloco_takes_as_long_as_predicted(network: Network) -> None:
 
 def test_a_round_of_gasloc_takes_as_long_as_predicted(network: Network) -> None:
     """Each of three workers sends two messages."""
-    predicted = LinkTimes(Links(RATE), 3).neighbors(0, BYTES, Ring(), 0).seconds
+    predicted = LinkTimes(Links(RATE), 3).all_neighbors(BYTES, Ring(), 0).of_worker(0).seconds
     assert predicted == pytest.approx(2 * 8 * BYTES / (MBIT_PER_S * 1e6))
     check(measure(network, "gasloc", {"mbit_per_s": MBIT_PER_S}), predicted)
     network.slow_down(f"{MBIT_PER_S}mbit")
@@ -103,7 +103,7 @@ def test_rounds_of_two_sites_take_as_long_as_predicted(network: Network) -> None
     assert links is not None
     network.divide(2, f"{MBIT_PER_S}mbit")
     alone_s = RATE.seconds(BYTES)
-    gossip = LinkTimes(links, 4).neighbors(0, BYTES, Ring(), 0).seconds
+    gossip = LinkTimes(links, 4).all_neighbors(BYTES, Ring(), 0).of_worker(0).seconds
     assert gossip == pytest.approx(2 * alone_s)
     check([max(measure(network, "gasloc"))], gossip)
     mean = LinkTimes(links, 4).mean(1.5 * BYTES, 6, 0).seconds
