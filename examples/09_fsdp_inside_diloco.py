@@ -24,9 +24,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
         self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.ModuleList(
-            TransformerBlock(WIDTH, num_heads=4, dropout=0.0) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(TransformerBlock(WIDTH, 4, 0.0) for _ in range(2))
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Statistics:
     bytes_sent: int = 0
     bytes_saved: int = 0
     wait_s: float = 0.0
-    resumed_wait_s: float = 0.0
+    resumed_wait_s: float = dataclasses.field(default=0.0, compare=False)
     staleness: float = 0
     outer_grad_norm: float | None = None
     consensus_distance: float | None = None

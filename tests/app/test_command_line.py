@@ -460,7 +460,7 @@ class TestChoices:
             said = capsys.readouterr().out
             assert f"  {expected}" in said
             assert other not in said
-            assert "_rounds" not in said
+            assert "algorithm: async_diloco, " in said  # not the parts that they share
             assert f"GROUP/NAME.yaml of {os.path.relpath(ROOT / 'conf')}," in said
 
     @pytest.mark.parametrize("program", ["train", "command"])
