@@ -126,7 +126,7 @@ class Case:
         }
 
     def strategy(self, sync_every: int, **others: Any) -> loco.LocoStrategy:
-        """Return the strategy; one that follows the clock makes rounds without a pause."""
+        """Return the strategy; rounds by the clock follow each other without a pause."""
         if self.by_clock:
             return AsyncModelAverageStrategy(0.0, topology=self.topology, **others)
         if self.fragments is not None:
@@ -140,12 +140,12 @@ class Case:
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """A picklable function that creates an outer optimizer with a state."""
+    """Create an outer optimizer with a state (picklable)."""
     return torch.optim.Adam(params, lr=0.05)
 
 
 def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer that creates its state in its constructor instead of its first step."""
+    """Create an optimizer that allocates its state in its constructor, not in its first step."""
     return torch.optim.Adagrad(params, lr=0.5)
 
 
@@ -171,7 +171,7 @@ CASES = {
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
-    # Other settings; in slow tests these rows run in the soak only.
+    # Other settings; slow tests run these rows in the soak only.
     "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
     "delayed_nesterov_schedule": Case(
         loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
@@ -200,7 +200,7 @@ CASES = {
         accuracy=2.0,
         not_in={"nan by hand": "the plain loop has the mean"},
     ),
-    "diloco_geometric_median": Case(  # of two messages, it is their mean
+    "diloco_geometric_median": Case(  # equals the mean of two messages
         DiLoCo(0.7, 0.3, aggregate="geometric_median"), overlap=True, accuracy=2.0
     ),
     "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),

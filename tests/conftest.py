@@ -7,7 +7,7 @@ import os
 # Four processes share few cores: more threads would only wait for each other. torch reads this
 # when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# PyTorch's store asks for the names of addresses, and a name server may not answer.
+# PyTorch's store resolves addresses to host names, and a name server may not answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import shutil
@@ -50,13 +50,13 @@ def leave_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """Begin each test with the same random numbers, whatever ran before it in its process."""
+    """Seed the random numbers before each test, whatever ran earlier in its process."""
     seed(0)
 
 
 @pytest.fixture
 def other_disk() -> Iterator[Path]:
-    """Return a folder on another file system than that of temporary files."""
+    """Return a folder on another file system than the temporary files."""
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
         pytest.skip("there is only one file system")
@@ -70,7 +70,7 @@ def other_disk() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`; see harness/pool.py."""
-    # Imports PyTorch, which the controller of xdist does not need.
+    # Imported here because the controller of xdist does not need PyTorch.
     from tests.harness.pool import Pool
 
     processes = Pool()

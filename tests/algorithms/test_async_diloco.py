@@ -118,7 +118,7 @@ def printed_order(world: int, phases: int, steps: int, inner: Any) -> Tensor:
 
 
 def test_the_printed_order_is_synchronous_and_shifted_by_one_phase() -> None:
-    """Joining right before the next phase hides nothing: that is overlap=False."""
+    """Waiting right before the next phase hides no communication: that is overlap=False."""
     printed = printed_order(3, 6, 2, ADAMW)
     synchronous = simulate(ALGORITHM, 3, 6, inner=ADAMW, sync_every=2)
     assert_close(printed[1:], synchronous[:5, 0])
@@ -145,7 +145,7 @@ def experiment(*choice: str) -> RoundSettings:
 
 
 def test_the_experiment_is_the_published_loop() -> None:
-    """Also of elastic members; a joining one is in tests/elastic/test_pipeline.py."""
+    """Elastic members run it as well; a joining one is tested in tests/elastic/test_pipeline.py."""
     settings = experiment()
     assert settings.outer_device == "cpu"
     assert dataclasses.replace(experiment("membership=elastic"), membership=None) == settings
@@ -179,7 +179,7 @@ def test_it_has_the_published_order_on_gloo(pool: Pool, subtests: pytest.Subtest
 def errors(
     algorithm: DiLoCo, contraction: float, rounds: int, **settings: Any
 ) -> tuple[list[float], Simulation]:
-    """The error at the start and after each round, on quadratics around -1 and 1."""
+    """Return the error at the start and after each round, on quadratics around -1 and 1."""
     models = [Point(torch.ones(1, dtype=torch.float64)) for _ in range(2)]
     optima = [-1.0, 1.0]
 
@@ -260,7 +260,7 @@ def test_after_t_phases_t_minus_1_means_are_applied_and_drain_applies_the_last()
 
 
 def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
-    """The parameters before and after drain(); each mean moves them by 1."""
+    """Return the parameters before and after drain(); each mean moves them by 1."""
     model = Point(torch.zeros(1))
     engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1, **COLD)
     for _ in range(phases):

@@ -38,7 +38,7 @@ from tests.harness.toys import (
 
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
-    """Make rounds of one worker with random received vectors, and return its parameters."""
+    """Run rounds of one worker with random received vectors, and return its parameters."""
     params = randn(6, seed=99).to(dtype)
     if (start := algorithm.round_start(state)) is not None:
         params.copy_(start)
@@ -60,7 +60,7 @@ def test_an_algorithm_without_rounds_is_refused(drive: Any) -> None:
 def check_that_it_converges(
     case: Case, num_workers: int, rounds: int = 100, rate: float = 0.3
 ) -> None:
-    """Assert that the consensus converges to the mean of the targets, the optimum of the sum."""
+    """Assert that the consensus converges to the mean of the targets, the optimum of their sum."""
     targets = randn(num_workers, 3)
     models = [Point(torch.zeros(3, dtype=torch.float64)) for _ in range(num_workers)]
 
@@ -162,14 +162,14 @@ def law_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    if algorithm.consensus_key is not None:  # the round begins at what the state remembers
+    if algorithm.consensus_key is not None:  # a round starts from the consensus in the state
         result = apply_rounds(algorithm, loaded, range(4, 7), torch.float64)
         assert torch.equal(result, expected)
     assert loaded.keys() == state.keys()
 
 
 def law_two_states_share_no_memory(case: Case) -> None:
-    """A state may keep the tensor it is made from, but not the parameters of later rounds."""
+    """A state may keep the tensor it is created from, but not the parameters of later rounds."""
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
@@ -184,7 +184,7 @@ def law_two_states_share_no_memory(case: Case) -> None:
 
 
 def law_received_may_share_memory_with_the_parameters(case: Case) -> None:
-    """An all-reduce sums in place, so what is received is where the message was."""
+    """An all-reduce works in place, so the received vector may be in the memory of the message."""
     results = []
     for in_place in (False, True):
         algorithm = case.prepared(4)
@@ -199,7 +199,7 @@ def law_received_may_share_memory_with_the_parameters(case: Case) -> None:
 
 
 def law_restart_without_progress_gives_the_parameters_of_the_last_update(case: Case) -> None:
-    """restart gives the parameters that the last apply has written."""
+    """Without progress, restart returns the parameters that the last apply wrote."""
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
     params = randn(6, seed=1)
@@ -224,7 +224,7 @@ def law_all_workers_have_the_same_state_keys(case: Case) -> None:
 
 
 def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
-    """Rounds of one worker, each computed slice by slice on views of one state."""
+    """Run rounds of one worker, each computed slice by slice on views of one state."""
     edges = [0, *cuts, 12]
     slices = [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
     state = algorithm.init(randn(12))
@@ -245,14 +245,14 @@ def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
 
 
 def law_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -> None:
-    """Up to the last bit, since vectorized kernels round the end of a slice differently."""
+    """Equal up to the last bit: vectorized kernels round the end of a slice differently."""
     algorithm = case.prepared(4)
     whole = run_on_slices(algorithm, [])
     torch.testing.assert_close(run_on_slices(algorithm, cuts), whole, rtol=1e-15, atol=1e-15)
 
 
 def bits(state: State) -> dict[str, Any]:
-    """A copy of all entries that can be compared exactly."""
+    """Return a copy of all entries that can be compared exactly."""
     return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
@@ -271,7 +271,7 @@ def law_propose_is_pure(case: Case) -> None:
 
 
 def law_restart_gives_the_start_of_the_round(case: Case) -> None:
-    """In every round and after any call of propose; or it is always None."""
+    """In every round and after any call of propose; or restart always returns None."""
     algorithm = case.prepared(4)
     params = randn(6)
     state = algorithm.init(params.clone())
@@ -296,7 +296,7 @@ def law_permuting_the_workers_permutes_the_results(case: Case) -> None:
     topology = case.graph
     if topology is not None:
         matrix = topology.mixing_matrix(num_workers, 0)
-        if topology.period(num_workers) != 1:  # several rounds make a connected graph
+        if topology.period(num_workers) != 1:  # several rounds form a connected graph
             matrix = sum((topology.mixing_matrix(num_workers, t) for t in range(1, 8)), matrix) / 8
         graphs = [FromMatrix(m, directed=True) for m in (matrix, matrix[order][:, order])]
     plain = flat_rounds(algorithm, starts, move_to(targets, 0.4), 5, graphs[0])
@@ -392,7 +392,7 @@ MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key 
 
 @rows("without progress", MASTERS)
 def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) -> None:
-    """The rounding error of the model's bfloat16 parameters is not taken for progress."""
+    """The rounding error of the model's bfloat16 parameters does not count as progress."""
     models = [Point(torch.zeros(6, dtype=torch.bfloat16)) for _ in range(3)]
     plain = dataclasses.replace(case.algorithm, outer_momentum=0.0)
     simulation = Simulation(models, plain, **case.settings())
@@ -425,7 +425,7 @@ def topology_of(algorithm: Algorithm) -> str | None:
 def test_small_steps_of_a_bfloat16_model_add_up(algorithm: Algorithm, overlap: bool) -> None:
     """One worker of four takes the smallest step each round; the mean moves by 1/8 of it.
 
-    Only float32 parameters can hold that, and they must not lose it to the model's rounding.
+    Only float32 outer parameters can represent that; the model's rounding must not erase it.
     """
     models = [Point(torch.ones(1, dtype=torch.bfloat16)) for _ in range(4)]
     simulation = Simulation(models, algorithm, overlap=overlap, topology=topology_of(algorithm))

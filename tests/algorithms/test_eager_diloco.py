@@ -169,7 +169,7 @@ def test_the_distance_between_the_outer_parameters_is_bounded() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
 def test_the_largest_stable_contraction_is_where_it_begins_to_diverge(share: float) -> None:
-    """Workers with equal local steps, 1/share of them."""
+    """Workers take equal local steps, as many as 1/share."""
     limit = largest_stable_contraction(1.5, 0.5, share=share)
     world, rounds = round(1 / share), 100 if share == 1 else 300
 

@@ -60,7 +60,7 @@ def prepared(topology: Any, **settings: Any) -> GASLoC:
 
 @dataclass(frozen=True)
 class Alone(Topology):
-    """No edges at all: Lambda = 0."""
+    """A topology without edges: Lambda = 0."""
 
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
         return {worker: 1.0}
@@ -95,7 +95,7 @@ def test_it_is_the_formula(subtests: pytest.Subtests) -> None:
 
 
 def test_on_a_complete_graph_without_momentum_it_is_diloco(subtests: pytest.Subtests) -> None:
-    """Every worker, any model, any data."""
+    """On every worker, for any model and data."""
     for inner, world in itertools.product([SGD, ADAMW], range(1, 5)):
         with subtests.test(inner.func.__name__, world=world):
             settings = {"inner": inner, "sync_every": 3}
@@ -105,7 +105,7 @@ def test_on_a_complete_graph_without_momentum_it_is_diloco(subtests: pytest.Subt
 
 
 def test_on_a_pair_without_momentum_it_is_diloco() -> None:
-    """Two workers that average at 1/2, as a matching, a hypercube, a ring's two ends."""
+    """Two workers average with weight 1/2 on a matching, a hypercube and a ring of two."""
     expected = simulate(DiLoCo(0.7, 0.0), 2, 5, sync_every=3)
     for name in ("xor", "random_matching", "hypercube", "one_peer_exponential", "exponential"):
         algorithm = GASLoC(0.7, "auto", 0.0)
@@ -156,7 +156,7 @@ def test_with_other_data_on_each_worker_its_local_momentum_is_not_diloco() -> No
 def test_gossiped_momentum_on_a_complete_graph_is_diloco_with_nesterov(
     subtests: pytest.Subtests,
 ) -> None:
-    """Every worker, any data."""
+    """On every worker, for any data."""
     settings = {"inner": ADAMW, "sync_every": 3}
     for momentum, world in itertools.product([0.5, 0.9], range(1, 5)):
         with subtests.test(momentum=momentum, world=world):
@@ -215,7 +215,7 @@ def test_a_schedule_of_the_outer_rate_differs_from_diloco() -> None:
 
 
 def nesterov_lookahead(worker: int, rate: float, momentum: float, rounds: int) -> Tensor:
-    """One worker alone: torch's Nesterov SGD on slow - fast every 3 steps."""
+    """A single worker: torch's Nesterov SGD on slow - fast every 3 steps."""
     model = make_model()
     optimizer = ADAMW(model.parameters())
     slow = torch.nn.Parameter(flat(model))
@@ -243,7 +243,7 @@ def test_a_single_worker_is_lookahead_with_nesterov(subtests: pytest.Subtests) -
 
 
 def without_edges(**settings: Any) -> Tensor:
-    """Four rounds of three workers that exchange nothing, each with its own model and data."""
+    """Run four rounds of three workers that exchange nothing, each with its own model and data."""
     models = [make_model() for _ in range(3)]
     optimizers = [ADAMW(model.parameters()) for model in models]
     steps = [0] * 3
@@ -271,7 +271,7 @@ def test_without_edges_each_worker_is_lookahead_with_nesterov(subtests: pytest.S
 
 
 def gradients(params: Tensor, step: int) -> Tensor:
-    """The gradient of each worker at its row of ``params``."""
+    """Return the gradient of each worker at its row of ``params``."""
     rows = []
     for worker, row in enumerate(params):
         model, position = make_model(), 0
@@ -353,7 +353,7 @@ def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Te
 def test_without_progress_the_mean_is_kept_on_gloo(pool: Pool, name: str, momentum: float) -> None:
     history = torch.stack(pool.run(scatter_then_gossip, name, momentum, world=4), dim=1)
     mean, previous = history[0].mean(0), torch.zeros(3, dtype=torch.float64)
-    for t in range(30):  # heavy ball; the drift of the first phase sets the mean moving
+    for t in range(30):  # heavy ball: the drift of the first phase moves the mean
         mean, previous = mean + momentum * (mean - previous), mean
         assert_close(history[t + 1].mean(0), mean)
     assert distances(history)[30] < 0.05 * distances(history)[0]
@@ -385,7 +385,7 @@ def fitted_rate(
     history = flat_rounds(algorithm, starts - starts.mean(0), no_progress, last, topology)
     t = np.arange(2 * last // 5, last + 1)
     found = distances(history)[t].log().numpy()
-    if double_root:  # the distance goes like t * rate^t
+    if double_root:  # the distance decays like t * rate^t
         found = found - np.log(t)
     return math.exp(np.polyfit(t, found, 1)[0])
 
@@ -419,7 +419,7 @@ def test_after_exact_averaging_disagreement_decays_like_the_root_of_the_momentum
     starts = randn(4, 1)
     starts = starts - starts.mean(0)
     found = distances(flat_rounds(algorithm, starts, no_progress, 120, Complete()))
-    rate = (found[100:].max() / found[20:41].max()) ** (1 / 80)  # it swings as it decays
+    rate = (found[100:].max() / found[20:41].max()) ** (1 / 80)  # it oscillates as it decays
     assert rate.item() == pytest.approx(math.sqrt(momentum), rel=0.01)
 
 
@@ -427,7 +427,7 @@ def test_after_exact_averaging_disagreement_decays_like_the_root_of_the_momentum
 
 
 def test_each_worker_may_make_its_own_number_of_local_steps(pool: Pool) -> None:
-    """By hand: worker i trains H_i steps, and one round mixes."""
+    """Computed by hand: worker i takes H_i local steps, then one round averages."""
     every = [1, 3, 2]
     models = [make_model() for _ in range(3)]
     optimizers = [SGD(model.parameters()) for model in models]

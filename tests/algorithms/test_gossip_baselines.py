@@ -19,21 +19,21 @@ NUMEL = 22  # not a multiple of a block
 RATE = 0.2
 MATRIX = Ring().mixing_matrix(5)
 
-# Quadratics with a minimum for each worker.
+# Each worker's quadratic has its own minimum.
 targets = randn(8, NUMEL, seed=1)
 curvatures = 0.5 + randn(8, NUMEL, seed=2).abs() / 3
 start = randn(NUMEL, seed=3)
 
 
 def gradient(x: Tensor) -> Tensor:
-    """The gradients ``(N, P)`` of all workers at ``x``, ``(N, P)``."""
+    """Return the gradients ``(N, P)`` of all workers at ``x``, ``(N, P)``."""
     return curvatures[: len(x)] * (x - targets[: len(x)])
 
 
 def trained(
     algorithm: Algorithm, num_workers: int, rounds: int, **settings: Any
 ) -> tuple[Tensor, Simulation]:
-    """Gradient descent with a round after every step.
+    """Run gradient descent with a round after every step.
 
     Returns the parameters of all workers after each round, ``(rounds, N, P)``.
     """
@@ -70,7 +70,7 @@ def test_overlapped_rounds_are_d_psgd() -> None:
 
 
 def compressed(values: Tensor, codec: Codec | None) -> Tensor:
-    """Q of each row."""
+    """Apply the compression operator Q to each row."""
     if codec is None:
         return values
     return torch.stack([codec.decode(codec.encode(row), torch.empty_like(row)) for row in values])
@@ -85,7 +85,7 @@ def compressed(values: Tensor, codec: Codec | None) -> Tensor:
     ],
 )
 def test_choco_sgd(codec: Codec | None, gossip_step: float) -> None:
-    """Algorithm 2 of arXiv:1902.00340 in coordinates whose origin is the start."""
+    """Algorithm 2 of arXiv:1902.00340, with parameters relative to the start."""
     x = estimates = torch.zeros(5, len(start), dtype=torch.float64)
     history = []
     for _ in range(30):
@@ -109,7 +109,7 @@ def flow(x: Tensor, tilde: Tensor, rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("num_workers", [5, 6])
 def test_a2cid2_on_matchings(num_workers: int) -> None:
-    """Equation 4 of arXiv:2306.08289, event by event: steps of all, then each pair of the round."""
+    """Equation 4 of arXiv:2306.08289, event by event: local steps, then each pair of a round."""
     rate, alpha, alpha_tilde = 0.4, 0.3, 0.5
     topology = RandomMatching(seed=2)
     x, tilde = start.repeat(num_workers, 1), start.repeat(num_workers, 1)
@@ -132,7 +132,7 @@ def test_a2cid2_on_matchings(num_workers: int) -> None:
 
 
 def test_a2cid2_on_a_ring_with_the_numbers_of_the_paper() -> None:
-    """Of a ring of n the smallest mode is (2 - 2 cos(2 pi / n)) / 3, a resistance 3 (n - 1) / n."""
+    """Smallest eigenvalue of a ring of n: (2 - 2 cos(2 pi / n)) / 3; resistance: 3 (n - 1) / n."""
     chi_1 = 3 / (2 - 2 * torch.cos(torch.tensor(2 * torch.pi / 5, dtype=torch.float64)))
     chi_2 = torch.tensor(3 * 4 / 5 / 2, dtype=torch.float64)
     rate, alpha_tilde = float(0.5 / (chi_1 * chi_2).sqrt()), (chi_1 / chi_2).sqrt()

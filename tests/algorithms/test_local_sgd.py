@@ -53,7 +53,7 @@ ALGORITHMS = [LocalSGD(), DiLoCo(1.0, 0.0)]
 def test_a_round_after_every_step_is_data_parallel_training(
     algorithm: LocalSGD | DiLoCo, name: str, world: int
 ) -> None:
-    """Also with inner momentum, as long as it is kept: its mean is the momentum of the mean."""
+    """Also with inner momentum if workers keep it: its mean is the momentum of the mean."""
     inner = LINEAR_IN_THE_GRADIENTS[name]
     history = simulate(algorithm, world, 8, inner=inner)
     assert_close(history[:8], train_ddp(world, 8, inner)[:, None].expand(-1, world, -1))
@@ -83,7 +83,7 @@ def test_inner_momentum_that_is_reset_is_not_data_parallel_training() -> None:
 
 
 def test_inner_adamw_is_not_data_parallel_adamw() -> None:
-    """AdamW is not linear in the gradients; alone on one worker it must agree."""
+    """AdamW is not linear in the gradients, so only one worker alone agrees."""
     off = simulate(LocalSGD(), 3, 8, inner=ADAMW)[-1, 0] - train_ddp(3, 8, ADAMW)[-1]
     assert off.abs().max() > 1e-3
     assert_close(simulate(LocalSGD(), 1, 8, inner=ADAMW)[-1, 0], train_ddp(1, 8, ADAMW)[-1])
@@ -96,7 +96,7 @@ def test_clipping_on_each_worker_is_not_clipping_of_the_mean() -> None:
 
 
 def test_several_local_steps_equal_training_alone_and_averaging() -> None:
-    """The formula as a loop, with AdamW, whose state each worker keeps."""
+    """A plain loop of the formula, with AdamW, whose state each worker keeps."""
     world, rounds, steps = 3, 4, 5
     models = [make_model() for _ in range(world)]
     optimizers = [ADAMW(model.parameters()) for model in models]

@@ -21,7 +21,7 @@ def prepared(algorithm: Algorithm, num_workers: int, topology: Topology) -> Algo
 
 
 def test_it_is_the_two_sums_of_the_paper(subtests: pytest.Subtests) -> None:
-    """Drifts and outer parameters averaged by themselves, as the published code does."""
+    """Drifts and outer parameters are averaged separately, as in the published code."""
     num_workers, a, beta = 6, 0.5, 0.7
     targets, starts = randn(num_workers, 4), randn(num_workers, 4, seed=1)
     for topology, gossip_step in itertools.product([RandomMatching(3), Ring()], [None, 0.4]):

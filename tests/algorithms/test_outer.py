@@ -1,4 +1,4 @@
-"""Torch optimizers as outer optimizers: the numbers of that optimizer on mean gradients."""
+"""Torch optimizers as outer optimizers: equal to that optimizer on mean gradients."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_with_overlap_it_steps_with_the_gradient_of_the_previous_round() -> None
         outer.grad = gradients.pop()
         gradients.append(fresh)
         optimizer.step()
-    # The pseudo-gradient of a phase belongs to the outer parameters that the phase began with.
+    # A phase's pseudo-gradient is relative to the outer parameters at its start.
     assert_close(simulation.consensus(), outer.detach())
 
 
@@ -127,7 +127,7 @@ def test_a_run_that_saves_and_loads_its_state_equals_an_unbroken_one(
 
 
 class Averaged(torch.optim.SGD):
-    """An optimizer that counts in its parameter group, as schedule-free ones do."""
+    """An optimizer that counts its steps in the parameter group, as schedule-free ones do."""
 
     def step(self, closure: Any = None) -> None:
         group = self.param_groups[0]
@@ -137,7 +137,7 @@ class Averaged(torch.optim.SGD):
 
 
 class Remembering(torch.optim.SGD):
-    """An optimizer whose state is not made of tensors and numbers."""
+    """An optimizer whose state contains more than tensors and numbers."""
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
@@ -164,7 +164,7 @@ def test_an_unsupported_optimizer_is_refused_before_training(
 
 
 def test_an_optimizer_that_keeps_numbers_in_its_groups_is_refused() -> None:
-    """It is created for every round, so anything outside its state would be lost silently."""
+    """The optimizer is created for every round, so values outside its state would get lost."""
     with pytest.raises((ValueError, TypeError), match="Averaged cannot be an outer optimizer"):
         DiLoCo(outer_optimizer=Averaged).prepare(2, None)
 

@@ -31,7 +31,7 @@ STARTS = randn(5, seed=1).expand(4, 5)
 
 
 def halved(round_index: int, first: float = 0.8) -> float:
-    """A user's own schedule."""
+    """A schedule defined by a user."""
     return first * 0.5**round_index
 
 

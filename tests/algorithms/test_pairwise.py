@@ -33,8 +33,8 @@ def test_factors(subtests: pytest.Subtests) -> None:
         ("loss", (1, 0.0), (1, 2.0), 0.0),
         ("loss", (1, 2.0), (1, 0.0), 1.0),
         ("loss", (1, 0.0), (1, 0.0), 0.5),
-        ("loss", (1, -1.0), (1, 0.5), 1.0),  # 2 before it is clamped
-        ("loss", (1, 0.5), (1, -1.0), 0.0),  # -1 before it is clamped
+        ("loss", (1, -1.0), (1, 0.5), 1.0),  # 2 before clamping
+        ("loss", (1, 0.5), (1, -1.0), 0.0),  # -1 before clamping
         ("loss", (1, 1.0), (1, -1.0), 0.5),  # 1/0
         ("loss", (1, NAN), (1, 1.0), 0.0),
         ("loss", (1, INF), (1, 1.0), 0.0),

@@ -1,4 +1,4 @@
-"""Robust means: equal to their formulas, and one hostile worker of four does no harm."""
+"""Robust means: they equal their formulas, and one hostile worker of four has bounded influence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_geometric_median_has_the_smallest_sum_of_distances() -> None:
 
 
 def test_the_geometric_median_may_be_a_message() -> None:
-    """Where Weiszfeld's formula divides by zero."""
+    """Weiszfeld's formula would divide by zero there."""
     corners = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [0.0, 0.0]])
     found = GeometricMedian().combine(corners.double(), ONES)
     assert_close(found, torch.zeros(2).double())
@@ -177,7 +177,7 @@ def test_same_numbers(pool: Pool, aggregate: str | RobustMean, overlap: bool) ->
 
 
 def test_the_same_by_hand() -> None:
-    """DiLoCo in a plain loop, with the formula of the trimmed mean in it."""
+    """DiLoCo as a plain loop with the formula of the trimmed mean."""
     algorithm = DiLoCo(0.7, 0.5, aggregate="trimmed_mean")
     found = simulate(algorithm, 4, ROUNDS, sync_every=SYNC_EVERY)[ROUNDS - 1]
     model = make_model()
@@ -200,7 +200,7 @@ def test_the_same_by_hand() -> None:
 
 
 def save_and_resume(rank: int, world: int, aggregate: str) -> bool:
-    """Whether a run that is resumed with a round pending equals one that was not interrupted."""
+    """Return whether a run resumed with a round pending equals an uninterrupted one."""
     ends = []
     for saves_at in (None, 8):
         model = make_model()

@@ -1,4 +1,4 @@
-"""SPARTA: equal to its plain loop; a part of the parameters on the wire; the mean is kept."""
+"""SPARTA: it equals a plain loop, sends a part of the parameters, and preserves the mean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUARTER = SPARTA(0.25, seed=3)
 
 
 def positions(numel: int, algorithm: SPARTA, round_index: int) -> list[int]:
-    """The parameters that are averaged in a round, one after the other."""
+    """Return the parameters that are averaged in a round, in order."""
     every = algorithm.granularity
     chosen = []
     for number, start in enumerate(range(0, numel, every)):
@@ -137,11 +137,11 @@ def test_slices_draw_what_the_whole_draws() -> None:
 def test_any_integer_is_a_seed(seed: int) -> None:
     drawn = random_integers(torch.arange(50_000), seed, 2**40)
     assert drawn.dtype == torch.int64
-    assert len(set(drawn.tolist())) == 50_000  # numbers in [0, 2**31), none of them twice
+    assert len(set(drawn.tolist())) == 50_000  # distinct numbers in [0, 2**31)
     assert 0 <= drawn.min() < 2**31 / 1000
     assert 2**31 * 0.999 < drawn.max() < 2**31
     other = random_integers(torch.arange(50_000), seed + 1, 2**40)
-    assert (drawn % 200 == other % 200).double().mean() < 0.01  # 0.005 by chance
+    assert (drawn % 200 == other % 200).double().mean() < 0.01  # 0.005 expected by chance
     last = random_integers(torch.tensor([2**40]), seed, 0)
     assert 0 <= last.item() < 2**31
 
@@ -170,11 +170,13 @@ def test_on_a_device_nothing_is_read_back() -> None:
 
 
 class Odd(torch.nn.Module):
-    """1,025 parameters in a tied and another tensor, so that a chunk is one parameter; one frozen.
+    """A tied tensor and another one, in chunks of one parameter, and a frozen parameter.
+
+    The trainable tensors have 1,025 elements.
 
     Args:
-        dtype: Of the parameters.
-        seed: Other ones for each worker.
+        dtype: Dtype of the parameters.
+        seed: Random seed, different on each worker.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
@@ -252,7 +254,7 @@ def test_bytes_are_the_fraction_and_the_statuses(pool: Pool) -> None:
 
 
 def save_and_resume(rank: int, world: int) -> bool:
-    """Whether a resumed run equals one that was not interrupted, bit for bit."""
+    """Return whether a resumed run equals an uninterrupted one bit for bit."""
     ends = []
     for saves_at in (None, 7):
         model = make_model()

@@ -1,4 +1,4 @@
-"""Settings that diverge, and only those, are refused or warned about before training."""
+"""Diverging settings, and no others, are refused or warned about before training."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def verdict(algorithm: GASLoC, num_workers: int, topology: Topology) -> str:
 
 
 def unchecked(algorithm: GASLoC, topology: Topology) -> GASLoC:
-    """What prepare would return without its checks."""
+    """Return what prepare would return without its checks."""
     return GASLoC(
         1.0,
         algorithm.gossip_step,
@@ -165,7 +165,7 @@ def unchecked(algorithm: GASLoC, topology: Topology) -> GASLoC:
 
 
 def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int) -> float:
-    """Factor of the distance between the workers over the second half of a run without drift."""
+    """Return the growth of the workers' distance in the second half of a run without drift."""
     starts = randn(num_workers, 2)
     ready = unchecked(algorithm, topology)
     found = distances(flat_rounds(ready, starts - starts.mean(0), no_progress, rounds, topology))
@@ -274,7 +274,7 @@ def test_limits_on_random_matchings_of_8_workers(subtests: pytest.Subtests) -> N
 
 @pytest.mark.parametrize("topology", [RandomMatching, RandomTwoPeer])
 def test_workers_drift_apart_where_a_warning_says_so(topology: Any) -> None:
-    """Mean square over a few draws of the pairs, without any drift of the workers."""
+    """Mean square over a few random sequences of pairs, without any drift of the workers."""
     unstable, stable = GASLoC(1.0, 1.0, 0.9), GASLoC(1.0, 0.5, 0.0)
     if topology is RandomTwoPeer:
         unstable = GASLoC(1.0, 2.5, 0.9)

@@ -49,10 +49,10 @@ def conf() -> Iterator[None]:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore what a run changes in its process, which it normally has for itself."""
+    """Restore the process state that a run changes; outside of tests a run has its own process."""
     monkeypatch.setenv(
         "LOCAL_RANK", "0"
-    )  # no other processes to start, and no thread that watches them
+    )  # starts no other processes, and no thread that monitors them
     num_threads, filters = torch.get_num_threads(), list(RANK_ZERO_LOG.filters)
     yield
     torch.set_num_threads(num_threads)
@@ -125,7 +125,7 @@ class TestRun:
         assert (figures["algorithm"], figures["rounds"]) == ("DDP", 20)
 
     def test_gossip_without_rounds_is_reported(self, tmp_path: Path) -> None:
-        """A single worker has no peer to fetch from; DDP would count 20 steps."""
+        """A single worker has no peer to fetch from, and DDP would count 20 steps."""
         without = "callbacks.consensus=null", "logger=none"
         cli.run(config(tmp_path, "algorithm=pairwise_gossip", *without))
         figures = json.loads((tmp_path / "report.json").read_text())
@@ -188,7 +188,7 @@ class TestRun:
             cli.run(config(tmp_path, "topology=hypercube", "trainer.devices=6"))
 
     def test_the_number_of_ranks_is_checked_before_others_are_started(self, tmp_path: Path) -> None:
-        """Also without ``checked``, as where only Lightning knows the number of ranks."""
+        """Also without ``checked``, for cases in which only Lightning knows the number of ranks."""
         for override, message in (
             ("algorithm.replica_size=4", "replica_size=4 does not divide the 6 ranks"),
             ("algorithm.replica_size=2", "needs a power of two workers, got 3"),
@@ -627,7 +627,7 @@ class TestCommand:
 
     @pytest.mark.soak
     def test_spawned_workers(self, tmp_path: Path) -> None:
-        """The main process validates afterwards, also in spawned processes."""
+        """The main process validates afterwards, also with spawned processes."""
         spawned = "algorithm.start_method=spawn", "trainer.max_steps=10", "run_dir=here"
         done = command("experiment=smoke", *spawned, "trainer.val_check_interval=10", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

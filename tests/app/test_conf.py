@@ -50,7 +50,7 @@ TARGETS = {"lightning_loco.", "lightning.pytorch."}
 
 
 def names(group: str) -> list[str]:
-    """Return the choices of a group; a file whose name starts with ``_`` is a part of some."""
+    """Return the choices of a group; a file named ``_...`` is only included by others."""
     return sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
 
 
@@ -66,7 +66,7 @@ def conf() -> Iterator[None]:
 
 
 def config(*overrides: str) -> DictConfig:
-    """Return a function that composes, with paths for choices that need one."""
+    """Return a function that composes a configuration, with paths for choices that need one."""
     files = [f"{group}.path=/file" for group in GROUPS if f"{group}=file" in overrides]
     return compose("train", [*overrides, "run_dir=/run", "++data.path=/text", *files])
 
@@ -102,7 +102,7 @@ def check_targets(composed: DictConfig) -> None:
 
 
 def test_every_choice_composes(subtests: pytest.Subtests) -> None:
-    """One choice of each group at a time; choices of small groups are used repeatedly."""
+    """One choice of each group at a time; small groups are cycled through."""
     groups = {
         group: names(group) for group in GROUPS if group not in ("experiment", "hydra", *BUILT)
     }
@@ -136,7 +136,7 @@ def test_the_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> Non
             row, own = METHOD_TABLE[name], inspect.signature(strategy).parameters
             names = given.keys() - {"_target_", "_convert_"}
             assert names <= argument_names(strategy)
-            if row.settings is not None:  # a group of its own is no field
+            if row.settings is not None:  # a nested group, not a field
                 groups = {"topology", "compression", "link"}
                 assert names & own.keys() == row.defaults.keys() - groups
             chosen = row.defaults | row.short_rounds
@@ -266,9 +266,9 @@ def test_sparseloco_has_its_authors_settings() -> None:
 
 
 def printed_gasloc(starts: Tensor, targets: Tensor, rate: float, steps: int) -> Iterator[Tensor]:
-    """The update of the paper on a ring with lambda = 1: the stacked parameters after each round.
+    """The paper's update on a ring with lambda = 1: the stacked parameters after each round.
 
-    The sum of the Laplacian has each edge in both directions.
+    The sum of the Laplacian contains each edge in both directions.
     """
     eta, alpha, gamma, num_workers = 1.0, 1 / 3, 0.5, len(starts)
     laplacian = torch.zeros(num_workers, num_workers, dtype=torch.float64)

@@ -53,7 +53,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 class Losses(Callback):
-    """Keeps the training loss of each local step."""
+    """Records the training loss of each local step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -95,9 +95,9 @@ def train_really(rank: int, world: int, strategy: str, clip: str) -> list[float]
     ],
 )
 def test_losses_are_those_of_a_real_run(pool: Pool, algorithm: str, clip: str) -> None:
-    """Bit for bit with gossip; an all-reduce of gloo adds up in another order.
+    """Bit for bit with gossip; gloo's all-reduce sums in another order.
 
-    Links, speeds and jitter change when, and not what.
+    Links, speeds and jitter change times, but no numbers.
     """
     real = pool.run(train_really, algorithm, clip, world=4)
     choice = [f"algorithm={algorithm}", "algorithm.sync_every=3", "link=two_datacentres"]
@@ -168,7 +168,7 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
 
 
 def test_pairwise_gossip_is_that_of_its_simulation() -> None:
-    """The numbers of ``PairwiseSimulation``, with the data and optimizers of a real run."""
+    """It gives the numbers of ``PairwiseSimulation`` with the data and optimizers of a real run."""
     choice = [*PAIRWISE, "link=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
     choice += [
         "algorithm.fetch_probability=1.0",
@@ -204,7 +204,7 @@ def test_pairwise_gossip_is_that_of_its_simulation() -> None:
 
 
 def test_all_local_steps_of_a_time_are_made() -> None:
-    """Also if the sum of their seconds is rounded up."""
+    """Also if the sum of their durations is rounded up."""
     for algorithm in ("pairwise_gossip", "async_model_average"):
         run = SimulatedRun(
             config(f"algorithm={algorithm}", "simulation.step_s=0.3", "simulation.reports=7")
@@ -213,7 +213,7 @@ def test_all_local_steps_of_a_time_are_made() -> None:
 
 
 class Line(FixedGraph):
-    """A topology of a user's own module."""
+    """A topology from a user's module."""
 
     name = "line"
 

@@ -1,4 +1,4 @@
-"""Callbacks: what they log, where, and that they have no other effect."""
+"""Callbacks: what they log, where, and that they have no side effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ P_BYTES = 26 * 8  # the small model in float64
 
 
 class RecordingSGD(torch.optim.SGD):
-    """Records the parameters after each step, that is right before a round."""
+    """Records the parameters after each optimizer step, right before a round."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -104,7 +104,7 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     rows = read(tmp_path)
     rows_bytes = world * WorkerStatus.width(0) * 8  # the statuses are sent with the messages
     per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
-    # A round is made before steps 3, 6 and 9; its metrics are unchanged until the next one.
+    # A round runs before steps 3, 6 and 9; its metrics are unchanged until the next one.
     rounds = {step: float(step // 3) for step in range(3, 12)}
     assert column(rows, "loco/round") == rounds
     assert column(rows, "loco/bytes_sent") == {s: per_round * r for s, r in rounds.items()}
@@ -191,8 +191,8 @@ def test_consensus_distance_equals_a_direct_computation(
         expected = distance([result["before_rounds"][step] for result in results])
         assert logged[step + 1] == pytest.approx(expected, rel=1e-6)
     assert (logged[3] == 0) == (world == 1)
-    # The measurement is an all-reduce of one number per parameter, and one more. Without the
-    # monitor it is made once, at the end, instead of before each of the three rounds.
+    # The measurement all-reduces one number per parameter, and one more. Without the monitor it
+    # runs once, at the end, instead of before each of the three rounds.
     first = results[0]["bytes_sent"]
     plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=world)[0]["bytes_sent"]
     assert first - plain == 2 * (2 * (world - 1) * (P_BYTES + 8) // world)
@@ -207,7 +207,7 @@ def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> Non
 
 
 class LargeModule(pl.LightningModule):
-    """400,000 parameters that follow different noise on each worker."""
+    """400,000 parameters with different noise on each worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_consensus_distance_of_a_large_model_is_estimated(pool: Pool) -> None:
     expected = math.sqrt(400_000 / 2)
     for seen in pool.run(measure_large, world=2):
         assert seen == pytest.approx([expected] * 2, rel=0.1)
-        assert seen[0] != seen[1]  # other elements in each round
+        assert seen[0] != seen[1]  # each round measures other elements
 
 
 def test_bad_settings(subtests: pytest.Subtests) -> None:
@@ -260,7 +260,7 @@ def test_bad_settings(subtests: pytest.Subtests) -> None:
 
 
 class Away(pl.Callback):
-    """Sets all parameters of worker 1 to one value when it serves; steps are slow."""
+    """Sets all parameters of worker 1 to one value before each batch, and delays each batch."""
 
     def __init__(self, value: float | None) -> None:
         self.value = value
@@ -355,7 +355,7 @@ def test_monitors_log_a_message_for_strategies_without_rounds(
 
 
 def run_with_delays(rank: int, world: int, delays: dict[int, float]) -> tuple[list[float], float]:
-    """Return how long the simulator sleeps and the worker waits for others, in seconds."""
+    """Return the simulator's sleep time and the worker's waiting time, in seconds."""
     trainer = make_trainer(
         LocoStrategy(LocalSGD(), sync_every=5),
         max_epochs=1,

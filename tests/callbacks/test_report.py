@@ -48,7 +48,7 @@ STEPS = 12
 
 
 class WarningModule(ValidatedModule):
-    """Warns once, and fails at a step if it is told to."""
+    """Warns once, and optionally raises an error at a given step."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_worker_computes_during_overlapped_rounds(pool: Pool, tmp_path: Path) 
     events = [event for event in RunRecord.load(tmp_path).events if event[0] == 1]
     rounds = [(start, end) for _, kind, start, end in events if kind == "round"]
     assert len(rounds) >= 2
-    for first, last in rounds[1:]:  # the first one is a blocking one
+    for first, last in rounds[1:]:  # the first one is blocking
         computed = [
             min(end, last) - max(start, first)
             for _, kind, start, end in events
@@ -278,7 +278,7 @@ def test_checkpoints_are_on_the_timeline(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_not_read_between_logging_steps() -> None:
-    """A tensor on the device "meta" has no value that could be read."""
+    """A tensor on the device "meta" has no value to read."""
     callback, module = ReportCallback(), ValidatedModule()
     read: list[int] = []
 
@@ -300,7 +300,7 @@ def test_a_loss_is_not_read_between_logging_steps() -> None:
 
 
 class WaitedAndSaved(pl.Callback):
-    """Saves a checkpoint after a very long wait."""
+    """Adds a very long wait to the statistics, and saves a checkpoint."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.strategy.statistics.wait_s += 1e6  # type: ignore[attr-defined]
@@ -390,12 +390,12 @@ def test_a_run_that_has_diverged_ends_as_any_other(tmp_path: Path) -> None:
     assert "1 value not finite" in (tmp_path / "report.html").read_text()
 
 
-# ---------------------------------------------------- errors in what only shows or records a run
+# ---------------------------------------------- errors while a run is displayed or recorded
 
 
 @contextlib.contextmanager
 def user_warnings() -> Iterator[list[str]]:
-    """The texts of the warnings that a user would see."""
+    """Collect the messages of the warnings that a user would see."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
@@ -404,14 +404,14 @@ def user_warnings() -> Iterator[list[str]]:
 
 
 class WithoutText:
-    """Has no text."""
+    """An object whose ``repr`` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 
 
 class Unprintable(DiLoCo):
-    """An algorithm of a user that trains, but cannot be shown."""
+    """A user's algorithm that trains, but whose ``repr`` and metrics raise."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no name")
@@ -421,7 +421,7 @@ class Unprintable(DiLoCo):
 
 
 class WithoutRate(torch.optim.SGD):
-    """Has no learning rate, like an optimizer that chooses its own."""
+    """Has no learning rate, like an optimizer that computes it."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["lr"] = 0.05
@@ -431,7 +431,7 @@ class WithoutRate(torch.optim.SGD):
 
 
 class Troubled(ValidatedModule):
-    """Does something at step 5, and keeps a hyper-parameter."""
+    """Calls a function at step 5, and saves a hyper-parameter."""
 
     def __init__(self, kind: type[torch.optim.SGD], trouble: Any, value: object) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ def fit_in_trouble(rank: int, world: int, folder: Path, case: str) -> list[str]:
         WithoutText() if case == "setting" else 1,
     )
     with pytest.MonkeyPatch.context() as patch, user_warnings() as texts:
-        patch.setattr(logging, "raiseExceptions", False)  # Python's own handlers print it, too
+        patch.setattr(logging, "raiseExceptions", False)  # Python's default handlers print it, too
         trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
     assert len(module.losses) == STEPS
     assert trainer.state.finished
@@ -495,7 +495,7 @@ def test_an_error_in_what_only_shows_a_run_is_one_warning(
 
 
 class ReturnsNoNumber(TinyModule):
-    """Optimizes itself, and returns what is no loss."""
+    """Uses manual optimization, and returns a value that is not a loss."""
 
     automatic_optimization = False
 
@@ -518,7 +518,7 @@ def fit_without_number(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_the_page_lacks_a_worker_that_cannot_record(pool: Pool, tmp_path: Path) -> None:
-    """It takes part in all collectives, so that the others do not wait for it."""
+    """That worker takes part in all collectives, so the others do not wait for it."""
     first, second = pool.run(fit_without_number, tmp_path, world=2)
     assert first == []
     assert second == [f"{NOT_COMPLETE} TypeError: must be real number, not complex"]

@@ -32,7 +32,7 @@ def read(codec: Codec, values: Tensor) -> Tensor:
 
 
 def scales(values: Tensor, block: int) -> Tensor:
-    """The largest magnitude in the block of each value."""
+    """Return the largest magnitude in the block of each value."""
     padded = torch.zeros(-(-len(values) // block) * block, dtype=values.dtype)
     padded[: len(values)] = values
     largest = padded.view(-1, block).abs().amax(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Links of workers: values, descriptions by users, and how long messages take."""
+"""Links of workers: values, users' descriptions, and how long messages take."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def ring_all_reduce(links: Links, n: int, message: float) -> float:
-    """Simulate a ring: each worker sends a part to the next one when it has received one."""
+    """Simulate a ring: each worker forwards a part as soon as it has received one."""
     here, free = [0.0] * n, [0.0] * n
     for _ in range(2 * (n - 1)):
         arrives = []
@@ -233,7 +233,7 @@ def test_an_all_reduce_takes_as_long_as_its_slowest_link(subtests: pytest.Subtes
 
 
 def busy_seconds(links: Links, n: int, worker: int, topology: Topology, t: int) -> float:
-    """Return for how long links are busy until a worker has received and sent all messages."""
+    """Return how long links are busy until a worker has received and sent all messages."""
     matrix = topology.mixing_matrix(n, t)
     messages = [(i, j) for i, j in itertools.permutations(range(n), 2) if matrix[j, i] != 0]
     up, down = [0.0] * n, [0.0] * n
@@ -298,7 +298,7 @@ ONE_LINE = as_links({**TWO_SITES, "uplink_mbit_per_s": 80})
 
 
 def leaving(links: Links, n: int, topology: Topology, t: int) -> int:
-    """The messages that leave the busiest site, or enter it."""
+    """Return the messages that leave the busiest site, or enter it."""
     counts: Counter[tuple[str, int]] = Counter()
     for sender, receiver in messages_between(n, topology, t):
         if links.site_of(sender) != links.site_of(receiver):
@@ -359,7 +359,7 @@ def test_links_of_pairs_have_no_part_in_an_uplink() -> None:
 
 
 def test_fetches_share_an_uplink_as_if_all_workers_fetched_at_once() -> None:
-    """Of 8 workers 4 fetch across, each with the probability 4/7."""
+    """Of 8 workers, 4 fetch across sites, each with probability 4/7."""
     assert ONE_LINE is not None
     times, alone_s = LinkTimes(ONE_LINE, 8), 8e-6 * BYTES / 80
     assert times.fetch(0, 7, BYTES, 0).busy_s == pytest.approx(16 / 7 * alone_s)
@@ -368,7 +368,7 @@ def test_fetches_share_an_uplink_as_if_all_workers_fetched_at_once() -> None:
 
 
 def test_what_is_sent_to_all_takes_the_links_of_gossip_with_all(subtests: pytest.Subtests) -> None:
-    """Parts of a message for each other worker, on links of workers, pairs, sites and uplinks."""
+    """A part of a message goes to each other worker: links of workers, pairs, sites and uplinks."""
     complete = get_topology("complete")
     for seed in range(24):
         draw = random.Random(seed)

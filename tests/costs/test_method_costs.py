@@ -1,4 +1,4 @@
-"""Costs of rounds, against closed forms; against the simulation: ``tests/simulation``."""
+"""Costs of rounds against closed forms; ``tests/simulation`` compares them with simulations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_encodings_are_those_of_the_codecs() -> None:
 
 
 def test_a_blocking_mean_on_unequal_links_waits_for_the_slowest_of_both() -> None:
-    """Workers wait for the last one to compute, and for the slowest link of all."""
+    """Workers wait for the last one to compute, and for the slowest of all links."""
     links = [Link(100, 0.01), Link(20, 0.05), Link(50, 0.02), Link(80, 0.0)]
     costs = estimate(
         as_method("diloco", 5), NUMEL, StepTimes([0.1, 0.2, 0.3, 0.1]), times_of(links, 4), 3
@@ -75,7 +75,7 @@ def test_pairs_wait_only_for_each_other() -> None:
 
 
 def test_messages_to_a_server_queue_on_its_link() -> None:
-    """The server is beside worker 0; the fourth worker is slower than all together."""
+    """The server is at worker 0; the fourth worker is slower than all others together."""
     method, steps = as_method("remote_optimizer"), StepTimes([1.0] * 4)
     queued_s = 4 * BYTES * 8 / 100e6
     for links, exchange_s in (
@@ -88,7 +88,7 @@ def test_messages_to_a_server_queue_on_its_link() -> None:
 
 
 def test_a_server_has_received_what_early_workers_have_sent() -> None:
-    """The last worker sends when the messages of the others are there."""
+    """The last worker sends after the messages of the others have arrived."""
     queue_s, last_s = BYTES * 8 / 100e6, 5.0
     steps = StepTimes([1.0, 1.0, 1.0, last_s])
     costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(Link(100, 0.1), 4), 3)
@@ -100,7 +100,7 @@ UNIT = Link(8e-6 * BUCKET_BYTES)
 
 
 def test_a_server_receives_a_part_of_large_gradients_ahead(subtests: pytest.Subtests) -> None:
-    """3 buckets of each, or one less than there are; the rest once the last worker sends."""
+    """At most 3 buckets of each worker, without the last of several; the rest at the end."""
     for num_buckets, ahead in ((20, 3), (4, 3), (2, 1), (1, 1)):
         times = ServerTimes(times_of(UNIT, 4), num_buckets * BUCKET_BYTES, adds_to_first=False)
         for last_s, in_time in (
@@ -137,7 +137,7 @@ def test_a_server_receives_all_of_the_first_gradient_ahead_without_compression()
 
 
 def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> None:
-    """Worker 1 is at the server's site and sends last; the others have a link of their own."""
+    """Worker 1 is at the server's site and sends last; the other site has a separate link."""
     slow = Link(8e-6 * BUCKET_BYTES / 2, 0.5)
     links = Links(UNIT, sites=2, between_sites=slow)
     times = ServerTimes(LinkTimes(links, 4), 20 * BUCKET_BYTES)
@@ -146,7 +146,7 @@ def test_a_gradient_from_another_site_is_received_ahead_in_part_as_well() -> Non
 
 
 def test_workers_at_another_site_share_its_uplink_to_the_servers() -> None:
-    """Three of six workers: gradients one after the other, parameters side by side."""
+    """Three of six workers: gradients are sent one by one, parameters at the same time."""
     uplink = 8e-6 * BYTES / 2  # 2 s for one message
     links = Links(Link(1e9), sites=2, between_sites=Link(1e9), uplink_mbit_per_s=uplink)
     times = ServerTimes(LinkTimes(links, 6), BYTES)
@@ -156,7 +156,7 @@ def test_workers_at_another_site_share_its_uplink_to_the_servers() -> None:
     back_s = times.parameters(found.max(), 0)
     assert back_s[3:] == pytest.approx([12.0] * 3)
     assert back_s[:3] == pytest.approx([6.0] * 3, rel=1e-3)
-    # The others have been received ahead: the last one is alone on the line.
+    # The others were received ahead, so the last one has the line to itself.
     late = times.gradients(np.array([0.0, 0.0, 0.0, 0.0, 0.0, 100.0]), 0)
     assert late[5] == pytest.approx(102.0)
 
@@ -169,7 +169,7 @@ def test_replies_take_the_links_from_the_server_to_the_workers() -> None:
 
 
 def test_a_worker_begins_its_next_step_when_its_own_parameters_are_there() -> None:
-    """One worker is slow, another one has a slow link: they do not add up after the first step."""
+    """One worker is slow, another has a slow link: after the first step delays do not add up."""
     links = [Link(1e9), Link(1e9), Link(10)]
     steps, slow_s = StepTimes([0.1, 9.0, 0.1]), BYTES * 8 / 10e6
     costs = estimate(as_method("remote_optimizer"), NUMEL, steps, times_of(links, 3), 3)

@@ -17,7 +17,7 @@ from lightning_loco.app.demo.data import ByteTextData, Windows, standard_library
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A text in which the bytes identify the position."""
+    """Return a text whose bytes identify their position."""
     file = tmp_path / "text.bin"
     numbers = (divmod(number, 255) for number in range(2000))
     file.write_bytes(b"".join(bytes((high + 1, low + 1)) for high, low in numbers))

@@ -1,4 +1,4 @@
-"""The demo's inner optimizers: Muon and AdamW as one, and MuLoCo, which resumes exactly."""
+"""The demo's inner optimizers: Muon and AdamW combined, and MuLoCo, which resumes exactly."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_muloco_learns_and_resumes_within_a_round_exactly(pool: Pool, tmp_path: 
         assert torch.equal(weights, weights_again)
         assert torch.equal(memory, memory_again)
         assert torch.equal(weights, whole[0][1])
-    assert not torch.equal(whole[0][2], whole[1][2])  # each worker's own
+    assert not torch.equal(whole[0][2], whole[1][2])  # each worker keeps its own
 
 
 def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
