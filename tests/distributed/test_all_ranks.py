@@ -80,7 +80,7 @@ def agree_or_end(rank: int, world: int, port: int, ends: bool) -> str:
 
 
 def test_a_job_at_the_port_of_an_earlier_one_whose_rank_0_has_ended(pool: Pool) -> None:
-    """The other ranks are the same processes, and know the earlier store."""
+    """The other ranks are the same processes and still know the earlier store."""
     (port,) = free_ports()
     with pytest.raises(PoolError, match="rank 0 of 3"):
         pool.run(agree_or_end, port, True, world=3)
@@ -88,7 +88,7 @@ def test_a_job_at_the_port_of_an_earlier_one_whose_rank_0_has_ended(pool: Pool) 
 
 
 def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tuple[str, float]:
-    """Return what a rank raises when another one freezes, and after how many seconds."""
+    """Return the error of a rank when another one freezes, and the seconds until it was raised."""
     is_victim = rank == victim
     began = time.monotonic()
     try:
@@ -136,7 +136,7 @@ def test_a_frozen_rank_is_named_in_time(
 
 
 def wait_for_missing_worker(rank: int, world: int, port: int) -> str:
-    """Return what a rank raises when worker 1 never joins and others wait without a timeout."""
+    """Return the error of a rank if worker 1 never joins and the others wait without a timeout."""
     try:
         with job_of_all(rank, port, TIMEOUT_S) as job:
             if rank == 1:
@@ -164,14 +164,14 @@ def test_an_unlimited_wait_ends_if_a_worker_never_joins() -> None:
 
 
 def end_without_saving(rank: int, world: int, port: int) -> str:
-    """Return what a service rank raises if rank 0 ends without saving, and the store does not."""
+    """Return the error of a service rank if rank 0 ends without saving and the store lives on."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.barrier()
     dist.destroy_process_group()
     with closing(jobs.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)) as job:
         job.publish_end()
         if rank == 0:
-            atexit._run_exitfuncs()  # which a forked process does not do
+            atexit._run_exitfuncs()  # a forked process does not run these
             return "nothing"
         try:
             job.wait_until_written()

@@ -62,7 +62,7 @@ def make_group(rank: int, world: int) -> None:
 
 
 def set_up(rank: int, world: int) -> None:
-    """Set up the same job repeatedly: values of earlier attempts must not count."""
+    """Set up the same job several times: values of earlier attempts must have no effect."""
     strategy = DiLoCoStrategy(timeout_s=LONG_S)
     module = TinyModule()
     module.trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[PoolEnvironment()])

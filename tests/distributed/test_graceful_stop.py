@@ -1,4 +1,4 @@
-"""Graceful stop with real watchdogs: all workers stop at one step, and none is left waiting."""
+"""Graceful stop with real watchdogs: all workers stop at one step, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def after_step(
 def stop_together(
     sync_every: list[int], requested_by: set[int]
 ) -> tuple[list[tuple[Fraction, str]], Fraction]:
-    """Return where each worker has stopped and why, and the position that all have agreed on.
+    """Return where each worker stopped and why, and the position that all agreed on.
 
     Each worker counts steps and waits for the others after its ``sync_every``, as an engine does.
     """
@@ -114,7 +114,7 @@ def test_a_single_worker_stops_after_the_current_step() -> None:
 def test_workers_that_do_not_wait_stop_at_one_step_unless_one_is_far_behind(
     step_s: float, slower_stop: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first two ranks are a worker that needs 4.9 or 49 seconds to the step of the other."""
+    """The worker of the first two ranks is 4.9 or 49 seconds behind the other worker."""
     with make_watchdogs(4, replica_size=2) as watchdogs:
         for one, steps in zip(watchdogs, (10, 11, 500, 499), strict=True):
             one.position, one.step_s = (0, steps, 1), step_s
@@ -142,7 +142,7 @@ def test_a_worker_without_more_data_stops_where_it_is() -> None:
 
 
 def test_a_worker_that_waits_elsewhere_stops_although_not_all_have_answered_yet() -> None:
-    """Others may know the position, and stop, before the watchdog of this worker has read it."""
+    """Other workers may read the position and stop before this worker's watchdog has read it."""
     with make_watchdogs(2) as watchdogs:
         start(watchdogs[0])
         waiting = StopAgreement(group_of(watchdogs[0], 0, 2))
@@ -155,7 +155,7 @@ def test_a_worker_that_waits_elsewhere_stops_although_not_all_have_answered_yet(
 
 
 def test_a_worker_that_does_not_answer_is_reported_to_all() -> None:
-    """Worker 0 hosts the store, so it reports the error before it ends."""
+    """Worker 0 hosts the store, so it reports the error before it exits."""
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])

@@ -1,4 +1,4 @@
-"""Messages between ranks: text and numbers of bounded length, and never a pickle."""
+"""Messages between ranks: text and numbers of bounded length, never a pickle."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def init_with(rank: int, world: int, port: int, timeout_s: float, kind: str = "c
 
 
 def init_workers_twice(rank: int, world: int, port: int) -> float:
-    """Make a second group in the same processes, with the same address and port."""
+    """Create a second group in the same processes, with the same address and port."""
     total = torch.ones(1)
     for _ in range(2):
         init_with(rank, world, port, 30.0)
@@ -53,7 +53,7 @@ def init_with_different_devices(rank: int, world: int, port: int) -> str:
 def init_as(
     rank: int, world: int, port: int, folder: Path, jobs: list[tuple[int, int, str]]
 ) -> str:
-    """Join as a rank of ``jobs[rank]``: its rank, world size and name; return an error or a sum."""
+    """Join with the rank, world size and name in ``jobs[rank]``; return an error or a sum."""
     number, num_workers, job_name = jobs[rank]
     address, cpu = ("127.0.0.1", port), torch.device("cpu")
     start_together(folder, rank, world)
@@ -126,7 +126,7 @@ def test_different_numbers_of_ranks_are_an_error_on_all(
         *cover((0, 1, 2), ("frozen", "ended"), (HARNESS_S,), strength=1),
         *(
             pytest.param(victim, "frozen", PROMPT_S, marks=pytest.mark.soak) for victim in (0, 1)
-        ),  # the host of the store, and another one
+        ),  # the host of the store, and one other rank
     ],
 )
 def test_a_missing_worker_is_named_in_time(victim: int, how: str, longest_s: float) -> None:

@@ -55,7 +55,7 @@ def test_spans_within_others_count_once() -> None:
     spans = Spans()
     spans.add("wait", 1.0, 2.0)
     spans.add("wait", 3.0, 4.0)
-    spans.add("sync point", 0.5, 4.5)  # it holds both waits
+    spans.add("sync point", 0.5, 4.5)  # contains both waits
     spans.add("round", 0.0, 10.0)  # in the background
     spans.add("wait", 5.0, 6.0)
     assert spans.busy_s == 5.0

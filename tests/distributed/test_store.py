@@ -117,7 +117,7 @@ def test_a_server_that_has_ended_is_another_error() -> None:
 
 def call_repeatedly(store: TimeoutStore) -> None:
     for _ in range(100):
-        store.check(["a"], timeout_s=60.0)  # PyTorch collects a traceback
+        store.check(["a"], timeout_s=60.0)  # PyTorch creates a traceback
         time.sleep(0.02)
 
 
@@ -145,7 +145,7 @@ def test_calls_of_a_closed_store_are_errors() -> None:
 
 
 class LateStore(dist.HashStore):
-    """Answers while its connection is being closed, later than the timeout of a call that hangs."""
+    """Answers while its connection is being closed, after the timeout of a call that hangs."""
 
     thread: Any
 
@@ -166,7 +166,7 @@ def test_closing_waits_for_a_call_that_has_just_started() -> None:
     assert future.result(HARNESS_S) is False
 
 
-# Exits during a call to a server that continues a second later; the exit takes two seconds.
+# Exits during a call to a server that resumes a second later; the exit takes two seconds.
 ENDING = """
 import os, signal, subprocess, sys, time
 

@@ -1,4 +1,4 @@
-"""The barrier on one store: workers at a sync point learn whether another one makes a round."""
+"""A barrier in one store: workers at a sync point learn whether another worker runs a round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.watchdogs import TIMEOUT_S, hurry, make_watchdogs, on_every_w
 
 
 class CountingStore(dist.HashStore):
-    """Counts what it is asked to read."""
+    """Counts the keys that are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def barriers(store: TimeoutStore, num_workers: int) -> list[StoreBarrier]:
 
 
 def calls_to_round(store_barrier: StoreBarrier) -> None:
-    """A worker begins the next exchange with a round to make, and its all-reduce is late."""
+    """Let a worker start the next exchange with a round; its all-reduce is late."""
     store_barrier.exchange += 1
     store_barrier.call_to_round(TIMEOUT_S)
 
@@ -61,7 +61,7 @@ def calls_to_round(store_barrier: StoreBarrier) -> None:
 def reaches_a_sync_point(
     store_barrier: StoreBarrier, watchdog: Watchdog, timeout_s: float = TIMEOUT_S
 ) -> bool:
-    """A worker begins the next exchange at a sync point; whether it is to take part in a round."""
+    """Let a worker start the next exchange at a sync point; return whether it must join a round."""
     store_barrier.exchange += 1
     return (
         store_barrier.wait([float(store_barrier.exchange)], watchdog, "validation", timeout_s)
@@ -98,7 +98,7 @@ def test_workers_that_come_early_wait(store: TimeoutStore) -> None:
 
         def reach(worker: int) -> tuple[bool, bool]:
             if worker == 1:
-                wait_until(lambda: store.check(["1/count"]))  # that of the first
+                wait_until(lambda: store.check(["1/count"]))  # of the first exchange
                 time.sleep(0.1)
                 has_reached_it.set()
                 calls_to_round(second)
@@ -118,7 +118,7 @@ def test_an_arrival_counts_for_its_own_exchange_only(store: TimeoutStore) -> Non
 
 
 def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
-    """What workers do is decided by chance; after each exchange all come together, as in a sum."""
+    """Workers choose at random; after each exchange all workers meet, as after an all-reduce."""
     num_workers, num_exchanges = 4, 60
     plans = [
         [random.Random(100 * worker + t).random() < 0.2 for t in range(num_exchanges)]
@@ -147,7 +147,7 @@ def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
 
 
 def test_a_worker_that_does_not_come_is_named_on_the_others_too(store: TimeoutStore) -> None:
-    """Worker 0 hosts the store, so the others learn of it before it ends."""
+    """Worker 0 hosts the store, so the others receive the name before it exits."""
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
@@ -207,7 +207,7 @@ def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: i
             on_every_worker(
                 num_workers, lambda w: reaches_a_sync_point(all_barriers[w], watchdogs[w])
             )
-            # Who comes last reads what all have said; all others, and it, too, what it makes of it.
+            # The last worker reads all entries; all workers, including it, read its decision.
             assert sorted(counting.reads) == [1] * num_workers + [num_workers]
 
 

@@ -139,7 +139,7 @@ def test_a_report_does_not_wait_for_missing_workers(
 
 
 def checked_keys(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
-    """Return a list to which the keys that a watchdog checks are added from now on."""
+    """Return a list that records the keys that a watchdog checks from now on."""
     checked: list[str] = []
     check = watchdog._store.check
 
@@ -295,7 +295,7 @@ def test_silent_workers_are_listed() -> None:
 
 @contextmanager
 def one_silent_worker(clock: ManualClock) -> Iterator[Watchdog]:
-    """Yield the first of three monitoring watchdogs, long after the last heartbeat of worker 2."""
+    """Yield the first of three started watchdogs, long after the last heartbeat of worker 2."""
     with make_watchdogs(3, clock=clock, monitor=True) as watchdogs:
         start(*watchdogs)
         clock.wait_until_waiting(3)
@@ -375,7 +375,7 @@ def test_a_failure_ends_the_wait_for_an_agreement() -> None:
             watchdogs[0].wait_for_stop_point(10.0)
 
 
-# --------------------------------------------------------- garbage, and a store that is broken
+# ---------------------------------------------------- invalid values and a broken store
 
 
 def test_garbage_in_the_store_is_ignored(
@@ -479,7 +479,7 @@ def test_a_silent_store_is_blamed_on_worker_0() -> None:
         assert clock.now() == module._STORE_TIMEOUT_S
         clock.advance(0.5)
         assert watchdog.silent() == ["worker 0"]
-        watchdog.report("no worker reads it")  # it makes no more calls: the clock stands still
+        watchdog.report("no worker reads it")  # no more calls: the clock stands still
         clock.advance(18.5)
         watchdog.raise_if_failed()
         clock.advance(0.1)

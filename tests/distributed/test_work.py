@@ -55,7 +55,7 @@ def test_waited_seconds_are_added_if_the_wait_fails() -> None:
 
 
 def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
-    """Raise an error of the backend in round 4, on worker 0."""
+    """Raise an error of the backend in round 4 on worker 0."""
     with ExplainErrors(group_of(watchdog, 0, num_workers), "round 4"):
         raise error
 
@@ -82,7 +82,7 @@ def test_an_error_is_replaced_by_a_reported_failure() -> None:
 
 
 def fail_among_some(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
-    """Raise an error of the backend on worker 0, where only some of the workers wait."""
+    """Raise an error of the backend on worker 0 while only some workers wait."""
     with ExplainErrors(group_of(watchdog, 0, num_workers), "validation", involves_all=False):
         raise error
 
@@ -135,7 +135,7 @@ def test_other_errors_are_raised_unchanged(error: BaseException) -> None:
 
 
 class KillsItsProcess(Dataset[int]):
-    """Kills the process that loads it, as the kernel does without memory."""
+    """Kills the process that loads it, like the kernel's out-of-memory killer."""
 
     def __len__(self) -> int:
         return 2
@@ -203,7 +203,7 @@ def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
 
 
 def sum_up_with_late_worker(rank: int, world: int) -> dict[str, Any]:
-    """Worker 1 starts after the others have polled."""
+    """Run a sum that worker 1 starts after the others have polled."""
     group, statistics, clock = late_group(timeout_s=1e6), Statistics(), SkippingClock()
     group.clock, store = clock, group.own_store("test")
     flat = torch.arange(6.0) * (rank + 1)
@@ -232,7 +232,7 @@ def test_the_host_polls_if_wait_does_not_block_it(pool: Pool) -> None:
 
 
 class Stuck(dist.Work):
-    """Never completes, and ``wait`` does not block the host."""
+    """Never completes; ``wait`` does not block the host."""
 
     def is_completed(self) -> bool:
         return False
@@ -250,7 +250,7 @@ def test_a_pending_work_times_out() -> None:
         works.wait()
     waited_s = clock.now()
     assert waited_s == pytest.approx(0.5, abs=0.002)
-    assert works.is_completed()  # the wait would raise at once
+    assert works.is_completed()  # a wait would raise immediately
     assert not works.completes_within(LONG_S)
     assert clock.now() == waited_s
     assert group.failed

@@ -186,7 +186,7 @@ def create_without_worker_1(rank: int, world: int) -> None:
 
 
 def test_worker_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may end with it, and another one may be slow to see that all are at the end."""
+    """The store may end with worker 0, and another worker may see late that all have finished."""
     hurry(monkeypatch)
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)

@@ -1,4 +1,4 @@
-"""Worker statuses: the few numbers that every worker sends to all others."""
+"""Worker statuses: the few numbers that every worker sends with a round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.pool import Pool, PoolError
 
 
 def table_of(*statuses: WorkerStatus) -> Tensor:
-    """The sum of the tables of all workers."""
+    """Return the sum of the tables of all workers."""
     width = WorkerStatus.width(len(statuses[0].scalars))
     total = torch.zeros(len(statuses), width, dtype=torch.float64)
     for worker, status in enumerate(statuses):
@@ -97,7 +97,7 @@ SYNC_POINTS = {
 
 
 def exchange_weights(rank: int, world: int) -> dict[str, tuple[list[float], bool]]:
-    """A worker at a sync point has no weight at first, and sends one if there is a round."""
+    """A worker at a sync point has weight 0 at first, and sends its weight if there is a round."""
     group, statistics, found = WorkerGroup.create(timeout_s=20), Statistics(), {}
     for name, (sync_points, again) in SYNC_POINTS.items():
         weight = 1.0 if sync_points[rank] == IN_ROUND else math.nan

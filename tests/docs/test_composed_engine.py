@@ -1,4 +1,4 @@
-"""Code of pages that runs: an engine from parts, a round by hand, and a simulation by the clock."""
+"""Code of pages runs: an engine built from parts, a manual round, and a simulation by the clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def block_with(text: str, page: str = "plain_pytorch.md") -> str:
 
 
 def distances(rank: int, world: int, code: str) -> tuple[float, float]:
-    """Consensus distance after a few rounds without local progress, and at the end."""
+    """Return the consensus distance after some rounds without local progress, and at the end."""
     names: dict[str, Any] = {}
     exec(code, names)
     model = nn.Linear(3, 1)

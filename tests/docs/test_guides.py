@@ -1,4 +1,4 @@
-"""Programs of tutorials and guides run, and do what their pages say."""
+"""Programs of tutorials and guides run and do what their pages describe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANIFEST = ROOT / "examples" / "kubernetes" / "loco.yaml"
 
 
 def run_program(rank: int, world: int, code: str) -> dict[str, Any]:
-    """What a program of a page defines, after its Trainer has run on the ranks of the pool."""
+    """Return the names that a page's program defines; its Trainer runs on the ranks of the pool."""
 
     def trainer(**settings: Any) -> Any:
         assert settings["devices"] == world
@@ -56,12 +56,12 @@ def accuracy(rank: int, world: int, code: str) -> float:
 def test_the_program_of_your_own_model_learns(pool: Pool) -> None:
     (code,) = OWN_MODEL.blocks("python")
     first, second = pool.run(accuracy, code, world=2)
-    assert first == second  # the mean over the validation data of both
+    assert first == second  # the mean over the validation data of both workers
     assert first > 0.9
 
 
 def adapters(rank: int, world: int, code: str) -> tuple[int, int, float, int, bool]:
-    """Trainable and all parameters, bytes, rounds, and whether all ranks have one base model."""
+    """Return trainable and all parameters, bytes, rounds, and whether the base models are equal."""
     names = run_program(rank, world, f"import torch\ntorch.manual_seed({rank})\n{code}")
     trainer = names["trainer"]
     parameters = list(trainer.lightning_module.parameters())
@@ -132,7 +132,7 @@ def test_the_notebook_runs() -> None:
         for output in cell.get("outputs", [])
         if "loss" in "".join(output.get("text", []))
     ]
-    for name, loss in losses.items():  # the numbers that the notebook shows
+    for name, loss in losses.items():  # the numbers shown in the notebook
         found = re.search(rf"^{name} +loss ([\d.]+)", kept, re.MULTILINE)
         assert found
         assert loss == pytest.approx(float(found.group(1)), rel=0.05)
@@ -142,7 +142,7 @@ def test_the_notebook_runs() -> None:
 
 
 def strings_of(node: ast.AST) -> Iterator[str]:
-    """The texts of a call's arguments, with ``...`` in place of what is filled in."""
+    """Return the strings in a call's arguments, with ``...`` for each placeholder."""
     match node:
         case ast.Constant(str(text)):
             yield re.sub(r"%(\.\d+f|\.\d+r|[dfgrs])", "...", text)
@@ -165,7 +165,7 @@ def test_messages_of_the_page_are_those_of_the_package(subtests: pytest.Subtests
     assert len(rows) >= 30
     for cell in rows:
         for quoted in re.findall(r"`(.+?)`", cell):
-            if quoted != "address already in use":  # of PyTorch
+            if quoted != "address already in use":  # raised by PyTorch
                 with subtests.test(quoted):
                     assert any(quoted in message for message in messages)
 
@@ -187,7 +187,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def manifest() -> list[dict[str, Any]]:
-    """The Service and the Job."""
+    """Return the Service and the Job."""
     return list(yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")))
 
 
@@ -219,7 +219,7 @@ def test_the_manifest_for_kubernetes() -> None:
 
 @pytest.mark.process
 def test_the_command_of_the_manifest_runs(tmp_path: Path) -> None:
-    """Two pods are two processes of this machine: smaller ones, without GPUs."""
+    """The two pods are processes on this machine, smaller and without GPUs."""
     (container,) = manifest()[1]["spec"]["template"]["spec"]["containers"]
     (port,) = free_ports(1)
     script = container["args"][0]
@@ -251,7 +251,7 @@ def test_the_command_of_the_manifest_runs(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_the_cells_of_from_a_notebook_run_in_a_kernel(tmp_path: Path) -> None:
-    """After two tries that are refused, as a new user makes them."""
+    """Runs the cell after two mistakes of a new user, which are refused."""
     jupyter = pytest.importorskip("jupyter_client.manager")
     pytest.importorskip("ipykernel")
     (cell,) = doc("guides/from_a_notebook.md").blocks("python")
@@ -277,7 +277,7 @@ def test_the_cells_of_from_a_notebook_run_in_a_kernel(tmp_path: Path) -> None:
 
 
 def run_cell(client: Any, code: str) -> str:
-    """What a cell shows: its output, and the error with which it ends, if there is one."""
+    """Return the output of a cell, and the error that ended it, if any."""
     texts: list[str] = []
 
     def keep(message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The algorithm of docs/your_own_algorithm.md runs, and is what its page says."""
+"""The algorithm of docs/your_own_algorithm.md runs and behaves as its page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = torch.linspace(-1, 1, 4)
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the page defines, in a module of its own."""
+    """Return the names that the page defines, in a separate module."""
     module = types.ModuleType("lookahead")
     monkeypatch.setitem(sys.modules, "lookahead", module)
     for code in PAGE.blocks("python"):

@@ -1,6 +1,6 @@
-"""Every page says what is true: code names what exists, commands compose, links lead somewhere.
+"""Pages are correct: names in code exist, commands compose, and links have targets.
 
-A new page in docs/ is checked by itself.
+A new page in docs/ is checked without a change here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_there_is_something_to_check() -> None:
 
 
 def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, object]]]:
-    """The calls of Lightning's and this package's functions, with what code imports and defines."""
+    """Return calls of functions of Lightning and this package, and the names that code defines."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     names: dict[str, object] = {}
@@ -101,7 +101,7 @@ def test_methods_that_are_called_exist(subtests: pytest.Subtests) -> None:
 
 @pytest.fixture
 def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The YAML files that pages show with their names, and a key file, in the working folder."""
+    """Write the YAML files that pages show by name, and a key file, to the working folder."""
     monkeypatch.chdir(tmp_path)
     for name, text in NAMED_FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def test_strategies_are_shown() -> None:
 
 
 def each_of_a_sweep(overrides: list[str]) -> Iterator[list[str]]:
-    """Every value of every swept key once, with the other keys as they are."""
+    """Return commands that use every value of every swept key once, other keys unchanged."""
     parsed = OverridesParser.create().parse_overrides(overrides)
     plain = [one.input_line for one in parsed if not one.is_sweep_override()]
     yield plain
@@ -137,7 +137,7 @@ def each_of_a_sweep(overrides: list[str]) -> Iterator[list[str]]:
 
 
 def new_commands() -> dict[Page, list[str]]:
-    """Of each page the commands whose overrides no page before it has."""
+    """Return the commands of each page whose overrides do not occur on an earlier page."""
     found: dict[Page, list[str]] = {}
     known = set()
     for page in PAGES:
@@ -167,7 +167,7 @@ def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
                     config = compose("train", overrides)
                     if config.simulate:
                         build_method(config)
-                    elif not files:  # FILE stands for a file of the reader's
+                    elif not files:  # FILE is a placeholder for the reader's file
                         build_strategy(config)
 
 
@@ -239,7 +239,7 @@ def test_names_in_the_text_exist(subtests: pytest.Subtests) -> None:
 
 
 def known_arguments() -> set[str]:
-    """Of what pages speak of: this package, its command line, and Lightning."""
+    """Return the argument names of this package, its command line, and Lightning."""
     kinds = [getattr(loco, name) for name in loco.__all__]
     kinds += [
         getattr(module, name)

@@ -1,4 +1,4 @@
-"""What the pages of the site are; `make docs` builds all of it."""
+"""Pages of the documentation site; `make docs` builds the whole site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.sources import ROOT
 
 @pytest.fixture(scope="module")
 def site() -> dict[str, Any]:
-    for name in ("latex2mathml", "griffe"):  # of the extra docs
+    for name in ("latex2mathml", "griffe"):  # from the extra "docs"
         pytest.importorskip(name)
     return runpy.run_path(str(ROOT / "docs" / "write_pages.py"))
 
@@ -75,7 +75,7 @@ def test_docstrings_become_markdown(site: dict[str, Any]) -> None:
 def test_formulas_become_mathml(site: dict[str, Any]) -> None:
     written = site["with_mathml"]("It is $a | b$, and\n$$a\n< b$$\n")
     assert "$" not in written
-    assert "|" not in written  # cells of tables end there
+    assert "|" not in written  # it would end a table cell
     assert written.count("\n") == 2
     assert "<mi>a</mi><mo>&#x0003C;</mo><mi>b</mi>" in written
     assert 'display="block"' in written

@@ -1,4 +1,4 @@
-"""The map of words: every name of ours exists."""
+"""The table of terms: every name from this package exists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMULAS = {"x += mean - copy"}
 
 
 def exists(name: str) -> bool:
-    """Whether a name of the middle column is that of a file, a choice, a setting or an object."""
+    """Whether a name in the middle column is a file, a choice, a setting or an object."""
     if name in OF_THE_TRAINER | FORMULAS:
         return True
     if name.startswith("lightning-loco "):

@@ -1,4 +1,4 @@
-"""Tables and lists of the pages agree with the package."""
+"""Tables and lists on the pages agree with the package."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def test_a_method_page_names_its_strategy(subtests: pytest.Subtests) -> None:
             name = page.path.stem
             head = page.text.partition("\n## ")[0]
             assert f'`{METHODS[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
-            assert "https://" in head  # the source
+            assert "https://" in head  # a link to the source
             limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
             assert limits <= page.anchors
-            assert any(link.endswith(".svg") for _, link in page.links)  # what travels when
+            assert any(link.endswith(".svg") for _, link in page.links)  # a timeline
             assert "$$" in page.text
 
 
 def common_defaults() -> dict[str, Any]:
-    """The defaults of the arguments that strategies have in common."""
+    """Return the defaults of the arguments that all strategies share."""
     takes = (EngineStrategy._init_worker, EngineStrategy._init_with, RoundSettings)
     parameters = [one for each in takes for one in inspect.signature(each).parameters.values()]
     return {parameter.name: parameter.default for parameter in parameters}
 
 
 def test_arguments_of_a_method(subtests: pytest.Subtests) -> None:
-    """Those in the table of a page exist and have its defaults, and none is missing."""
+    """The table of a page lists all arguments, with their defaults, and no others."""
     shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
     of_ddp = argument_names(loco.LocoStrategy) - {"topology"}
     for page in METHOD_PAGES:

@@ -1,4 +1,4 @@
-"""The page's tables are what its commands print."""
+"""The tables of the page equal the output of its commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_commands_and_their_output_are_shown() -> None:
 def test_the_output_is_that_of_the_command(
     command: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``...`` on a line of its own stands for what is left out."""
+    """A line ``...`` stands for omitted output."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert run(parser.parse_args(shlex.split(command)[2:])) == 0
@@ -36,7 +36,7 @@ def test_the_output_is_that_of_the_command(
 
 
 def test_numbers_in_the_text_are_those_of_the_tables() -> None:
-    """The rest of the text follows from these by hand."""
+    """The remaining text follows from these numbers by hand."""
     first = SHOWN[0][1]
     assert re.search(r"^DDP .* 0\.24  0$", first, re.M)
     assert re.search(r"^DiLoCo, int8 .* 1\.87 ", first, re.M)

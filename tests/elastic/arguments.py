@@ -1,4 +1,4 @@
-"""Command line arguments of every program that is an elastic worker."""
+"""Command line arguments shared by all programs that run an elastic worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_loco.elastic import Elastic
 
 
 def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
-    """A parser of the arguments for :func:`elastic_of`, and of the log file."""
+    """Return a parser of the arguments for :func:`elastic_of` and of the log file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--index", type=int, required=True, help="of this process")
@@ -26,7 +26,7 @@ def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
 
 
 def elastic_of(args: argparse.Namespace) -> Elastic:
-    """The membership of a worker."""
+    """Return the membership of a worker."""
     return Elastic(
         args.lighthouse,
         min_workers=args.min_workers,

@@ -29,7 +29,7 @@ Line = dict[str, Any]
 
 
 class Lighthouse:
-    """A lighthouse of torchft in its own process."""
+    """A lighthouse of torchft in a separate process."""
 
     def __init__(self, min_workers: int) -> None:
         (self.port,) = free_ports()
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S
 
 
 def lines_of(folder: Path, index: int) -> list[Line]:
-    """The lines that a worker has logged so far."""
+    """Return the lines that a worker has logged so far."""
     path = folder / f"{index}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -92,7 +92,7 @@ class Cluster:
         folder: Folder of the workers' logs.
         settings: Arguments of every worker.
         program: Main function of every worker.
-        ranks: Number of processes of a worker; process ``index`` is of worker ``index // ranks``.
+        ranks: Number of processes of a worker; ``index // ranks`` is the worker of a process.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class Cluster:
         self.processes[index].start()
 
     def start_all(self, count: int, rounds: int = 3) -> None:
-        """Start ``count`` workers, and wait until the last one has made some rounds."""
+        """Start ``count`` workers, and wait until the last one has finished some rounds."""
         for index in range(count):
             self.start(index)
         self.wait_for_round(count - 1, rounds)
 
     def join(self, index: int, rounds: int) -> None:
-        """Start another worker, and wait until it has made more than ``rounds`` rounds."""
+        """Start another worker, and wait until it has finished more than ``rounds`` rounds."""
         self.start(index)
         until(lambda: len(self.lines(index)) > rounds, "rounds of the joining worker")
 
     def suspend_for_a_round(self, index: int, seen_by: int) -> None:
-        """Suspend one of three workers until the other two have made a round without it."""
+        """Suspend one of three workers until the other two have finished a round without it."""
         self.kill(index, signal.SIGSTOP)
         self.wait_for_members(seen_by, 2)
         time.sleep(1)
@@ -158,11 +158,11 @@ class Cluster:
         )
 
     def lines(self, index: int) -> list[Line]:
-        """The lines that a worker has logged so far."""
+        """Return the lines that a worker has logged so far."""
         return lines_of(self._folder, index)
 
     def output(self, index: int) -> str:
-        """What a worker has written to its standard streams."""
+        """Return what a worker has written to its standard streams."""
         path = self._folder / f"{index}.err"
         return path.read_text() if path.exists() else ""
 
@@ -216,7 +216,7 @@ class Cluster:
     def check_states(self) -> set[int]:
         """Check that states were equal at the start and end of each round; return the rounds.
 
-        Ranks are compared with ranks of equal place in the other workers.
+        Ranks are compared with ranks at the same place in the other workers.
         """
         states: dict[tuple[int, int, int], dict[int, int]] = {}
         for index in self.processes:
@@ -252,7 +252,7 @@ def cluster(
     program: Callable[[list[str]], None] = worker.main,
     ranks: int = 1,
 ) -> Iterator[Cluster]:
-    """A lighthouse and workers to start; ``lighthouse_min`` is the lighthouse's own minimum."""
+    """Yield a lighthouse and workers to start; ``lighthouse_min`` is the lighthouse's minimum."""
     lighthouse = Lighthouse(lighthouse_min or min_workers)
     settings = (*settings, f"--min-workers={min_workers}")
     workers = Cluster(lighthouse, folder, [*settings], program, ranks)

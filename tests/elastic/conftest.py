@@ -1,4 +1,4 @@
-"""torchft needs PyTorch 2.7; with an older one no test of this folder is collected."""
+"""torchft needs PyTorch 2.7; with older versions no test of this folder is collected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_WAIT_S = 60.0
 
 @pytest.fixture
 def wait_for_threads() -> Iterator[None]:
-    """Wait for the threads of a test in which PyTorch connects: they cannot be cancelled."""
+    """Wait for threads in which PyTorch connects during a test: they cannot be cancelled."""
     before = threading.enumerate()
     yield
     for thread in threading.enumerate():

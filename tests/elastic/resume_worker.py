@@ -1,4 +1,4 @@
-"""One rank of an elastic worker in its own process that saves often, and may resume."""
+"""One rank of an elastic worker, in a separate process, that saves often and may resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/elastic.md do what the page says."""
+"""The commands in docs/elastic.md do what the page describes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def commands() -> list[str]:
 
 @contextmanager
 def running(folder: Path, name: str, command: str, *more: str, **environ: str) -> Iterator[Path]:
-    """Run a command of the page; its output and its process id are in files."""
+    """Run a command from the page; its output and its process id are in files."""
     program, *arguments = shlex.split(command)
     paths = {"lightning-loco": ROOT / "command.py", "python": ROOT / "train.py"}
     own = arguments if program == "lightning-loco" else arguments[1:]
@@ -89,7 +89,7 @@ def test_the_lighthouse_names_the_argument_that_cannot_work(subtests: pytest.Sub
 @pytest.mark.process
 @pytest.mark.soak
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
-    _, lighthouse, train, *_ = commands()  # the first one installs
+    _, lighthouse, train, *_ = commands()  # the first line installs
     (port,) = free_ports()
     here = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{port}"}
     bind = (f"--bind=127.0.0.1:{port}", "--heartbeat-timeout=1")
@@ -126,7 +126,7 @@ def test_signals_end_the_lighthouse(number: signal.Signals) -> None:
 
 
 def rounds_in(output: Path) -> int:
-    """Number of lines in the table of metrics."""
+    """Return the number of lines in the table of metrics."""
     tables = list(output.parent.glob("outputs/*/*/csv/**/metrics.csv"))
     return len(tables[0].read_text().splitlines()) if tables else 0
 

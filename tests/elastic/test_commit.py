@@ -1,4 +1,4 @@
-"""Whether an exchange counts that failed for some members, for all possible histories."""
+"""Whether an exchange that failed for some members counts, for all possible histories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING, RECEIVED, APPLIED = (
 
 
 def is_possible(outcomes: tuple[MemberInfo, ...]) -> bool:
-    """No member applies a result before all have received it."""
+    """Whether no member applied a result before all members received it."""
     return APPLIED not in outcomes or NOTHING not in outcomes
 
 

@@ -1,4 +1,4 @@
-"""How a worker finishes a round that counts, although its exchange has failed for this worker."""
+"""How a worker finishes a round that counts although its own exchange failed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("wait_for_threads")
 
 @pytest.fixture
 def rounds() -> Iterator[RoundThread]:
-    """The rounds of a worker that has not asked the lighthouse yet."""
+    """Return the rounds of a worker that has not asked the lighthouse yet."""
     (port,) = free_ports()
     engine = Engine.from_settings(nn.Linear(2, 1), RoundSettings(DiLoCo(), EverySteps(2)))
     group = MemberGroup("127.0.0.1", TIMEOUT_S)
@@ -51,7 +51,7 @@ def rounds() -> Iterator[RoundThread]:
 
 
 def committed(joining: tuple[int, ...] = ()) -> Commit:
-    """What was received in round 3 before the others were lost."""
+    """Return what was received in round 3 before the others were lost."""
     plan = QuorumPlan("7.5/3", NAMES, 0, ("h:1", "h:2", "h:3"), False, 1, joining, 3, 0)
     return Commit(plan, torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, 4))
 

@@ -1,4 +1,4 @@
-"""A member whose outer parameters differ from the others' is detected and repaired."""
+"""Members whose outer parameters differ from those of others are detected and repaired."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_when_it_is_due(subtests: pytest.Subtests) -> None:
 
 
 def compared(own: int, prints: tuple[int, ...], joining: tuple[int, ...]) -> QuorumPlan:
-    """The plan of a member after a comparison of these fingerprints."""
+    """Return the plan of a member after a comparison of these fingerprints."""
     sent: list[int] = []
 
     def all_gather(row: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def test_drifted_members_are_detected(subtests: pytest.Subtests) -> None:
 
 
 def states(workers: Cluster, round_index: int) -> list[int]:
-    """The checksums of all members after a round."""
+    """Return the checksums of all members after a round."""
     return [
         line["checksum"]
         for index in workers.processes
@@ -116,8 +116,8 @@ def test_a_worker_that_drifts_is_named_and_repaired(
 ) -> None:
     """The comparison is in round 5; ``applied`` is the round index when its result was applied.
 
-    With overlap the local steps of that round started at wrong parameters, so the next message does
-    not count either, unless a checkpoint in between made them start again.
+    With overlap, the local steps of that round started at wrong parameters, so the next message
+    has no weight either, unless a checkpoint in between restarted those steps.
     """
     settings = ("--rounds=14", "--check-every=5", "--step-s=0.02", *schedule)
     with cluster(tmp_path, *settings, min_workers=3) as workers:

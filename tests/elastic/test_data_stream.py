@@ -1,4 +1,4 @@
-"""The stream of samples and its members."""
+"""The stream of samples and how members share it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_members_use_all_positions_once() -> None:
 
 
 def test_after_a_change_of_members_no_position_is_used_twice() -> None:
-    """Also if a member uses as many as in the last round before it knows of the change."""
+    """Also if a member reads as many samples as in the last round before it notices the change."""
     shards = make_shards(0, 3)
     used = []
     for _ in range(2):

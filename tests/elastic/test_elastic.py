@@ -1,4 +1,4 @@
-"""Workers that join, die, are suspended and rejoin, with a lighthouse of torchft."""
+"""Workers that join, die, are suspended and rejoin, with a torchft lighthouse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="o
 
 
 def first_members(workers: Cluster, index: int, count: int) -> dict[str, object]:
-    """The first line of a worker's log with this number of members."""
+    """Return the first line of a worker's log with this number of members."""
     return next(line for line in workers.lines(index) if len(line["members"]) == count)
 
 
@@ -55,7 +55,7 @@ def test_one_joins_one_is_killed_and_the_others_continue(
 def test_a_joining_worker_has_the_outer_learning_rate_of_the_round(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
-    """It receives the round index with the state; another rate would let it drift."""
+    """It receives the round index with the state; with another rate it would drift."""
     settings = ("--rounds=20", "--from-members=3", "--step-s=0.04", "--algorithm=diloco_schedule")
     with cluster(tmp_path, *settings, *schedule) as workers:
         workers.start_all(2)
@@ -152,7 +152,7 @@ def test_no_live_member_is_left_out_after_a_restart_of_the_lighthouse(tmp_path: 
 
 
 def connections_with(port: int) -> int:
-    """How many TCP connections lead to a port of this machine."""
+    """Return the number of TCP connections to a port of this machine."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     columns = [line.split() for line in lines]
     return sum(
@@ -162,7 +162,7 @@ def connections_with(port: int) -> int:
 
 @pytest.mark.soak
 def test_early_workers_do_not_begin_a_second_run_after_a_restart(tmp_path: Path) -> None:
-    """The members are silent for a moment, as if it took them longer to find it again."""
+    """The members pause for a moment, as if they needed longer to find the lighthouse again."""
     with cluster(tmp_path, "--rounds=60", "--step-s=0.05") as workers:
         workers.start_all(2)
         workers.lighthouse.stop()

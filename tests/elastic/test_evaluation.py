@@ -34,7 +34,7 @@ def warnings_of(rank: int, world: int, lighthouse: str, folder: Path) -> list[li
 
 
 def test_monitoring_what_only_rounds_change_causes_a_warning(pool: Pool, tmp_path: Path) -> None:
-    """Outer parameters change with rounds only; a member of Local SGD validates its own model."""
+    """Only rounds change outer parameters; a member of Local SGD validates its local model."""
     lighthouse = cluster.Lighthouse(1)
     try:
         ((outer, own),) = pool.run(warnings_of, lighthouse.address, tmp_path, world=1)

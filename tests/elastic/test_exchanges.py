@@ -1,4 +1,4 @@
-"""What a member receives where messages are summed, and which bytes it counts."""
+"""What a member receives when messages are summed, and which bytes it counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMEL = 1000
 
 
 def run_exchange(rank: int, world: int, compression: str | None) -> tuple[Tensor, Exchanged]:
-    """The message of a member, and the result of one exchange of all ranks."""
+    """Return the message of a member, and the result of one exchange of all ranks."""
     engine = StepEngine(nn.Linear(NUMEL, 1, bias=False), DiLoCo(), compression=compression)
     group = MemberGroup("127.0.0.1", timeout_s=60.0)
     stores: list[str] = [""] * world

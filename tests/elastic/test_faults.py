@@ -120,7 +120,7 @@ def test_a_frozen_worker_is_left_behind_and_rejoins(tmp_path: Path, point: str) 
         workers.start(2)
         until(lambda: workers.is_frozen(0), "frozen worker")
         until(lambda: goes_on_without(workers, "w0"), "round without the frozen one")
-        if point != QUICK:  # which a quick exchange leaves before it is frozen
+        if point != QUICK:  # which a quick exchange passes before the worker is frozen
             assert longest_wait(workers) > UNRESPONSIVE_S
         workers.kill(0, signal.SIGCONT)
         workers.wait_for_success(0, 1, 2)
@@ -178,13 +178,13 @@ def test_workers_leave_one_by_one_down_to_one(tmp_path: Path) -> None:
 
 
 def longest_wait(workers: Cluster) -> float:
-    """Longest time from one round of worker 1 to the next, in seconds."""
+    """Return the longest time between two rounds of worker 1, in seconds."""
     times = [line["time"] for line in workers.lines(1)]
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 def goes_on_without(workers: Cluster, name: str) -> bool:
-    """Whether the last round of worker 1 had other members, but not this one."""
+    """Return whether the last round of worker 1 had other members, but not this one."""
     members = workers.lines(1)[-1]["members"]
     return len(members) > 1 and not any(member.startswith(name) for member in members)
 

@@ -30,7 +30,7 @@ def by_round(workers: Cluster, index: int) -> dict[int, dict[str, Any]]:
 
 
 def end_of(folder: Path, index: int) -> dict[str, Any]:
-    """The model of a job after fit, and its number of rounds."""
+    """Return the model of a job after fit, and its number of rounds."""
     found: dict[str, Any] = json.loads((folder / f"{index}.end").read_text())
     return found
 
@@ -39,7 +39,7 @@ def end_of(folder: Path, index: int) -> dict[str, Any]:
     ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.soak), (41, 20 + 2)]
 )
 def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
-    """Except for a fragment whose round started after the last step."""
+    """Except for fragments whose round started after the last step."""
     settings = (f"--max-steps={steps}", "--step-s=0", "--stream")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
         workers.start(0)
@@ -90,7 +90,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
 
 
 def test_a_worker_that_joins_in_the_last_round_makes_no_step(tmp_path: Path) -> None:
-    """Others join at the same time: with other data, and with another number of steps."""
+    """Others join at the same time, with other data and another number of steps."""
     with cluster(tmp_path, "--max-steps=4", "--step-s=3", program=trainer_worker.main) as workers:
         workers.start(0)
         workers.start(1)

@@ -26,7 +26,7 @@ STEPS = 64
 def run_of_ranks(
     rank: int, world: int, schedule: tuple[int, int, int], compression: str | None
 ) -> list[int]:
-    """The outer states of tests/elastic/worker.py, on ranks of one job."""
+    """Train ranks of one job; return the outer states of tests/elastic/worker.py."""
     fragments, delay, every = schedule
     asked = argparse.Namespace(
         fragments=fragments,
@@ -48,7 +48,7 @@ def run_of_ranks(
                 p.lerp_(torch.full_like(p, rank + 1), PULL)
         if engine.step():
             found.append(checksum(engine))
-    for _ in engine.fragments:  # the last rounds that only elastic members make
+    for _ in engine.fragments:  # the last rounds, which only elastic members run
         engine.make_round()
     engine.drain()
     found.append(checksum(engine))
@@ -92,7 +92,7 @@ def test_it_equals_a_run_of_ranks(
 
 
 def by_round(workers: Cluster, index: int) -> dict[tuple[int, int], Line]:
-    """The lines of a worker by round and by the number of pending rounds."""
+    """Return the lines of a worker by round and number of pending rounds."""
     return {(line["round"], line["pending"]): line for line in workers.lines(index)}
 
 

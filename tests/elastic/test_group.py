@@ -1,4 +1,4 @@
-"""Messages between members of a process group, one of which dies during a message."""
+"""Messages between members of a process group; one member dies during a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMEL = 2**26
 
 
 def plan_of(rank: int, stores: tuple[str, ...]) -> QuorumPlan:
-    """A round of all members, in a new group."""
+    """Return the plan of a round of all members, in a new group."""
     names = tuple(f"m{i}" for i in range(len(stores)))
     return QuorumPlan(f"test/{len(names)}", names, rank, stores, True, 0, (), 0, 0)
 
@@ -51,7 +51,7 @@ def test_members_swap_messages_in_a_ring(pool: Pool) -> None:
 
 
 def run_member(rank: int, pipe: Connection, dies: bool, sends: bool) -> None:
-    """Swap a message with the other member; die during it, or send the seconds until it failed."""
+    """Swap a message with the other member; die during it, or report how long it took to fail."""
     group = MemberGroup("127.0.0.1", TIMEOUT_S)
     pipe.send(group.address)
     group.open(plan_of(rank, pipe.recv()))

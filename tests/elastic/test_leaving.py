@@ -1,4 +1,4 @@
-"""Workers that leave: after a signal, or because they have finished before the others."""
+"""Workers that leave after a signal, or because they finish before the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", [("--overlap",), ()], ids=["overlap", "blocking"])
 def test_sigterm_leaves_after_the_pending_round(tmp_path: Path, schedule: tuple[str, ...]) -> None:
-    """The first worker is fast: it starts a round that the others reach later."""
+    """The first worker is fast and starts a round that the others reach later."""
     settings = ("--max-steps=100", "--step-s=0.1", *schedule)
     with cluster(tmp_path, *settings, lighthouse_min=1, program=trainer_worker.main) as workers:
         workers.start(0, "--step-s=0.01")
@@ -70,7 +70,7 @@ def test_sigterm_leaves_after_the_pending_round_also_without_a_checkpoint(tmp_pa
     "schedule", [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
 )
 def test_a_finished_worker_is_not_waited_for(tmp_path: Path, schedule: tuple[str, ...]) -> None:
-    """The second worker needs half as many rounds as the first one."""
+    """The second worker runs half as many rounds as the first one."""
     with cluster(tmp_path, "--steps=34", "--step-s=0.02", *schedule, lighthouse_min=1) as workers:
         workers.start(0, "--sync-every=4")
         workers.start(1, "--sync-every=8")

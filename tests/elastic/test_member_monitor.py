@@ -1,4 +1,4 @@
-"""Members that create a group, one of which is lost before it is complete."""
+"""Members create a group, and one of them is lost before the group is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 def plans(*members: MemberGroup) -> list[QuorumPlan]:
-    """One plan for each member; the first one is the donor."""
+    """Return one plan for each member; the first member is the donor."""
     stores = tuple(member.address for member in members)
     names = tuple(f"m{rank}" for rank in range(len(stores)))
     group = f"{time.monotonic()}/{len(names)}"
@@ -75,10 +75,10 @@ def sockets() -> Iterator[socket.socket]:
 
 
 def cut_connections_to(port: int) -> int:
-    """Shut down connections of this process, as a failing network does; their number."""
+    """Shut down connections of this process, like a failing network; return their number."""
     count = 0
     for connection in sockets():
-        with suppress(OSError):  # one that only listens
+        with suppress(OSError):  # a listening socket
             if connection.getpeername()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1

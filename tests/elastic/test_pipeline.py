@@ -25,17 +25,17 @@ OUTER_LR, RATE, STEPS = 0.7, 0.05, 4
 
 
 def trained(start: float, index: int) -> float:
-    """The parameter of a worker after its local steps."""
+    """Return the parameter of a worker after its local steps."""
     for _ in range(STEPS):
         start += RATE * (index + 1 - start)
     return start
 
 
 def pipeline(first: float, members: list[list[int]]) -> list[float]:
-    """Outer parameters after the start of each round, for given members with weight.
+    """Return outer parameters after the start of each round, given the members with weight.
 
-    Each start applies the gradient of the previous round and sends the next one, which was computed
-    from outer parameters without the previous one.
+    Each start applies the gradient of the previous round and sends the next gradient, which was
+    computed from outer parameters before that update.
     """
     outer, gradient, found = first, 0.0, []
     for own in members:
@@ -52,7 +52,7 @@ def members_of(line: Line) -> list[int]:
 
 
 def pccl_engine(args: argparse.Namespace) -> Engine:
-    """The engine of a worker with the settings of the experiment."""
+    """Return the engine of a worker with the settings of the experiment."""
     choice = ["experiment=pccl_async_diloco", "membership=elastic", "run_dir=/run"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("train", [*choice, f"algorithm.sync_every={args.sync_every}"])
@@ -63,7 +63,7 @@ def pccl_engine(args: argparse.Namespace) -> Engine:
 
 
 def test_a_worker_joins_as_in_the_plain_loop(tmp_path: Path) -> None:
-    """With the settings of PCCL, while a round is pending."""
+    """With PCCL's settings, while a round is pending."""
     program = partial(worker.main, make_engine=pccl_engine)
     settings = ("--rounds=4", "--from-members=3", "--step-s=0.02")
     with cluster(tmp_path, *settings, program=program) as workers:
@@ -71,7 +71,7 @@ def test_a_worker_joins_as_in_the_plain_loop(tmp_path: Path) -> None:
         workers.start(2)
         workers.wait_for_success(0, 1, 2)
         first, *lines = workers.lines(0)
-        # each line has the members of the previous round
+        # each line lists the members of the previous round
         members = [members_of(line) for line in lines[1:]]
         expected = pipeline(first["outer"], members)
         assert [line["outer"] for line in lines[:-1]] == pytest.approx(expected, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The plans that members make of a quorum."""
+"""The plans that members derive from a quorum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that resumes from the state of the run, or joins with the state of a checkpoint."""
+"""A worker resumes from the state of the run, or joins with the state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_loco.engine import StepEngine
 
 
 def trained(steps: int) -> StepEngine:
-    """A worker with overlap, after some local steps alone."""
+    """Return a worker with overlap after some local steps without other workers."""
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
     engine = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
@@ -31,7 +31,7 @@ def trained(steps: int) -> StepEngine:
 
 @pytest.mark.parametrize(("round_of_others", "ahead"), [(1, True), (2, False), (3, False)])
 def test_a_worker_is_ahead_by_more_than_one_round(round_of_others: int, ahead: bool) -> None:
-    """Those in round 2 will be in round 3 when this worker is."""
+    """Workers in round 2 will reach round 3 together with this worker."""
     engine = trained(9)
     assert engine.worker.round_index == 3
     assert not is_ahead(engine, None)

@@ -30,7 +30,7 @@ def saved_round(path: Path) -> int:
 
 
 def newest(folder: Path, index: int) -> Path:
-    """The last checkpoint of a job, regular or interrupted."""
+    """Return the last checkpoint of a job, regular or interrupted."""
     return max((folder / str(index)).glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
 
 
@@ -47,13 +47,13 @@ def checksum_of(state: dict[str, Any]) -> int:
 
 
 def samples_of(workers: Cluster, indices: range, first: int = 0, last: int = 10**9) -> set[int]:
-    """The samples that jobs used in a range of rounds."""
+    """Return the samples that jobs used in a range of rounds."""
     lines = [line for index in indices for line in workers.lines(index)]
     return {s for line in lines if first <= line["round"] <= last for s in line["samples"]}
 
 
 def learning_rates(steps: int) -> list[float]:
-    """Learning rates after each number of steps."""
+    """Return the learning rates after each number of steps."""
     (optimizer,), (config,) = Model().configure_optimizers()
     rates = []
     for _ in range(steps + 1):
@@ -64,7 +64,7 @@ def learning_rates(steps: int) -> list[float]:
 
 
 def check_positions(workers: Cluster, indices: range) -> None:
-    """On all members, steps and learning rates fit the rounds."""
+    """Check that steps and learning rates of all members fit the rounds."""
     rates = learning_rates(400)
     steps: dict[int, int] = {}
     for index in indices:
@@ -74,7 +74,7 @@ def check_positions(workers: Cluster, indices: range) -> None:
 
 
 def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Path], Cluster]:
-    """Jobs that end one after the other; the last checkpoints of three of them."""
+    """End jobs one after the other; return the last checkpoints of three of them."""
     folder.mkdir()
     with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as workers:
         for index in range(4):
@@ -154,7 +154,7 @@ def test_others_resume_from_the_state_of_a_job_with_a_later_checkpoint(tmp_path:
 
 
 def test_jobs_that_start_from_a_checkpoint_of_plain_lightning_end_together(tmp_path: Path) -> None:
-    """Local steps continue from the checkpoint, also on the job that gets the state."""
+    """Local steps continue from the checkpoint, also for the job that receives the state."""
     path, module = tmp_path / "plain.ckpt", Model()
     trainer = quiet_trainer(max_steps=10)
     trainer.fit(module, DataLoader(Numbered(), batch_size=2))
@@ -174,7 +174,7 @@ def test_jobs_that_start_from_a_checkpoint_of_plain_lightning_end_together(tmp_p
 def fit_static(
     rank: int, world: int, path: str, max_steps: int, resume: str | None = None
 ) -> tuple[set[int], list[str], int]:
-    """Samples, warnings, and a checksum of the outer state where training began."""
+    """Return samples, warnings, and a checksum of the outer state where training started."""
     import warnings
 
     from lightning.pytorch import Callback
@@ -199,7 +199,7 @@ def fit_static(
 
 
 def fit_and_save(rank: int, world: int, path: str) -> set[int]:
-    """Samples of a static run that saves within a round, at its end."""
+    """Return the samples of a static run that saves during a round, at its end."""
     strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, timeout_s=30)
     samples: set[int] = set()
     module = Model()

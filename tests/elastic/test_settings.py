@@ -82,7 +82,7 @@ def test_jobs_of_several_workers_are_refused(pool: Pool) -> None:
 
 
 def settings_of(*schedule: int) -> RoundSettings:
-    """Settings of streaming rounds: sync_every, fragments, delay."""
+    """Return the settings of streaming rounds: sync_every, fragments, delay."""
     return RoundSettings(
         DiLoCo(), Staggered(*schedule), merge_policy=Mix(0.5), membership=Elastic(HERE)
     )

@@ -1,4 +1,4 @@
-"""Elastic workers of several ranks, which exchange with ranks of equal place."""
+"""Elastic workers of several ranks, which exchange with ranks at the same place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = [name for name in SCHEDULES if name != "fragments"]
 
 
 def vectors_by_round(workers: Cluster, worker: int) -> dict[int, dict[str, list[float]]]:
-    """The vectors of the outer state of a whole worker, in the order of its places."""
+    """Return the vectors of a whole worker's outer state, in the order of places."""
     found: dict[int, dict[str, list[float]]] = {}
     for place in range(workers.ranks):
         for line in workers.lines(worker * workers.ranks + place):
@@ -57,13 +57,13 @@ def test_two_workers_of_two_ranks_equal_two_of_one(tmp_path: Path, schedule: str
     for expected, found in zip(whole, divided, strict=True):
         assert len(expected) > 4
         for round_index, vectors in expected.items():
-            for name, values in vectors.items():  # fragments are divided one by one
+            for name, values in vectors.items():  # each fragment is divided separately
                 own = sorted(found[round_index][name])
                 assert own == pytest.approx(sorted(values), abs=1e-11), (round_index, name)
 
 
 def test_a_rank_that_is_killed_takes_its_worker_with_it(tmp_path: Path) -> None:
-    """The others continue; a new worker joins, and its ranks get the state of their places."""
+    """The others continue; a new worker joins, and its ranks receive the state for their places."""
     with cluster(tmp_path, "--rounds=400", min_workers=1, ranks=RANKS) as workers:
         workers.start_all(3)
         workers.kill(3)
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_takes_its_worker_with_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_dies_within_a_round(tmp_path: Path, point: str) -> None:
-    """A round counts on all ranks of the others, or on none of them."""
+    """A round counts on all ranks of the other workers, or on none of them."""
     with cluster(tmp_path, "--rounds=24", "--step-s=0.02", ranks=RANKS) as workers:
         workers.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=8", "--fail-place=1")
         workers.start(1)
@@ -106,7 +106,7 @@ def test_a_rank_dies_within_a_round(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.soak
 def test_a_frozen_rank_is_left_behind_with_its_worker(tmp_path: Path) -> None:
-    """The others continue long before the collectives inside the worker time out."""
+    """The others continue long before the collectives inside that worker time out."""
     settings = ("--rounds=400", "--step-s=0.02", "--timeout-s=60")
     with cluster(tmp_path, *settings, ranks=RANKS) as workers:
         workers.start_all(3)
@@ -120,7 +120,7 @@ def test_a_frozen_rank_is_left_behind_with_its_worker(tmp_path: Path) -> None:
 def test_a_round_that_one_rank_has_not_confirmed_counts_for_its_worker_later(
     tmp_path: Path,
 ) -> None:
-    """As for a worker of one rank: the round counts, since all have received it."""
+    """As for a worker of one rank, the round counts because all have received it."""
     with cluster(tmp_path, "--rounds=24", "--step-s=0.02", ranks=RANKS) as workers:
         workers.start(0, "--fail=killed", "--fail-at=local step", "--fail-in=9", "--fail-place=1")
         workers.start(1, "--lose-in=8", "--fail-place=1")
@@ -136,7 +136,7 @@ def test_a_round_that_one_rank_has_not_confirmed_counts_for_its_worker_later(
     ["copying the state", pytest.param("sending the state", marks=pytest.mark.soak)],
 )
 def test_one_rank_cannot_give_its_part_of_the_state(tmp_path: Path, point: str) -> None:
-    """All ranks of the newcomer receive the state later, and the donor continues."""
+    """The joining worker's ranks all receive the state later, and the donor continues."""
     failure = ("--lose-in=1", f"--fail-at={point}", "--fail-place=1")
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02", ranks=RANKS) as workers:
         for worker in range(2):
@@ -201,7 +201,7 @@ def test_jobs_under_lightning(tmp_path: Path, kind: tuple[str, ...]) -> None:
 
 
 def test_ranks_of_tensor_parallelism_read_the_same_samples(tmp_path: Path) -> None:
-    """Also when one joins while a rank has read its next batch, and its sibling has not."""
+    """Also when a worker joins after only one of its ranks has read the next batch."""
     settings = ("--max-steps=80", "--shard=tensor", "--overlap", "--step-s=0", "--late-s=0.1")
     program = trainer_worker.main
     with cluster(tmp_path, *settings, program=program, ranks=RANKS) as workers:
@@ -229,7 +229,7 @@ def test_ranks_of_tensor_parallelism_read_the_same_samples(tmp_path: Path) -> No
 def test_a_job_that_gets_sigterm_resumes_from_what_it_has_saved(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
-    """The signal reaches one rank, which is not the first; all ranks of the job stop and save."""
+    """The signal reaches one rank, not the first; all ranks of the job stop and save."""
     program = resume_worker.main
     with cluster(tmp_path, "--max-steps=200", *schedule, program=program, ranks=RANKS) as workers:
         workers.start(0)

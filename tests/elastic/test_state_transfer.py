@@ -1,4 +1,4 @@
-"""The state of a run, sent between two members of a process group, and invalid ones."""
+"""State sent between two members of a process group, and invalid states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE = RunState(
 
 
 def open_group(rank: int) -> MemberGroup:
-    """A group of two members."""
+    """Return a group of two members."""
     group = MemberGroup("127.0.0.1", 10)
     stores: list[Any] = [None, None]
     torch.distributed.all_gather_object(stores, group.address)

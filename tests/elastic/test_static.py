@@ -1,4 +1,4 @@
-"""A run without joining or leaving workers equals one of as many ranks, bit for bit."""
+"""A run with constant members equals a run with as many ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 12
 def run_of_ranks(
     rank: int, world: int, algorithm: str, overlap: bool, compression: str | None
 ) -> list[int]:
-    """The outer states of tests/elastic/worker.py, on ranks of one job."""
+    """Train ranks of one job; return the outer states of tests/elastic/worker.py."""
     torch.manual_seed(rank)
     model = nn.Linear(1000, 1, bias=False)
     engine = StepEngine(

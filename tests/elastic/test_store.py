@@ -1,4 +1,4 @@
-"""The store of a member that ends, or freezes, while another member connects to it."""
+"""The store of a member that exits, or freezes, while another member connects to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("wait_for_threads")
 
 
 def test_a_member_that_ends_during_a_connection_attempt_is_not_waited_for() -> None:
-    """A killed process still accepts connections for a moment, then refuses them."""
+    """A killed process still accepts connections for a moment, and then refuses them."""
     with socket.create_server(("127.0.0.1", 0)) as dying:
         store = f"127.0.0.1:{dying.getsockname()[1]}"
         check_alive(store, "m0")
@@ -55,7 +55,7 @@ def test_a_store_listens_at_the_address_of_its_host_only() -> None:
 
 
 def test_a_store_listens_at_all_addresses_if_its_host_is_elsewhere(monkeypatch: Any) -> None:
-    """As where another machine forwards connections."""
+    """For example, another machine may forward connections."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("192.0.2.1", 0))])
     store, other = serve_store("127.0.0.1"), serve_store("127.0.0.1")
     assert accepts_connections(store.port, "127.0.0.1", "127.0.0.2") == [True, True]

@@ -1,4 +1,4 @@
-"""A machine that vanishes from the network, as after a power failure."""
+"""A machine disappears from the network, as in a power failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_others_continue(tmp_path: Path) -> None:
             code, output = program.finish()
             assert code == 0, output
     by_round = [{line["round"]: line for line in lines_of(tmp_path, rank)} for rank in range(2)]
-    # One joined a moment later than the other.
+    # One of them joined a moment later than the other.
     assert by_round[0].keys() ^ by_round[1].keys() <= {0, 1}
     for index in by_round[0].keys() & by_round[1].keys():
         assert by_round[0][index]["checksum"] == by_round[1][index]["checksum"]

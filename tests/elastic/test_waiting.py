@@ -1,4 +1,4 @@
-"""Jobs that are asked to stop while they wait for a lighthouse or for other members."""
+"""Jobs that must stop while they wait for a lighthouse or for other members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of an elastic worker in its own process: a fit with a learning rate schedule."""
+"""One rank of an elastic worker in a separate process: a fit with a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TensorModel(Model):
 
 
 class RoundLog(Callback):
-    """Logs every round, and the samples that were used in it."""
+    """Logs every round and the samples used in it."""
 
     def __init__(self, path: Path, step_s: float) -> None:
         self._path = path
@@ -99,10 +99,10 @@ class RoundLog(Callback):
         self._write(trainer)
 
     def _record(self, trainer: Any) -> None:
-        """Record the line of a round that has just been made."""
+        """Record the line of the last round."""
         engine = trainer.strategy.engine
         before, self._round = self._round, engine.worker.round_index
-        if before is None or self._round != before + 1:  # the last step may make two rounds
+        if before is None or self._round != before + 1:  # the last step may run two rounds
             return
         last = engine.connection.last_round
         self._line = {
@@ -145,7 +145,7 @@ class OverwriteWeights(Callback):
 
 
 def set_environment_of_rank(args: argparse.Namespace) -> None:
-    """Set what torchrun sets for a rank of a worker of several."""
+    """Set the variables that torchrun sets for a rank of a worker with several ranks."""
     if args.ranks == 1:
         return
     rank = str(args.index % args.ranks)

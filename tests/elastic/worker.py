@@ -1,6 +1,6 @@
-"""One rank of an elastic worker in its own process: a plain loop that logs every round.
+"""One rank of an elastic worker in a separate process: a plain loop that logs every round.
 
-Each line of the log holds round, local steps, members, and a checksum of the outer state.
+Each log line holds the round, local steps, members, and a checksum of the outer state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
 
 
 def compression_of(name: str | None) -> str | ErrorFeedback | None:
-    """A compression by its name; ``senders`` are sparse means over senders."""
+    """Return a compression by its name; ``senders`` are sparse means over senders."""
     return SENDERS if name == "senders" else name
 
 
@@ -39,7 +39,7 @@ PULL = 0.05
 
 
 def checksum(engine: Engine) -> int:
-    """Checksum of all vectors of the outer state, or of the parameters if there are none."""
+    """Return a checksum of the outer state's vectors, or of the parameters if there are none."""
     state = engine.fragments[0].state
     vectors = [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
     vectors = vectors or [engine.worker.replica.layout.new_flat()]
@@ -50,13 +50,13 @@ def checksum(engine: Engine) -> int:
 
 
 def first_of(engine: Engine) -> float:
-    """First element of the outer parameters, or of the parameters; 0 if this rank owns none."""
+    """Return the first outer parameter, or parameter; 0 if this rank owns none."""
     state = engine.fragments[0].state
     return float(state.get("outer", engine.worker.replica.layout.new_flat())[:1].sum())
 
 
 def algorithm_of(name: str, overlap: bool) -> Algorithm:
-    """An algorithm of the workers, by name."""
+    """Return an algorithm of the workers by name."""
     return {
         "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
         "diloco_schedule": DiLoCo(Linear(0.2, 0.9, rounds=30), 0.0 if overlap else 0.5),
@@ -65,7 +65,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
 
 
 def vectors(engine: Engine) -> dict[str, list[float]]:
-    """The vectors of the outer state."""
+    """Return the vectors of the outer state."""
     return {key: value.tolist() for key, value in engine.fragments[0].memory.state.items()}
 
 
@@ -81,7 +81,7 @@ class Layers(nn.Module):
 def streaming_settings(
     args: argparse.Namespace, membership: Membership | None = None
 ) -> RoundSettings:
-    """Settings with several fragments, or with one whose results are delayed."""
+    """Return settings with several fragments, or with one fragment whose results are delayed."""
     schedule = Staggered(args.sync_every, args.fragments, args.delay)
     algorithm = algorithm_of(args.algorithm, overlap=False)
     return RoundSettings(
@@ -94,7 +94,7 @@ def streaming_settings(
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
-    """The engine of a worker."""
+    """Return the engine of a worker."""
     if args.fragments:
         layers = Layers(args.numel).to(getattr(torch, args.dtype))
         for p in layers.parameters():
@@ -117,7 +117,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 
 def group_of(args: argparse.Namespace) -> WorkerGroup | None:
-    """Connect the ranks of a worker; None for one rank."""
+    """Connect the ranks of a worker; return None for one rank."""
     if args.ranks == 1:
         return None
     address, rank = f"tcp://127.0.0.1:{args.port}", args.index % args.ranks
@@ -178,12 +178,12 @@ def main(
 
 
 def is_place_of_failure(args: argparse.Namespace) -> bool:
-    """Whether this rank is the one of its worker that fails, or whose numbers go wrong."""
+    """Whether this rank of its worker fails, or gets wrong numbers."""
     return bool(args.index % args.ranks == args.fail_place)
 
 
 def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[None]:
-    """Make this worker fail as its arguments say."""
+    """Make this worker fail as given by its arguments."""
     worker = engine.worker
 
     def is_time() -> bool:
@@ -202,7 +202,7 @@ def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[
 
 
 def train(args: argparse.Namespace, engine: Engine) -> None:
-    """Make local steps and rounds, and log them."""
+    """Run local steps and rounds, and log them."""
     worker, model = engine.worker, engine.worker.replica.model
     counted_from = None if args.from_members else 0
 
