@@ -1,4 +1,4 @@
-"""A model of several layers, streaming DiLoCo by a plain loop, and drivers of both."""
+"""A model of several layers, streaming DiLoCo as a plain loop, and drivers for both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def slices_of(settings: RoundSettings) -> list[list[slice]]:
-    """The fragments of the model."""
+    """Return the fragments of the model."""
     fragments = settings.schedule.fragment_slices(
         {f"blocks.{i}.value": n for i, n in enumerate(SIZES)}
     )
@@ -35,7 +35,7 @@ def slices_of(settings: RoundSettings) -> list[list[slice]]:
 
 
 def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
-    """Streaming DiLoCo of workers with different targets, step by step, element by element."""
+    """Run streaming DiLoCo with different targets, step by step and element by element."""
     algorithm, schedule, merge_policy = settings.algorithm, settings.schedule, settings.merge_policy
     assert isinstance(algorithm, DiLoCo)
     assert isinstance(schedule, Staggered)
@@ -88,16 +88,16 @@ def train(
     syncs: bool = False,
     late: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same by an engine: this worker's parameters after each step, and at the end.
+    """Train with an engine; return this worker's parameters after each step and at the end.
 
     Args:
         rank: Number of this worker.
         world: Number of workers.
-        settings: Of the rounds.
+        settings: Settings of the rounds.
         steps: Number of local steps.
-        cuts: Steps after which to save, and continue with a new engine.
-        syncs: Whether to show the consensus after each step, as a validation does.
-        late: Whether data come late, as with NCCL, and not while the host waits.
+        cuts: Steps after which to save, and to continue with a new engine.
+        syncs: Whether to use the consensus after each step, as a validation does.
+        late: Whether messages arrive late, as with NCCL, while the host continues.
     """
     settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
     model: nn.Module = Layers()
@@ -124,13 +124,13 @@ def train(
 
 
 def simulate(settings: RoundSettings, workers: int, steps: int) -> Run:
-    """The same in a simulation, up to the last begin of a round."""
+    """Train in a simulation, up to the start of the last round."""
     models = [Layers() for _ in range(workers)]
     simulation = Simulation.from_settings(models, settings)
     history: list[list[Tensor]] = [[] for _ in range(workers)]
 
     def local_step(worker: int) -> None:
-        history[worker].append(flat(models[worker]))  # as the turn after the step before left it
+        history[worker].append(flat(models[worker]))  # the state after the previous step
         approach(worker, models[worker])
 
     while len(history[0]) < steps:

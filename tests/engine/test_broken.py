@@ -21,7 +21,7 @@ pytestmark = pytest.mark.recovery
 
 
 def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
-    """Worker 1 has NaN in one layer, and its next local step has it everywhere."""
+    """Put NaN into one layer of worker 1; its next local step spreads it to all layers."""
     model = Layers()
     settings = RoundSettings(DiLoCo(0.4), Staggered(6, 3, delay), merge_policy=Mix(0.5))
     engine = Engine.from_settings(model, settings)

@@ -1,4 +1,4 @@
-"""Chunks and buckets: exact copies, whatever memory the values are in."""
+"""Chunks and buckets: exact copies, wherever the values are in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_state_entry_that_is_replaced_is_not_confused_with_the_old_one() -> No
     algorithm = DiLoCo()
     state = algorithm.init(layout.new_flat())
     chunk = BucketChunk(layout.chunks()[0], torch.empty(4), algorithm, state)
-    for value in range(50):  # new tensors would take over the identity of a forgotten one
+    for value in range(50):  # new tensors could reuse the ids of deleted ones
         chunk.state["outer"] = torch.full((4,), float(value))
         chunk.unpack(chunk.state["outer"])
         assert torch.equal(layout.tensors[0], chunk.state["outer"])
@@ -45,7 +45,7 @@ def test_a_bucket_splits_what_was_received_and_ignores_the_statuses_behind() -> 
     bucket = Bucket(message, chunks)
     slices = [part.tolist() for _, part in bucket.split(torch.arange(9.0))]
     assert slices == [[0, 1, 2], [3, 4, 5], [6]]
-    both = torch.stack([torch.arange(9.0), torch.zeros(9)])  # of two workers
+    both = torch.stack([torch.arange(9.0), torch.zeros(9)])  # messages of two workers
     rows = [part.tolist() for _, part in bucket.split(both)]
     assert rows == [[[0, 1, 2], [0] * 3], [[3, 4, 5], [0] * 3], [[6], [0]]]
     assert len(bucket) == 7

@@ -1,4 +1,4 @@
-"""Rounds by the clock: the laws of asynchronous averaging, on real processes."""
+"""Rounds by the clock: properties of asynchronous averaging, with real processes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def wait_until_due(engine: ClockEngine, timeout_s: float = 20.0) -> None:
 
 
 def average_once(engine: ClockEngine) -> None:
-    """One whole round: begin and end."""
+    """Run one round from start to end."""
     for _ in range(2):
         wait_until_due(engine)
         engine.make_round()
 
 
 class Numbers(nn.Module):
-    """A model that is a vector of float64."""
+    """A model with a single float64 vector."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def start(rank: int, topology: str | None = None, **settings: Any) -> tuple[Numb
     return model, engine
 
 
-# --------------------------------------------------------------------------- the laws of a round
+# ----------------------------------------------------------------------- laws of a round
 
 
 def frozen(rank: int, world: int) -> Tensor:
@@ -73,7 +73,7 @@ def moved_meanwhile(rank: int, world: int) -> Tensor:
     model, engine = start(rank)
     wait_until_due(engine)
     engine.make_round()
-    model.values.data.add_(10.0 * (rank + 1))  # local progress while the snapshots travel
+    model.values.data.add_(10.0 * (rank + 1))  # local steps while the snapshots are in transit
     engine.count_step()
     wait_until_due(engine)
     engine.make_round()
@@ -96,7 +96,7 @@ def race(rank: int, world: int, topology: str | None, num_rounds: int) -> tuple[
         model.values.data.add_(1.0)
         steps += 1
         engine.step()
-        time.sleep(1e-4)  # leaves two cores to the threads that communicate
+        time.sleep(1e-4)  # leave two cores to the communication threads
     engine.sync_point("the end of the race")
     engine.close()
     return model.values.detach().clone(), steps
@@ -134,7 +134,7 @@ def test_neighbors_mix_with_the_rows_of_the_mixing_matrix(pool: Pool) -> None:
 
 
 def with_straggler(rank: int, world: int, topology: str | None) -> int:
-    """Worker 0 takes its first step after all steps of the others; the rounds by then."""
+    """Worker 0 takes its first step after all steps of the others; return the rounds until then."""
     model, engine = start(rank, topology)
     store = engine.worker.group.own_store("test")
     if rank == 0:
@@ -152,12 +152,12 @@ def with_straggler(rank: int, world: int, topology: str | None) -> int:
 @every_topology
 def test_a_straggler_slows_no_other_worker(pool: Pool, topology: str | None) -> None:
     _, *fast = pool.run(with_straggler, topology, world=3)
-    if topology != "random_matching":  # which brings those two together
+    if topology != "random_matching":  # it pairs the straggler with other workers
         assert fast == [0, 0]
 
 
 def uneven(rank: int, world: int, topology: str | None) -> tuple[Tensor, int]:
-    """The last worker continues until there were some rounds, without changing its values."""
+    """The last worker continues until it has seen some rounds, without changing its values."""
     model, engine = start(rank, topology)
     moves = 10 + 40 * rank
     while moves > 0 or (rank == world - 1 and engine.statistics.rounds < 4):

@@ -1,4 +1,4 @@
-"""What a codec loses stays in the worker's model: nothing is late for the worker itself."""
+"""The encoding error of a message stays in the worker's model: the worker itself loses nothing."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_same_numbers_in_processes_and_in_the_simulation(
     expected = simulate(settings, 3, ROUNDS, small)
     found = torch.stack(pool.run(train, settings, ROUNDS, small, world=3), dim=1)
     assert torch.equal(found[:-1], expected[:-1])
-    assert_close(found[-1], expected[-1])  # the mean, in another order
+    assert_close(found[-1], expected[-1])  # the sum has another order
     fed_back = dataclasses.replace(settings, compression=ErrorFeedback(codec))
     assert (simulate(fed_back, 3, ROUNDS, small) - expected).abs().max() > 1e-4
 
 
 def test_the_mean_is_that_without_compression(pool: Pool, subtests: pytest.Subtests) -> None:
-    """Local steps are linear here, so that a mean that is kept once is kept for ever."""
+    """Local steps are linear here, so if one round keeps the mean, all rounds do."""
     for name, algorithm in {"diloco": DiLoCo(1.0, 0.0), "local sgd": LocalSGD()}.items():
         settings = {str(codec): settings_of(algorithm, codec) for codec in CODECS}
         settings["none"] = RoundSettings(algorithm, EverySteps(STEPS))
@@ -145,7 +145,7 @@ def test_a_resumed_run_is_the_unbroken_one_in_several_buckets(
 
 
 def in_bfloat16(rank: int, world: int, codec: Codec) -> list[Tensor]:
-    """Rounds in which no worker moves, up to what narrow parameters round away."""
+    """Run rounds without local steps; they change parameters only by rounding in bfloat16."""
     model = Point(torch.zeros(NUMEL, dtype=torch.bfloat16))
     engine = Engine.from_settings(
         model, RoundSettings(DiLoCo(1.0, 0.0), EverySteps(1), compression=Compensated(codec))
@@ -170,7 +170,7 @@ def test_narrow_parameters_lose_nothing_to_rounding(pool: Pool) -> None:
 
 
 def stumble(rank: int, world: int) -> dict[str, Tensor]:
-    """Worker 1 has NaN in the third round."""
+    """Give worker 1 NaN in the third round."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(0.7, 0.0), Sparse(4, 16)))
     fragment = engine.fragments[0].memory
@@ -199,7 +199,7 @@ def test_a_worker_with_nan_goes_on_with_what_it_had_left(pool: Pool) -> None:
 
 
 def work_alone(rank: int, world: int) -> bool:
-    """Worker 0 has no more steps to take, and serves the others' rounds."""
+    """Worker 0 takes no more steps, and serves the others' rounds."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(1.0, 0.0), Sparse(4, 16)))
     fragment = engine.fragments[0].memory

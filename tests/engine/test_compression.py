@@ -1,4 +1,4 @@
-"""Compressed rounds: one result everywhere, and nothing lost for good."""
+"""Compressed rounds: all workers get the same result, and error feedback keeps what is lost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_same_numbers_in_processes_and_in_the_simulation(
 
 
 def test_in_several_buckets_too(pool: Pool, subtests: pytest.Subtests) -> None:
-    """What is lost of a sum stays with the worker that has added it up, which buckets decide."""
+    """The worker that computes a sum keeps its residual; buckets determine which worker this is."""
     settings = {
         name: RoundSettings(*way, compression=rounding(way[0]), bucket_bytes=SMALL_BUCKET)
         for name, way in MEANS.items()
@@ -123,7 +123,7 @@ ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
 def test_a_resumed_run_is_the_unbroken_one(
     pool: Pool, names: Collection[str], subtests: pytest.Subtests
 ) -> None:
-    """In several buckets, each with its own worker for every element."""
+    """With several buckets, in each of which a worker sums its part of the elements."""
     rows = {
         (name, after): (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros, after)
         for name, way in WAYS.items()
@@ -138,7 +138,7 @@ def test_a_resumed_run_is_the_unbroken_one(
 
 
 def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
-    """Two numbers have the same sum in any order, and two workers the same mix."""
+    """Two numbers have the same sum in either order, and two workers the same mix."""
     rows = {
         (name, codec): (RoundSettings(*way, compression=codec), ROUNDS, small_wide)
         for name, way in WAYS.items()
@@ -150,7 +150,7 @@ def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest
             expected, found = (torch.stack(results[name, codec]) for codec in (None, Exact()))
             if algorithm.exchange == "mean" and not algorithm.sends_parameters:
                 assert torch.equal(found, expected)
-            else:  # adds what it has subtracted
+            else:  # adds the parameters that it has subtracted
                 assert_close(found, expected)
 
 
@@ -181,7 +181,7 @@ def small() -> Point:
 
 @pytest.fixture(scope="module")
 def pool_of_five() -> Iterator[Pool]:
-    """One process more than the common pool has."""
+    """Start one process more than the pool has."""
     with contextlib.closing(Pool(5)) as pool:
         yield pool
 
@@ -211,9 +211,9 @@ def written(codec: Codec, values: Tensor) -> Tensor:
 
 
 def diloco_by_hand(codec: Codec, num_workers: int, rounds: int, lr: float) -> Tensor:
-    """DiLoCo with outer SGD, an error feedback of each worker and one of each sum of a shard.
+    """DiLoCo with outer SGD and error feedback, on each worker and for each shard's sum.
 
-    With the mean over senders each sum is divided by how many workers have sent a value.
+    With the mean over senders, a sum is divided by the number of workers that sent the value.
     """
     outer = torch.zeros(150, dtype=torch.float64)
     models = [Point(outer.clone()) for _ in range(num_workers)]
@@ -264,7 +264,7 @@ def test_diloco_is_its_plain_loop(pool: Pool, codec: Codec, world: int) -> None:
 def test_means_over_senders_in_processes_are_those_of_the_simulation(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """A worker that has not sent a value does not count, in one bucket or several, when resumed."""
+    """A worker that has not sent a value does not count: in one or several buckets, and resumed."""
     settings = {
         name: RoundSettings(*way, compression=ErrorFeedback(OF_SENDERS, 0.95))
         for name, way in SPARSELOCO.items()
@@ -305,9 +305,9 @@ def test_a_worker_with_nan_does_not_count_as_a_sender() -> None:
 
 
 def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests) -> None:
-    """With outer SGD(1), outer parameters plus the mean residual are those without compression.
+    """With outer SGD(1), outer parameters plus mean residual equal the run without compression.
 
-    All that workers propose is linear in where they start, so what is late is not lost.
+    Proposals are linear in the workers' starts, so a delayed part is not lost.
     """
     rows = {
         str(codec): (RoundSettings(LocalSGD(), EverySteps(1), compression=ErrorFeedback(codec)),)
@@ -320,7 +320,7 @@ def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests)
 
 
 def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor]:
-    """One step to a random point, then rounds without progress."""
+    """Take one step to a random point, then run rounds without progress."""
     model = small_wide()
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(randn(150, seed=rank))
@@ -339,7 +339,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
 def test_gossip_keeps_the_mean_and_comes_together(
     pool: Pool, topology: str, subtests: pytest.Subtests
 ) -> None:
-    """Up to where two numbers are encoded alike."""
+    """Up to the distance at which two numbers have the same encoding."""
     starts = torch.stack([randn(150, seed=worker) for worker in range(4)])
     for codec, step in ((BFloat16(), 2**-7), (Float16(), 2**-10), (Int8(8), 1 / 127)):
         with subtests.test(str(codec)):
@@ -354,7 +354,7 @@ def test_gossip_keeps_the_mean_and_comes_together(
 
 
 def gossip(rank: int, world: int, settings: RoundSettings, rounds: int) -> Tensor:
-    """Rounds after one step to a random point."""
+    """Run rounds after one step to a random point."""
     model = small_wide()
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(randn(150, seed=rank))
@@ -373,7 +373,7 @@ STEP = 2.0**-6
 
 
 def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
-    """Rounds by the clock with constant progress; a checkpoint in between."""
+    """Run rounds by the clock with constant progress and a checkpoint in between."""
     settings = RoundSettings(
         algorithm,
         EveryInterval(0.0),
@@ -406,7 +406,7 @@ def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
 
 
 def test_by_the_clock_nothing_is_lost_but_what_the_residuals_hold(pool: Pool) -> None:
-    """The sum of models and residuals moves by the local steps alone."""
+    """Only local steps change the sum of models and residuals."""
     results = pool.run(race, ModelAverage(), world=2)
     total = sum(result["model"] + result["residual"] for result in results)
     start = sum(randn(LARGE, seed=rank) for rank in range(2))
@@ -421,7 +421,7 @@ def test_by_the_clock_nothing_is_lost_but_what_the_residuals_hold(pool: Pool) ->
 
 
 def stumble(rank: int, world: int, overlap: bool) -> dict[str, Any]:
-    """Worker 1 has NaN in the third round."""
+    """Give worker 1 NaN in the third round."""
     settings = RoundSettings(
         DiLoCo(0.7, 0.0), EverySteps(1, overlap), compression=ErrorFeedback(Int4(8))
     )
@@ -449,7 +449,7 @@ def test_a_worker_with_nan_keeps_its_residual_and_harms_no_other(pool: Pool, ove
     own = shards(Int4(8), 150, 3)[1].values
     others = torch.ones(150, dtype=torch.bool)
     others[own] = False
-    if not overlap:  # where the round before has left something in the residuals meanwhile
+    if not overlap:  # an overlapped round has changed them meanwhile
         assert torch.equal(second["residual"][others], second["before"][others])
     assert not torch.equal(third["residual"], third["before"])
 

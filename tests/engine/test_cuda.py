@@ -1,4 +1,4 @@
-"""Engines on a GPU: without one, what is read back and where memory is; with one, the numbers."""
+"""Engines on a GPU: host reads and memory are tested without one, the numbers with one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness.toys import assert_close
 
 __all__ = ["no_checksum"]
 
-# -------------------------------------------------------------------- nothing is read back
+# ---------------------------------------------------------------- no reads by the host
 
 
 def test_a_read_is_noticed(subtests: pytest.Subtests) -> None:
@@ -78,7 +78,7 @@ def test_a_local_step_reads_nothing_back(are_variants: bool, subtests: pytest.Su
                     0
                 ].applied_at = time.monotonic()  # the first round would be due at once
             loss = model(torch.ones(2, 3, device=DEVICE)).sum()
-            for _ in range(49):  # the first of two fragments would begin a round after 50
+            for _ in range(49):  # the first round of two fragments is due after 50
                 engine.worker.last_loss = loss
                 assert not engine.step()
             engine.close()
@@ -92,7 +92,7 @@ def test_a_local_step_reads_nothing_back(are_variants: bool, subtests: pytest.Su
 def test_a_plain_loop_gets_groups_for_the_models_device(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's parameters would not be for gloo."""
+    """gloo would not support a GPU's parameters."""
     devices: list[torch.device] = []
     create = WorkerGroup.create
 
@@ -139,7 +139,7 @@ def adamw(**settings: Any) -> Any:
     [(adamw(), "cpu"), (adamw(capturable=True), "cuda"), (torch.optim.Adagrad, "cpu")],
 )
 def test_a_loaded_outer_optimizer_steps_on_the_device(make_optimizer: Any, step_on: str) -> None:
-    """A checkpoint is read into the host's memory."""
+    """A checkpoint is loaded into the host's memory."""
     with FakeTensorMode():
         outer, gradient = torch.ones(5, device="cuda"), torch.ones(5, device="cuda")
         state = State()
@@ -154,7 +154,7 @@ def test_a_loaded_outer_optimizer_steps_on_the_device(make_optimizer: Any, step_
 @pytest.mark.usefixtures("no_checksum")
 @pytest.mark.parametrize("name", ["gasloc_overlap", "async_diloco"])
 def test_a_pending_round_that_was_loaded_is_on_the_device(name: str) -> None:
-    """Saved with a pending round, between neighbours and over all workers."""
+    """Saved with a pending round, for exchanges with neighbours and with all workers."""
     case = CASES[name]
     engine = StepEngine(nn.Linear(3, 4).to(DEVICE), case.algorithm, **case.settings(sync_every=1))
     (fragment,) = engine.fragments

@@ -1,4 +1,4 @@
-"""Calls go downwards: no module calls a higher one in a round, a sync point or a checkpoint."""
+"""Calls go downwards: in rounds, sync points and checkpoints no module calls a higher one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "lightning_loco."
 
 
 def layers() -> dict[str, int]:
-    """The rank of each package and module, as import-linter checks it; the lowest has 0."""
+    """Return the rank of each package and module in import-linter's layers; the lowest is 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = settings["tool"]["importlinter"]["contracts"][0]
     rows = [re.split(" [|:] ", row) for row in reversed(contract["layers"])]
@@ -34,7 +34,7 @@ def layers() -> dict[str, int]:
 
 @contextmanager
 def traced_calls() -> Iterator[set[tuple[str, str]]]:
-    """Record who calls whom: names of functions with their modules, within the package."""
+    """Record callers and callees within the package: names of functions with their modules."""
     calls: set[tuple[str, str]] = set()
 
     def name_of(frame: FrameType) -> str:
@@ -97,7 +97,7 @@ def fit_and_save(rank: int, world: int, folder: str) -> list[str]:
 
 
 class SaveTraced(pl.Callback):
-    """Saves a checkpoint after four steps, and records the calls upwards."""
+    """Saves a checkpoint after four steps, and records upward calls."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 4:

@@ -1,4 +1,4 @@
-"""The engine: it counts steps and makes the rounds that are due, and sync points cost nothing."""
+"""The engine counts steps and runs the rounds that are due; sync points cost nothing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_scalars_are_in_the_order_of_the_workers_and_received_once_a_round(
 
 
 class Passes:
-    """Counts what goes over all of the model's memory."""
+    """Counts operations that read or write the whole model."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -125,7 +125,7 @@ SYNC_POINTS: dict[str, tuple[Algorithm, bool]] = {
 def sync_point(
     rank: int, world: int, algorithm: Algorithm, overlap: bool, steps: int, broken: bool
 ) -> dict[str, Any]:
-    """Worker 1 makes some steps more than worker 0 before a sync point, by twos."""
+    """Worker 1 takes more steps than worker 0 before a sync point, with rounds of two steps."""
     model = Point(torch.zeros(50, dtype=torch.float64))
     engine = StepEngine(model, algorithm, sync_every=2, overlap=overlap)
     for _ in range(2 + steps * rank):
@@ -151,7 +151,7 @@ def sync_point(
 
 
 def every_sync_point(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
-    """The results of both workers for each kind of sync point."""
+    """Return the results of both workers for each kind of sync point."""
     rows = {name: (*kind, steps, broken) for name, kind in SYNC_POINTS.items()}
     return run_each(pool, sync_point, rows, world=2).items()
 
@@ -184,10 +184,10 @@ def test_workers_at_a_sync_point_take_part_in_the_rounds_of_others(
 def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """It learns of its state only when another worker runs a round, and then reports it."""
+    """It checks its parameters only when another worker runs a round, and then reports them."""
     for name, (first, second) in every_sync_point(pool, 5, broken=True):
         with subtests.test(name):
-            assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds
+            assert (first["finite"], second["finite"]) == (True, True)  # after two rounds
             assert torch.equal(first["model"], second["model"])
             assert torch.isfinite(first["model"]).all()
             algorithm, overlap = SYNC_POINTS[name]
@@ -197,9 +197,9 @@ def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
 
 
 def expected_without_worker_0(algorithm: Algorithm) -> Tensor:
-    """The parameters, by hand: two workers in the first round, worker 1 alone from then on.
+    """Compute the parameters by hand: two workers in the first round, then worker 1 alone.
 
-    Worker 0 ends with what the last round has left, worker 1 a local step further.
+    Worker 0 ends with the result of the last round, worker 1 one local step later.
     """
     outer = torch.zeros(50, dtype=torch.float64)
     state = algorithm.init(outer.clone())

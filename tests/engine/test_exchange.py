@@ -1,4 +1,4 @@
-"""Exchanges: what processes receive is what `simulate` says, for every topology."""
+"""Exchanges: processes receive what `simulate` returns, for every topology."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def message_of(worker: int, round_index: int, index: int, dtype: torch.dtype) ->
 
 
 def start(exchange: Any, message: Tensor, round_index: int) -> Any:
-    """Send a message that belongs to no model."""
+    """Send a message that is not part of a model."""
     return exchange.start(Bucket(message, []), round_index)
 
 
 def received_from(exchange: Any, handle: Any, total_weight: float) -> Tensor:
-    """What a handle brings, divided as a round does it; its memory is given back."""
+    """Return the received message, divided as in a round; its memory is released."""
     received = handle.wait().clone()
     handle.release()
     return received / total_weight if exchange.is_weighted else received
 
 
 def fitting(num_workers: int) -> list[str]:
-    """The names of the topologies that exist for this number of workers."""
+    """Return the names of the topologies that support this number of workers."""
     names = []
     for name in TOPOLOGIES:
         try:
@@ -59,10 +59,10 @@ def fitting(num_workers: int) -> list[str]:
 def exchange_all(
     rank: int, world: int, names: list[str | None], dtype: torch.dtype, num_pending: int
 ) -> dict[str | None, tuple[list[Tensor], int]]:
-    """Several rounds of several messages, several pending at once, for each topology.
+    """Run several rounds of several messages, several pending at once, for each topology.
 
     Returns:
-        By topology (None for the mean): all that was received, in order, and the bytes sent.
+        For each topology (None for the mean): all received messages in order, and the bytes sent.
     """
     group = WorkerGroup.create(timeout_s=20)
     answers: dict[str | None, tuple[list[Tensor], int]] = {}
@@ -87,7 +87,7 @@ def exchange_all(
 
 
 def simulate_all(exchange: Any, num_workers: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """What each worker should receive, in order."""
+    """Return what each worker should receive, in order."""
     received: list[list[Tensor]] = [[] for _ in range(num_workers)]
     for t in range(ROUNDS):
         for index in range(len(SIZES)):
@@ -111,9 +111,9 @@ def alone(name: str | None) -> Any:
 def test_processes_receive_what_simulate_says_and_count_bytes(
     pool: Pool, world: int, dtype: torch.dtype, num_pending: int
 ) -> None:
-    """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum.
+    """Neighbours match bit for bit, because the order of sums is fixed; the mean up to rounding.
 
-    A mean costs 2 (N - 1) / N of the message, neighbours one message per receiver.
+    A mean sends 2 (N - 1) / N of the message, neighbours one message per receiver.
     """
     names = fitting(world)
     assert len(names) >= 8
@@ -179,7 +179,7 @@ def test_a_single_worker_receives_its_own_message(subtests: pytest.Subtests) -> 
 
 
 def mean_of_some(rank: int, world: int, valid: list[bool]) -> Tensor:
-    """Workers without progress send zeros, and the sum is divided by the weight of the others."""
+    """Workers without progress send zeros; the sum is divided by the weight of the others."""
     group = WorkerGroup.create(timeout_s=20)
     message = torch.full((3,), float(rank + 1)) if valid[rank] else torch.zeros(3)
     exchange = AllReduce(group, Statistics())
@@ -194,7 +194,7 @@ def test_a_mean_may_leave_workers_out(pool: Pool) -> None:
 
 
 def keep_the_message(rank: int, world: int, name: str) -> list[list[float]]:
-    """A worker's own message must not be overwritten while its neighbours read it."""
+    """A worker must not overwrite its own message while its neighbours read it."""
     group = WorkerGroup.create(timeout_s=20)
     exchange = NeighborExchange(group, Statistics(), get_topology(name))
     message = torch.full((4,), float(rank))
@@ -210,7 +210,7 @@ def test_neighbours_mix_in_memory_of_their_own(pool: Pool) -> None:
 
 
 def count_buffers(rank: int, world: int) -> int:
-    """Memory for received messages is used again from round to round."""
+    """Memory for received messages is reused from round to round."""
     group = WorkerGroup.create(timeout_s=20)
     exchange = NeighborExchange(group, Statistics(), get_topology("complete"))
     for t in range(5):
@@ -235,7 +235,7 @@ def test_algorithms_get_the_exchange_they_name() -> None:
 
 
 def sync_and_count(rank: int, world: int) -> tuple[list[float], int]:
-    """The losses of all workers, and the number of all-gathers at the sync point."""
+    """Return the losses of all workers, and the number of all-gathers at the sync point."""
     model = torch.nn.Linear(1, 1)
     engine = StepEngine(model, LocalSGD(), sync_every=5)
     engine.worker.last_loss = 0.1 * rank

@@ -1,4 +1,4 @@
-"""A fragment: state that is not cut is passed whole; slices are as long as granularity allows."""
+"""A fragment: undivided state is passed whole, and slices are as long as granularity allows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDS = 4
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_state_that_is_not_cut_counts_rounds_and_not_chunks(pool: Pool, overlap: bool) -> None:
-    """Whether by chunks or as a whole, in processes, resumed or in the simulation."""
+    """By chunks or as a whole, in processes, resumed or in the simulation."""
     schedule = EverySteps(2, overlap)
     expected = simulate(RoundSettings(Counting(whole=True), schedule), 3, ROUNDS)
     by_chunks = RoundSettings(Counting(), schedule)
@@ -92,7 +92,7 @@ def test_an_entry_that_is_made_in_a_round_is_refused_by_its_name(overlap: bool) 
 
 
 class Gaps(nn.Module):
-    """Parameters of odd sizes, some of which are views with gaps in memory."""
+    """Parameters of odd sizes; some are views with gaps in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def train_blocks(rank: int, world: int, algorithm: SignBlocks) -> tuple[Tensor, 
 
 
 def test_slices_are_multiples_of_the_granularity(pool: Pool) -> None:
-    """All but the last one, also where tensors with gaps cannot be cut."""
+    """All but the last one, also at tensors with gaps, which cannot be cut."""
     numel = flat(Gaps()).numel()
     assert numel % 4 != 0
     for (whole, lengths), (sliced, seen) in zip(

@@ -1,4 +1,4 @@
-"""A round is applied as a whole: a failure before leaves everything as it was, to the bit."""
+"""A round is applied completely or not at all: a failure before leaves every bit unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FITS = 2000
 
 @contextmanager
 def losing(number: int) -> Iterator[list[str]]:
-    """Lose the bucket of that number; yields the fault points that were reached since."""
+    """Lose the bucket with that number; yield the fault points reached since then."""
     reached: list[str] = []
 
     def act(point: str) -> None:
@@ -46,7 +46,7 @@ def losing(number: int) -> Iterator[list[str]]:
 
 
 def everything(engine: Engine) -> list[Any]:
-    """The parameters and all entries of all states, to compare exactly."""
+    """Return the parameters and all state entries, for exact comparison."""
     values: list[Any] = [engine.worker.replica.layout.new_flat()]
     for fragment in engine.fragments:
         for state in (fragment.memory.state, fragment.memory.residual):
@@ -64,7 +64,7 @@ def same(first: list[Any], second: list[Any]) -> bool:
 def fail_in_round(
     rank: int, world: int, settings: RoundSettings, numel: int, number: int
 ) -> dict[str, Any]:
-    """Two good rounds, and one of which a bucket is lost."""
+    """Run two successful rounds, and a third one that loses a bucket."""
     model = Point(torch.zeros(numel, dtype=torch.float64))
     engine = Engine.from_settings(model, settings)
     error, before, armed = "", everything(engine), False
@@ -101,7 +101,7 @@ STEPS, LATE, CLOCK = EverySteps(1), EverySteps(1, overlap=True), EveryInterval(0
 def test_a_round_that_loses_its_second_bucket_changes_nothing(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """Neither parameters nor state nor residuals, at once, late and by the clock."""
+    """Neither parameters, state nor residuals: blocking, overlapped and by the clock."""
     ways: dict[str, tuple[Algorithm, Schedule]] = {
         "diloco": (DiLoCo(), STEPS),
         "counting": (Counting(), STEPS),
@@ -129,7 +129,7 @@ def test_a_round_that_loses_its_second_bucket_changes_nothing(
 
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:
-    """With two pending buckets, the first has been applied when the fourth is lost."""
+    """With two pending buckets, the first one is already applied when the fourth is lost."""
     settings = RoundSettings(
         DiLoCo(), STEPS, compression=rounding(DiLoCo()), bucket_bytes=SMALL_BUCKET
     )
@@ -138,7 +138,7 @@ def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: P
 
 
 def vanish(rank: int, world: int, settings: RoundSettings) -> tuple[bool, bool, str]:
-    """A worker goes away between two rounds."""
+    """Let a worker exit between two rounds."""
     model = Point(torch.zeros(FITS, dtype=torch.float64))
     engine = Engine.from_settings(model, settings, WorkerGroup.create(timeout_s=2))
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
 
 
 def test_prepare_finds_values_that_are_not_finite_wherever_they_are() -> None:
-    for numel in (FITS, 5000):  # proposed at once, or bucket by bucket
+    for numel in (FITS, 5000):  # computed as a whole, or bucket by bucket
         fragment, layout = fragment_of(DiLoCo(), numel)
         assert fragment.prepare(0)
         layout.tensors[0][numel - 1] = torch.inf

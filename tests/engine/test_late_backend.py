@@ -36,7 +36,7 @@ def make_group(late: bool) -> WorkerGroup:
 def train(
     rank: int, world: int, case: Case, late: bool, compression: str | None = None
 ) -> dict[str, Any]:
-    """Rounds of every two steps; worker 1 makes two rounds more than the others."""
+    """Run rounds of two steps; worker 1 runs two rounds more than the others."""
     model = zeros()
     settings = case.settings(sync_every=2, bucket_bytes=SMALL_BUCKET)
     settings["compression"] = compression or case.compression
@@ -79,7 +79,7 @@ def test_compressed_rounds_give_the_numbers_of_gloo(pool: Pool, subtests: pytest
 def train_by_clock(
     rank: int, world: int, topology: str | None, late: bool
 ) -> tuple[list[Tensor], float]:
-    """Each round is applied one local step after it has begun."""
+    """Apply each round one local step after its start."""
     model = zeros()
     engine = ClockEngine(
         model, interval_s=0, warmup_steps=2, topology=topology, group=make_group(late)
@@ -136,7 +136,7 @@ ENGINES = ["diloco", "late diloco", "gasloc", "late gasloc", "clock", "clock rin
 
 
 def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, float, float, bool]:
-    """Worker 1 makes no further round: what the others say, after how long, and how they end."""
+    """Worker 1 runs no further round; return the others' error, its delay, and how they end."""
     model = Point(torch.zeros(LARGE, dtype=torch.float64))
     group = late_group(TIMEOUT_S)
     data = group.data
@@ -205,7 +205,7 @@ def raise_what_is_said(rank: int, world: int, name: str) -> None:
 
 
 def report(rank: int, world: int) -> tuple[str, float]:
-    """Worker 1 fails by itself, and reports it."""
+    """Worker 1 fails alone, and reports it."""
     model = Point(torch.zeros(10, dtype=torch.float64))
     engine = StepEngine(model, DiLoCo(), sync_every=1, group=late_group(timeout_s=30))
     if rank == 1:
@@ -229,7 +229,7 @@ def test_a_reported_failure_ends_the_wait_at_once(pool: Pool) -> None:
 
 
 def leave(rank: int, world: int, name: str) -> float:
-    """Worker 0 gives up by itself while a round is pending that worker 1 has not started."""
+    """Worker 0 gives up while a round is pending that worker 1 has not started."""
     engine = engine_of(name, Point(torch.zeros(10)), late_group())
     if rank == 0:
         engine.step()
@@ -249,14 +249,14 @@ def test_who_leaves_a_round_does_not_wait_for_it(pool: Pool, name: str) -> None:
 
 
 def wait_for_the_device(rank: int, world: int) -> int:
-    """A local step after a round has begun waits for all that the device has to do."""
+    """Start a round, wait for the device, and take another step; return the number of rounds."""
     model = Point(torch.zeros(10, dtype=torch.float64))
     group = late_group(timeout_s=10)
     data = group.data
     assert isinstance(data, LateGroup)
     engine = ClockEngine(model, interval_s=0, group=group)
     if rank == 0:
-        engine.step()  # a round begins, while the other worker is at its end already
+        engine.step()  # a round starts; the other worker is already at its end
         data.synchronize()
         engine.step()
     engine.finish()

@@ -23,7 +23,7 @@ ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counti
 def apply_pending(
     algorithm: Algorithm, pending: dict[str, Any], params: Tensor
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    """The parameters of one worker alone, and its state before and after the pending round."""
+    """Return the parameters of a single worker, and its state before and after the late round."""
     model = Point(randn(LARGE, seed=1))
     settings = RoundSettings(algorithm, EverySteps(2), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)

@@ -1,4 +1,4 @@
-"""Exchanges on slower links: as late as predicted, hidden by local steps, not a bit different."""
+"""Exchanges on emulated links: as slow as predicted, hidden by local steps, equal bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model(rank: int) -> Point:
 
 
 def skipping_group() -> tuple[WorkerGroup, SkippingClock]:
-    """The workers, and the clock that this one waits for the others by."""
+    """Return the worker group and the clock by which this worker waits."""
     group, clock = WorkerGroup.create(timeout_s=60), SkippingClock()
     group.clock = clock
     return group, clock
@@ -67,12 +67,12 @@ def skipping_group() -> tuple[WorkerGroup, SkippingClock]:
 
 @dataclasses.dataclass(frozen=True)
 class Took:
-    """What rounds have cost a worker, one after the other.
+    """Costs of successive rounds for a worker.
 
     Attributes:
-        seconds: From begin to end.
-        statistics: In the end.
-        naps: How often it has slept.
+        seconds: From start to end of each round.
+        statistics: Statistics at the end.
+        naps: Number of sleeps.
     """
 
     seconds: list[float]
@@ -81,7 +81,7 @@ class Took:
 
 
 def on_link(statistics: Statistics) -> float:
-    """For how many seconds messages were under way."""
+    """Return for how many seconds messages were in transit."""
     assert statistics.spans is not None
     return statistics.spans.seconds["send"]
 
@@ -89,7 +89,7 @@ def on_link(statistics: Statistics) -> float:
 def make_rounds(
     rank: int, world: int, algorithm: Algorithm, link: Any, rounds: int, settings: dict[str, Any]
 ) -> Took:
-    """Blocking rounds."""
+    """Run blocking rounds."""
     group, clock = skipping_group()
     engine = StepEngine(model(rank), algorithm, sync_every=1, link=link, group=group, **settings)
     engine.statistics.spans = Spans()
@@ -104,7 +104,7 @@ def make_rounds(
 
 
 def check_seconds(seconds: list[float], predicted: float) -> None:
-    """Each round takes as long as predicted; the few bytes beside the parameters count, too."""
+    """Each round takes as long as predicted, including the few bytes besides the parameters."""
     assert seconds == pytest.approx([predicted] * len(seconds), rel=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: 
 
 
 def make_real_rounds(rank: int, world: int) -> tuple[list[float], float]:
-    """The seconds of two rounds, after one that brings the workers together; the processor's."""
+    """Return the seconds of two rounds after a first, synchronizing one, and the CPU seconds."""
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW)
     engine.step()
     used, seconds = resource.getrusage(resource.RUSAGE_SELF), []
@@ -144,7 +144,7 @@ def test_a_blocking_mean_takes_as_long_by_the_real_clock(pool: Pool) -> None:
 
 
 def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
-    """Two of a megabyte on a ring of four, but one on a separate link at worker 0."""
+    """Two of a megabyte on a ring of four; then one of worker 0's is on a separate, slow link."""
     settings: dict[str, Any] = {"topology": "ring"}
     for took in pool.run(make_rounds, GASLoC(), SLOW, 2, settings):
         check_seconds(took.seconds, 2 * 0.5 + 0.05)
@@ -172,14 +172,14 @@ def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
 
 
 def test_buckets_follow_each_other_on_the_link(pool: Pool) -> None:
-    """Eight buckets in pieces of two: the next one leaves when the last but one is here."""
+    """Eight buckets in groups of two: a group is sent once the one before the last has arrived."""
     settings = {"bucket_bytes": MEGABYTE // 4}
     for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
         check_seconds(took.seconds, 4 * (0.5 / 8 + 2 * 0.05) + 0.5 / 8)
 
 
 def make_late_round(rank: int, world: int) -> tuple[float, float]:
-    """Worker 1 begins its round half a second after the others: when it was begun, and ended."""
+    """Worker 1 starts its round half a second late; return start and end times."""
     group, clock = skipping_group()
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW, group=group)
     if rank == 1:
@@ -203,7 +203,7 @@ def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
 def overlap(
     rank: int, world: int, algorithm: Algorithm, topology: Any, compression: Any = None
 ) -> Statistics:
-    """What rounds cost whose local steps take longer than the link."""
+    """Return the costs of rounds that are shorter than the local steps they overlap with."""
     group, clock = skipping_group()
     engine = StepEngine(
         model(rank),
@@ -248,7 +248,7 @@ def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
 
 
 def step_before_and_after_arrival(rank: int, world: int) -> tuple[list[bool], float]:
-    """Whether a round by the clock ends when gloo has its messages, but the emulated link not."""
+    """Whether a round by the clock ends after messages arrive by gloo, before the emulated link."""
     group, clock = skipping_group()
     engine = ClockEngine(model(rank), interval_s=0, link=SLOW, group=group)
     engine.step()
@@ -314,7 +314,7 @@ def test_a_link_changes_no_bit(
 
 
 def average_by_the_clock(rank: int, world: int, link: Any) -> Tensor:
-    """The parameters after one round by the clock, with a local step meanwhile."""
+    """Return the parameters after one round by the clock, with a local step meanwhile."""
     point, (group, clock) = model(0), skipping_group()
     engine = ClockEngine(point, interval_s=0, link=link, group=group)
     point.value.data.fill_(0.1 + rank)
@@ -348,7 +348,7 @@ class SaveDuringRound(Callback):
 def fit(
     rank: int, world: int, link: Any, steps: int, save: str | None = None, resume: str | None = None
 ) -> Tensor:
-    """The parameters after ``steps``."""
+    """Return the parameters after ``steps``."""
     strategy = LocoStrategy(
         DiLoCo(outer_momentum=0.0), sync_every=3, overlap=True, link=link, finalize="keep"
     )
@@ -365,7 +365,7 @@ def fit(
 def test_a_run_goes_on_exactly_with_and_without_a_link(
     pool: Pool, tmp_path: Path, links: tuple[Any, Any]
 ) -> None:
-    """Warnings are errors: nothing is said of other settings."""
+    """Warnings are errors, so no changed setting is reported."""
     path = str(tmp_path / "saved.ckpt")
     unbroken = pool.run(fit, None, 14, world=2)
     pool.run(fit, links[0], 9, path, world=2)
@@ -374,11 +374,11 @@ def test_a_run_goes_on_exactly_with_and_without_a_link(
         assert torch.equal(expected, found)
 
 
-# ------------------------------------------------------------------------- more is sent later
+# ------------------------------------------------------------------- sends during a wait
 
 
 class TwiceHandle:
-    """Adds up a second time when it is waited for."""
+    """Starts a second sum when it is waited for."""
 
     def __init__(self, group: WorkerGroup, statistics: Statistics, wire: Tensor) -> None:
         self._send = lambda: AllReduceSum(group, statistics, wire, "round 0")
@@ -396,7 +396,7 @@ class TwiceHandle:
 
 
 class Twice(AllReduce):
-    """An exchange in two parts; the second one leaves when the first is here."""
+    """An exchange in two parts; the second part is sent when the first has arrived."""
 
     def start(self, bucket: Bucket, round_index: int) -> Any:
         return TwiceHandle(self._group, self._statistics, bucket.wire)
@@ -422,7 +422,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
 
 
 def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
-    """The first part is hidden by 0.3 s without a check; the second one is not."""
+    """The first part is hidden by 0.3 s without a check; the second part is not."""
     for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
         assert (value, sent) == (4.0, 2 * MEGABYTE)
         check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
@@ -433,7 +433,7 @@ def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
 
 
 class AwaitingFailure(SkippingClock):
-    """Who sleeps by it for the first time says so, until another worker is known to have failed."""
+    """Reports its first sleep, and then waits until another worker is known to have failed."""
 
     def __init__(self, group: WorkerGroup) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ class AwaitingFailure(SkippingClock):
 
 
 def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
-    """How long worker 0 slept on its link before it learned that worker 1 had failed."""
+    """Return how long worker 0 slept on its link before it learned that worker 1 had failed."""
     group = WorkerGroup.create(timeout_s=60)
     group.clock = clock = AwaitingFailure(group)
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
@@ -509,7 +509,7 @@ def test_links_that_do_not_fit_are_refused_on_all_workers(
 
 def test_a_worker_alone_has_no_link() -> None:
     engine = StepEngine(model(0), LocalSGD(), sync_every=1, link=Link(0.001))
-    engine.step()  # over the link it would take hours, and be refused
+    engine.step()  # over the link it would take hours, and would be refused
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Laws that show only with many workers: 32 of them, as a job of separate processes."""
+"""Properties that show only with many workers: 32, as a job of separate processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOPOLOGIES_HERE = [*(kind() for kind in TOPOLOGIES.values()), *MATCHINGS]
 
 
 class Number(nn.Module):
-    """One parameter."""
+    """A model with one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Number(nn.Module):
 
 
 def results(fn: Any, *args: Any) -> list[Any]:
-    """What each of the workers returns."""
+    """Return the results of all workers."""
     with Job(fn, *args, world=WORKERS, group_timeout_s=TIMEOUT_S) as job:
         outcomes = job.outcomes(range(WORKERS), LIMIT_S)
     assert [outcome.error for outcome in outcomes] == [None] * WORKERS
@@ -45,11 +45,11 @@ def results(fn: Any, *args: Any) -> list[Any]:
 
 
 class Mixed(NamedTuple):
-    """What one worker finds.
+    """Results of one worker.
 
     Attributes:
-        values: What it holds after each round, by topology; it begins at its own number.
-        partners: Whom it takes for its partner in each round, by matching.
+        values: Its value after each round, by topology; the initial value is its number.
+        partners: Its partner in each round, by matching.
     """
 
     values: list[list[float]]
@@ -104,13 +104,13 @@ def test_random_matchings_agree_and_are_involutions(mixed: list[Mixed]) -> None:
         for pairs in rounds:
             assert [pairs[peer] for peer in pairs] == everyone
             assert all(peer != worker for worker, peer in enumerate(pairs))
-        for worker in everyone:  # in 500 rounds each is paired with all others
+        for worker in everyone:  # 500 rounds pair each worker with all others
             assert len({pairs[worker] for pairs in rounds}) == WORKERS - 1
     assert mixed[0].partners[0] != mixed[0].partners[1]
 
 
 def train_until_stopped(rank: int, world: int) -> tuple[int, int, int]:
-    """Rounds, local steps since the last one, and all local steps at the stop."""
+    """Return the rounds, the local steps since the last one, and all local steps at the stop."""
     engine = StepEngine(Number(), DiLoCo(), sync_every=[2 + worker % 3 for worker in range(world)])
     for step in range(100_000):
         engine.step()

@@ -1,4 +1,4 @@
-"""Merge policies: late results keep the local steps taken since, or restart them."""
+"""Merge policies: late results keep local steps taken in the meantime, or restart them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_progress_made_meanwhile_is_kept() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
     sent_params = torch.tensor([0.5, 0.0])
     merged = KeepProgress().merge(result, local, sent_params)
-    assert merged is sent_params  # what was written, exactly, is kept
+    assert merged is sent_params  # it keeps exactly what was written
     assert merged.tolist() == [7.5, 10.0]
 
 
@@ -65,7 +65,7 @@ def test_results_are_mixed_with_what_is_local_now() -> None:
 
 
 def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:
-    """The parameters from which local steps continue while a first round is pending."""
+    """Return the parameters from which local steps continue while a first round is pending."""
     model = Point(torch.zeros(2))
     engine = StepEngine(model, algorithm, sync_every=1, overlap=True, warm_start=False)
     model.value.data.copy_(torch.tensor([1.0, math.nan if broken and rank else 2.0]))
@@ -81,7 +81,7 @@ def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
         (GASLoC(), False, [1.0, 2.0]),
         (GASLoC(), True, [0.0, 0.0]),
         (ModelAverage(), False, [1.0, 2.0]),
-        (ModelAverage(), True, [1.0, math.nan]),  # nothing remembers the start
+        (ModelAverage(), True, [1.0, math.nan]),  # the start is not kept in the state
     ]
     calls = {(algorithm, broken): (algorithm, broken) for algorithm, broken, _ in rows}
     results = run_each(pool, begin, calls, world=2)
@@ -121,7 +121,7 @@ def approached(params: Tensor, targets: Tensor) -> Tensor:
 
 
 def averaged_late(warm_start: bool) -> Tensor:
-    """theta <- mean(s) + (theta - s) one round late: ``(ROUNDS + 1, N, P)``."""
+    """theta <- mean(s) + (theta - s), one round late: ``(ROUNDS + 1, N, P)``."""
     targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
     params = torch.zeros_like(targets)
     snapshot: Tensor | None = None
@@ -140,7 +140,7 @@ def averaged_late(warm_start: bool) -> Tensor:
 
 
 def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
-    """Each round of gossip is applied when the next message is sent: ``(ROUNDS + 1, N, P)``."""
+    """Apply each gossip round when the next message is sent: ``(ROUNDS + 1, N, P)``."""
     matrix = get_topology("ring").mixing_matrix(WORLD)
     targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
     start = torch.zeros_like(targets)
@@ -188,7 +188,7 @@ def test_overlapped_gossip_is_its_formula_one_round_late(pool: Pool, warm_start:
 
 
 def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
-    """Rounds in which no worker moves by itself, from starts that differ."""
+    """Run rounds without local steps, from different starts."""
     model = Point(torch.zeros(4, dtype=torch.float64))
     engine = StepEngine(
         model, GASLoC(1.0), sync_every=1, overlap=overlap, warm_start=False, topology="ring"
@@ -200,7 +200,7 @@ def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
     history = [flat(model)]
     for _ in range(4):
         engine.step()
-        if overlap:  # at once, so that results are as early as without overlap
+        if overlap:  # immediately, so that results are as early as without overlap
             engine.fragments[0].apply(engine.worker.steps)
         history.append(flat(model))
     engine.close()
@@ -231,7 +231,7 @@ def test_averaging_that_ends_at_once_is_local_sgd_bit_for_bit(pool: Pool) -> Non
 
 
 def serve_others_and_go_on(rank: int, world: int) -> float:
-    """Worker 0 is done early with its first epoch and takes part in the others' rounds."""
+    """Worker 0 finishes its first epoch early and takes part in the others' rounds."""
     model = Point(torch.zeros(1, dtype=torch.float64))
     engine = StepEngine(model, NeighborAverage(), sync_every=2, overlap=True, topology="complete")
     for epoch_steps in (2 + 4 * rank, 4):
@@ -245,7 +245,7 @@ def serve_others_and_go_on(rank: int, world: int) -> float:
 
 
 def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Pool) -> None:
-    """Gossip keeps the mean, so that the consensus is the mean of all that was added."""
+    """Gossip keeps the mean, so the consensus is the mean of all added progress."""
     total = sum((rank + 1.0) * (2 + 4 * rank + 4) for rank in range(3))
     for result in pool.run(serve_others_and_go_on, world=3):
         assert result == pytest.approx(total / 3, abs=1e-12)
@@ -253,7 +253,7 @@ def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Po
 
 @dataclasses.dataclass(frozen=True)
 class Impatient(Algorithm):
-    """Applies its own progress on sending, and the last mean as often as it has sent."""
+    """Applies its own progress when it sends, and the mean times the number of sends."""
 
     exchange = "mean"
     start_key = "outer"
@@ -281,7 +281,7 @@ class Impatient(Algorithm):
 
 
 def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -> None:
-    """In processes and in the simulation, in several buckets, and after a resume."""
+    """In processes and in the simulation, with several buckets, and after a resume."""
     settings = RoundSettings(Impatient(), EverySteps(SYNC_EVERY, overlap=True, warm_start=False))
     models = [zeros() for _ in range(WORLD)]
     rows = []

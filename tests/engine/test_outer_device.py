@@ -1,4 +1,4 @@
-"""``outer_device="cpu"``: what rounds remember, and their messages, in the host's memory."""
+"""``outer_device="cpu"``: the state and messages of rounds are in the host's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def distant(chunk: Chunk, flat: Tensor) -> CrossDevicePacking:
 
 
 def from_afar(rank: int, world: int, case: Case, is_far: bool) -> Tensor:
-    """Rounds of a model whose parameters are copied as if they were on another device."""
+    """Run rounds of a model whose parameters are copied as if they were on another device."""
     settings = case.settings(sync_every=SYNC_EVERY, bucket_bytes=4096)
     with pytest.MonkeyPatch.context() as patch:
         if is_far:

@@ -1,4 +1,4 @@
-"""A pending round: what is known between its begin and its end, also from a checkpoint."""
+"""A pending round: what is known between its start and end, also from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.rounds import saved_and_loaded
 
 
 class ByTest:
-    """A handle, or statuses, that arrive when the test says so."""
+    """A handle, or statuses, whose arrival the test controls."""
 
     def __init__(self, arrived: bool) -> None:
         self.arrived = arrived

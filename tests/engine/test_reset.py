@@ -14,7 +14,7 @@ from tests.harness.small_model import flat, make_model, train_step, worker_batch
 
 
 def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
-    """Rounds from a second model, by an engine with a past and by a new one."""
+    """Run rounds from a second model, with a used engine and with a new one."""
     found = []
     for has_past in (True, False):
         model = make_model(seed=1)

@@ -1,4 +1,4 @@
-"""Rounds that resume from another run's state, without a Trainer."""
+"""Rounds resume from the state of another run, without a Trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings_of(algorithm: Algorithm, schedule: EverySteps, **others: Any) -> Ro
 
 
 def write(rank: int, world: int, settings: RoundSettings) -> tuple[State, State]:
-    """A worker's state, and the settings."""
+    """Return a worker's state, and the settings."""
     model = zeros()
     engine = Engine.from_settings(model, settings)
     for _ in range(STEPS):
@@ -50,14 +50,14 @@ def write(rank: int, world: int, settings: RoundSettings) -> tuple[State, State]
 
 
 def mean_of(states: list[State]) -> Tensor:
-    """The consensus of the workers that have saved these states."""
+    """Return the consensus of the workers that saved these states."""
     return torch.stack([state["params"] for state in states]).mean(0)
 
 
 def go_on(
     rank: int, world: int, settings: RoundSettings, states: list[State], described: State
 ) -> tuple[list[str], State, bool]:
-    """The notes, the state that is kept, and whether training continues well."""
+    """Return the notes, the restored state, and whether training continues."""
     saved = EarlierRun(
         states[rank if rank < len(states) else 0],
         described["algorithm"],
@@ -141,7 +141,7 @@ def test_another_number_of_workers_resets_what_each_had(pool: Pool) -> None:
 
 
 def halved(round_index: int) -> float:
-    """An outer learning rate."""
+    """An outer learning rate schedule."""
     return 0.5**round_index
 
 
@@ -224,7 +224,7 @@ def test_a_pending_round_is_dropped_where_none_may_be_pending(
 
 
 def test_an_eager_round_that_is_dropped_restarts_at_the_consensus(pool: Pool) -> None:
-    """The workers have taken different outer steps, which only its end would have corrected."""
+    """The workers took different outer steps, which only the end of the round would correct."""
     before, now = settings_of(EagerDiLoCo(), LATE), settings_of(EagerDiLoCo(), EverySteps(2))
     states, found = resumed_from(pool, before, now, (2, 2))
     assert states[0]["shared"][0]["state"]["under_way"] == 1

@@ -1,4 +1,4 @@
-"""What an algorithm is told about a round is the same in the simulation and between processes."""
+"""An algorithm gets the same round information in the simulation and in processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seen = list[tuple[str, RoundInfo]]
 
 
 class Two(nn.Module):
-    """Two parameters, of 1,500 and 3 elements: two chunks, and a tensor in both."""
+    """Two parameters of 1,500 and 3 elements: two chunks, and one tensor in both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Two(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(Algorithm):
-    """Local SGD that records what it is told in each call."""
+    """Local SGD that records the round information of each call."""
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
     start_key = "start"
@@ -53,14 +53,14 @@ class Recorder(Algorithm):
 
 
 class TalkingRecorder(Recorder):
-    """The same, and each worker sends a number."""
+    """The same, and each worker sends a scalar."""
 
     def scalars(self, state: State) -> tuple[float]:
         return (float(state["rounds"]) + 0.5,)
 
 
 class NeighborRecorder(Recorder):
-    """The same between neighbours."""
+    """The same with neighbours."""
 
     exchange = "neighbors"
     default_topology = "ring"
@@ -72,7 +72,7 @@ def move(model: Two, worker: int) -> None:
 
 
 def record(rank: int, world: int, algorithm: Recorder, overlap: bool, rounds: int) -> Seen:
-    """What one of several processes is told."""
+    """Return what one of several processes records."""
     algorithm.seen.clear()
     model = Two()
     settings: dict[str, Any] = {"overlap": overlap, "warm_start": False, "bucket_bytes": 1}
@@ -106,7 +106,7 @@ def test_weights_steps_ages_and_position_of_the_slice(pool: Pool, overlap: bool)
 
 
 def numbers_in(seen: Seen) -> set[tuple[object, ...]]:
-    """All but the slices, which the simulation cuts otherwise."""
+    """Everything except slices, which the simulation cuts differently."""
     return {(c, i.index, i.weights, i.scalars, i.steps, i.ages) for c, i in seen}
 
 
@@ -136,7 +136,7 @@ def test_neighbours_know_no_numbers_of_all_workers(pool: Pool) -> None:
 
 
 def resume(rank: int, world: int, algorithm: Recorder) -> list[RoundInfo]:
-    """The last round of an engine that was loaded with a round pending."""
+    """Run the last round of an engine that was loaded with a pending round."""
     model, settings = Two(), {"overlap": True, "warm_start": False}
     engine = StepEngine(model, algorithm, sync_every=NUM_STEPS, **settings)  # type: ignore[arg-type]
     for _ in range(NUM_STEPS + 1):
@@ -166,7 +166,7 @@ def test_a_pending_round_in_a_checkpoint_keeps_the_numbers(pool: Pool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Short(Recorder):
-    """Says that its messages are short, and sends long ones."""
+    """Announces short messages, and sends long ones."""
 
     merge_policy = None
 
@@ -190,7 +190,7 @@ class ShortLate(Short):
 
 @dataclasses.dataclass(frozen=True)
 class Gathering(Recorder):
-    """Sees all messages, and has not said what to do with them."""
+    """Gathers all messages, but does not define how to combine them."""
 
     @property
     def gathers(self) -> bool:

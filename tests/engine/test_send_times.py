@@ -11,7 +11,7 @@ from tests.harness.pool import Pool
 
 
 def record_and_read(rank: int, world: int) -> list[float]:
-    """Times of message 5 and of one as many messages later as there are slots."""
+    """Return times of message 5, and of a later message that reuses its slot."""
     group = WorkerGroup.create(timeout_s=20)
     times = SendTimes(group)
     others = [worker for worker in range(world) if worker != rank]

@@ -1,4 +1,4 @@
-"""Settings: neighbours by default, equal on all workers by their values, memory for messages."""
+"""Settings: default topology, equality on all workers by value, memory for messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ adamw = torch.optim.AdamW
 
 
 class Adam:
-    """It makes optimizers, and has no text."""
+    """Makes optimizers, and has no ``repr``."""
 
     def __init__(self, lr: float) -> None:
         self.lr = lr
@@ -156,7 +156,7 @@ def test_an_algorithm_of_the_whole_vector_cannot_be_exchanged_in_parts() -> None
 
 @dataclasses.dataclass(frozen=True)
 class Gappy(Halves):
-    """Forgets the last parameter."""
+    """Omits the last parameter."""
 
     def fragment_slices(self, sizes: Any) -> list[list[range]]:
         return super().fragment_slices({**sizes, "last": sizes["last"] - 1})
@@ -181,7 +181,7 @@ def test_all_buckets_that_are_being_sent_fit_bucket_bytes() -> None:
     megabyte = 2**20
     mean = RoundSettings(LocalSGD(), bucket_bytes=megabyte).prepare(4)
     assert PENDING_BUCKETS * 4 * mean.bucket_elements(10**7, 4) == megabyte
-    ring = RoundSettings(GASLoC(), bucket_bytes=megabyte).prepare(4)  # its own and two of others
+    ring = RoundSettings(GASLoC(), bucket_bytes=megabyte).prepare(4)  # its own, and two others
     assert 3 * PENDING_BUCKETS * 4 * ring.bucket_elements(10**7, 4) <= megabyte
     halves = RoundSettings(LocalSGD(), Halves(2), bucket_bytes=megabyte).prepare(4)
     assert 2 * PENDING_BUCKETS * 4 * halves.bucket_elements(10**7, 4) == megabyte

@@ -1,4 +1,4 @@
-"""How an engine is set up: which exchange it has, what carries the statuses, the fragments."""
+"""How an engine is set up: its exchange, how it sends statuses, and its fragments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 
 
 def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests) -> None:
-    """An overlapped round, for which no worker waits, cannot call workers at a sync point."""
+    """Workers do not wait for an overlapped round, so it cannot call workers at a sync point."""
     late = EverySteps(2, overlap=True)
     rows: dict[str, tuple[Algorithm, Schedule, type, bool]] = {
         "blocking": (DiLoCo(), EverySteps(2), AllReduce, True),

@@ -35,7 +35,7 @@ def settings_of(
 # ------------------------------------------------------------------------- torchft's numbers
 
 # Its regression fixtures: two fragments, a constant drift of -2 a step from 1, outer SGD(2), two
-# workers alike. Local parameters after each step, and outer parameters after steps 3, 6, 9, 12.
+# equal workers. Local parameters after each step; outer parameters after steps 3, 6, 9, 12.
 AT_ONCE = (
     [-1, -3, -11, -13, -15, -17, -19, -21, -35],
     [-1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47],
@@ -49,10 +49,10 @@ ONE_LATE = (
 
 
 def drift(rank: int, world: int, delay: int, mix: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Local parameters and outer ones after each step.
+    """Return local and outer parameters after each step.
 
     torchft starts a round early and applies it at the multiple of three; here it starts there. So
-    the first ``delay`` steps do not move, and are not recorded.
+    the first ``delay`` steps have no progress, and are not recorded.
     """
     model = Layers((1, 1))
     for p in model.parameters():
@@ -99,7 +99,7 @@ SHAPES = {
 
 
 def test_every_step_is_that_of_a_plain_loop(pool: Pool, subtests: pytest.Subtests) -> None:
-    """On three processes, in a simulation and by hand; at the end, too."""
+    """With three processes, in a simulation and by hand; also at the end."""
     rows = {name: (settings_of(*shape), 2 * shape[0]) for name, shape in SHAPES.items()}
     for name, results in run_each(pool, train, rows, world=3).items():
         with subtests.test(name):
@@ -122,7 +122,7 @@ def train_lengths(rank: int, world: int, settings: RoundSettings, lengths: range
     ("delay", "lengths"), cover([0, 2, 5], [range(1, 5), range(5, 9), range(9, 15)], strength=1)
 )
 def test_a_run_may_end_after_any_step(pool: Pool, delay: int, lengths: range) -> None:
-    """The mean of what the workers have then, with or without pending fragments."""
+    """The result is the mean of the workers' parameters, with or without pending fragments."""
     settings = settings_of(6, 3, delay, 0.5)
     expected = [stream(settings, 2, steps).consensus for steps in lengths]
     for ends in pool.run(train_lengths, settings, lengths, world=2):
@@ -151,7 +151,7 @@ def test_a_backend_that_brings_data_late_gives_the_same_numbers(pool: Pool, dela
 
 
 def end_early(rank: int, world: int, settings: RoundSettings, late: bool) -> Tensor:
-    """Worker 0 has fewest steps, and takes part in the rounds of the others at its end."""
+    """Worker 0 has the fewest steps, and takes part in the others' rounds at its end."""
     return train(rank, world, settings, 5 + 4 * rank, (), False, late)[1]
 
 
@@ -297,7 +297,7 @@ def test_a_resumed_run_equals_the_unbroken_one(
 
 
 def numbers_of_pending(rank: int, world: int) -> list[int]:
-    """How many pending rounds there are after each step."""
+    """Return the number of pending rounds after each step."""
     model = Layers()
     engine = Engine.from_settings(model, settings_of(6, 3, 5, 0.5))
     counts = []
@@ -315,7 +315,7 @@ def test_several_fragments_are_pending_at_once(pool: Pool) -> None:
 
 
 def lag(rank: int, world: int) -> float:
-    """Worker 1 is late for the second fragment while the first one's result is here."""
+    """Worker 1 is late for the second fragment when the first one's result has arrived."""
     model = Layers()
     engine = Engine.from_settings(model, settings_of(4, 2, 3, 0.5))
     for step in range(1, 6):
@@ -362,7 +362,7 @@ def test_fragments_share_what_is_as_long_as_the_model(pool: Pool) -> None:
 
 
 def hold_still(rank: int, world: int, dtype: torch.dtype) -> Tensor:
-    """One step moves the parameters, and then none: the outer ones follow them."""
+    """Take one step that moves the parameters, and then none: the outer parameters follow."""
     model = Layers((4, 4), dtype)
     settings = RoundSettings(DiLoCo(0.3, 0.0), Staggered(4, 2, 1), merge_policy=Mix(0.75))
     engine = Engine.from_settings(model, settings)
@@ -436,7 +436,7 @@ def test_what_does_not_fit_is_refused_on_every_worker(
 def go_on(
     rank: int, world: int, before: RoundSettings, now: RoundSettings
 ) -> tuple[list[str], int, Tensor]:
-    """Dropped state when a run continues with other settings, pending rounds, and its end."""
+    """Continue with other settings; return dropped state, pending rounds, and the final mean."""
     model = Layers()
     engine = Engine.from_settings(model, before)
     for _ in range(8):

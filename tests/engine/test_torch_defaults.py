@@ -37,7 +37,7 @@ STEPS = 6
 
 @contextlib.contextmanager
 def defaults(dtype: torch.dtype, device: str = "meta") -> Iterator[None]:
-    """Other defaults; on the default device no value can be computed."""
+    """Set other defaults; on the default device no value can be computed."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -48,7 +48,7 @@ def defaults(dtype: torch.dtype, device: str = "meta") -> Iterator[None]:
 
 
 def result(run: Callable[..., Any], *args: Any, device: str = "meta") -> list[Any]:
-    """What a function returns with torch's own defaults, and with others."""
+    """Return the result of a function with torch's own defaults, and with others."""
     found = [run(*args)]
     for dtype in OTHERS:
         with defaults(dtype, device):
@@ -57,19 +57,19 @@ def result(run: Callable[..., Any], *args: Any, device: str = "meta") -> list[An
 
 
 def on_cpu(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """Call what is not of the package, and needs the device of the model as the default."""
+    """Run code outside the package, which needs the model's device as the default."""
     with defaults(torch.float32, "cpu"):
         return function(*args, **settings)
 
 
 class OtherInt4(Int4):
-    """A codec whose levels no test has decoded before."""
+    """A codec whose levels no earlier test has decoded."""
 
     levels = tuple(-level for level in Int4.levels)
 
 
 class OtherE3M0(E3M0):
-    """A codec whose levels no test has decoded before."""
+    """A codec whose levels no earlier test has decoded."""
 
     levels = tuple(2 * level for level in E3M0.levels)
 
@@ -97,7 +97,7 @@ def local_step(model: Any, optimizer: torch.optim.Optimizer, worker: int, step: 
 
 
 def train_simulated(make: Callable[[list[Any]], Any]) -> Tensor:
-    """Train three workers in the simulation that ``make`` returns for their models."""
+    """Train three workers in the simulation that ``make`` creates for their models."""
     models = [on_cpu(make_model) for _ in range(3)]
     optimizers = [SGD(model.parameters()) for model in models]
     steps, simulation = [0] * 3, make(models)
@@ -115,7 +115,7 @@ def train_simulated(make: Callable[[list[Any]], Any]) -> Tensor:
 
 @rows("laws")
 def test_simulated_rounds_have_the_same_numbers(case: Case) -> None:
-    # The optimizers of torch count their steps on the default device.
+    # torch's optimizers keep their step counts on the default device.
     has_optimizer = getattr(case.algorithm, "outer_optimizer", None) is not None
     usual, *others = result(
         train_simulated,
@@ -150,7 +150,7 @@ def test_rounds_of_ranks_have_the_same_numbers(pool: Pool) -> None:
 
 
 def run_remote_optimizer(rank: int, world: int) -> list[Tensor]:
-    """Train with two workers; a pass through the model is not of the package."""
+    """Train with two workers; the forward and backward passes are not part of the package."""
 
     def train() -> Tensor:
         model = on_cpu(make_model, rank)
@@ -182,7 +182,7 @@ def test_simulated_gossip_without_rounds_has_the_same_numbers() -> None:
 
 
 def blend() -> Tensor:
-    """A worker fetches the parameters of another one, and blends them with its own."""
+    """Let a worker fetch the parameters of another one, and blend them with its own."""
     (here, reader), (_, served) = workers = on_cpu(pair, 0.0, 4.0, factor=0.25)
     served.update_send(1.0)
     reader.update_send(1.0)
@@ -198,7 +198,7 @@ def test_pulls_have_the_same_numbers() -> None:
 
 
 def exchange_as_members(rank: int, world: int) -> tuple[Tensor, RunState | None]:
-    """A sum of two members, of which the second one joins, and the transfer of a state to it."""
+    """Sum over two members, of which the second joins, and transfer the state to it."""
     engine = StepEngine(nn.Linear(1000, 1, bias=False), DiLoCo())
     group = MemberGroup("127.0.0.1", timeout_s=60.0)
     stores: list[str] = [""] * world

@@ -1,4 +1,4 @@
-"""A worker of two ranks, each with a shard of the model, makes the rounds of one rank."""
+"""A worker of two ranks that shard the model runs the same rounds as a worker of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TARGETS = randn(NUM_WORKERS, NUMEL)
 
 
 class Vector(nn.Module):
-    """One matrix; a shard of it, if it is made over the ranks of a worker."""
+    """One matrix, or a shard of it if it is distributed over the ranks of a worker."""
 
     def __init__(self, group: WorkerGroup | None = None) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ class Vector(nn.Module):
 
     @property
     def held(self) -> Tensor:
-        """The elements that this rank holds."""
+        """Return the elements that this rank holds."""
         return local_tensor(self.value).detach().view(-1)
 
 
 def sharded(whole: Tensor, placement: Placement, group: WorkerGroup) -> DTensor:
-    """A shard of a tensor for this rank of a worker."""
+    """Return the shard of a tensor for this rank of a worker."""
     mesh = DeviceMesh.from_group(group.inner, "cpu")
     return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
 
 def approach(model: Vector, worker: int, elements: slice, step: int) -> None:
-    """An elementwise local step, whose size changes from step to step."""
+    """Take an elementwise local step, whose size changes from step to step."""
     model.held.add_(TARGETS[worker][elements] - model.held, alpha=0.05 + 0.02 * (step % 4))
 
 
@@ -67,7 +67,7 @@ def settings_of(algorithm: Algorithm, overlap: bool, compression: Any) -> RoundS
 def unsharded(
     algorithm: Algorithm, overlap: bool, compression: Any = None, nan_at: int | None = None
 ) -> Tensor:
-    """The workers' parameters after the rounds, ``(N, P)``: each worker is one rank."""
+    """Return the workers' parameters after the rounds, ``(N, P)``; each worker is one rank."""
     models = [Vector() for _ in range(NUM_WORKERS)]
     simulation = Simulation.from_settings(models, settings_of(algorithm, overlap, compression))
     steps = [0] * NUM_WORKERS
@@ -91,7 +91,7 @@ def train_shard(
     compression: Any = None,
     nan_at: int | None = None,
 ) -> dict[str, Any]:
-    torch.manual_seed(rank)  # the ranks of a worker draw the same pairs all the same
+    torch.manual_seed(rank)  # the ranks of a worker still draw the same pairs
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
     worker, place = divmod(rank, REPLICA_SIZE)
     assert (group.worker, group.place, group.num_workers) == (worker, place, NUM_WORKERS)
@@ -124,7 +124,7 @@ def train_shard(
 
 
 def joined(results: list[dict[str, Any]], name: str) -> Tensor:
-    """The vectors of all workers, ``(N, P)``, from the shards of their ranks."""
+    """Join the shards of all ranks to the vectors of all workers, ``(N, P)``."""
     shards = [result[name] for result in results]
     return torch.stack([torch.cat(shards[:REPLICA_SIZE]), torch.cat(shards[REPLICA_SIZE:])])
 
@@ -139,7 +139,7 @@ CASES = {
     "gasloc overlapped": (GASLoC(), True, None),
     "gasloc int8": (GASLoC(), False, Int8(8)),
     "noloco": (NoLoCo(), False, None),
-    "sparta": (SPARTA(0.25), False, None),  # each shard begins where one of its stretches does
+    "sparta": (SPARTA(0.25), False, None),  # shards begin at stretch boundaries
 }
 
 
@@ -156,7 +156,7 @@ def test_shards_give_what_whole_models_give(pool: Pool, name: str) -> None:
 
 
 def train_whole(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
-    """The same with one rank per worker."""
+    """Train with one rank per worker."""
     group = WorkerGroup.create(timeout_s=30)
     model = Vector()
     engine = Engine.from_settings(model, settings_of(algorithm, False, None), group)
@@ -196,7 +196,7 @@ def test_nan_in_one_shard_leaves_the_whole_worker_out(pool: Pool, name: str) -> 
 
 
 def average_by_time(rank: int, world: int) -> dict[str, Any]:
-    """Asynchronous averaging; which rounds begin and end when is the decision of place 0."""
+    """Average asynchronously; place 0 decides which rounds start and end."""
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
     worker, place = divmod(rank, REPLICA_SIZE)
     model = Vector(group)
@@ -309,7 +309,7 @@ ROUNDS_OF = {
 EQUAL = [
     (kinds, rounds)
     for kinds, rounds in itertools.product(KINDS, ROUNDS_OF)
-    # From shards that begin within a stretch of parameters, other ones are drawn.
+    # Shards that begin within a stretch of parameters lead to other random draws.
     if rounds != "sparta" or kinds in ("whole", "both hold a shard")
 ]
 
@@ -457,7 +457,7 @@ def test_an_algorithm_of_the_whole_vector_refuses_shards(pool: Pool) -> None:
 
 
 def stop_by_time(rank: int, world: int) -> int:
-    """Stop for a reason that one rank has; all ranks of a worker stop after the same step."""
+    """Stop at the request of one rank; all ranks of a worker stop after the same step."""
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
     model = Vector(group)
     engine = Engine.from_settings(model, RoundSettings(ModelAverage(), EveryInterval(0.0)), group)

@@ -1,6 +1,6 @@
-"""The table of faults: methods, victims, kinds of failures, phases, and what the others do.
+"""The table of faults: methods, victims, kinds of failures, phases, and how the others react.
 
-New methods are added automatically. Other faults have tests of their own: losses before training in
+New methods are added automatically. Other faults are tested elsewhere: losses before training in
 tests/distributed/test_all_ranks.py, patience in tests/parameter_server/test_patience.py,
 other points of a round and workers that return in tests/elastic/test_faults.py, peers in
 tests/gossip/test_faults.py, and launchers in tests/strategies/test_faults.py.
@@ -68,7 +68,7 @@ class Fault(NamedTuple):
 
     @property
     def is_of_server(self) -> bool:
-        """Whether a server fails."""
+        """Whether the victim is a server."""
         return self.method in REMOTE and self.victim >= NUM_WORKERS
 
     @property
@@ -83,7 +83,7 @@ class Fault(NamedTuple):
             return self.victim < 2
         if self.is_of_server:
             return self.victim < WORLDS[self.method] and self.phase in POINTS_OF_SERVERS
-        return self.phase != "checkpoint" or self.victim == 0  # it writes them
+        return self.phase != "checkpoint" or self.victim == 0  # the workers write these
 
     @property
     def named(self) -> re.Pattern[str]:
@@ -118,7 +118,7 @@ class Fault(NamedTuple):
 
 
 def rows() -> list[Any]:
-    """Return each kind in each phase, with each method and each victim at least once."""
+    """Return each kind in each phase, and each method and victim at least once."""
     every_day: list[Any] = []
     in_soak: list[Any] = []
     for kind, phase in itertools.product(KINDS, (*POINTS, *HOOKS)):

@@ -1,4 +1,4 @@
-"""A rank of a job in which one rank fails in a fit."""
+"""A rank of a job that trains while one rank fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averaging: which tensors are served, and the exact result of a blend."""
+"""Averaging: the tensors that are served, and the exact result of a blend."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_narrow_parameters_are_blended_in_float32_and_rounded_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_keep_progress_keeps_the_steps_made_during_the_fetch(dtype: torch.dtype) -> None:
     averager, tensors = make(PairwiseAverage(keep_progress=True), dtype, chunk_elements=7)
-    for _ in range(2):  # every fetch has its own start
+    for _ in range(2):  # every fetch starts from new values
         start = flat(tensors)
         averager.record_fetch_start()
         for tensor in tensors:
@@ -92,7 +92,7 @@ def test_keep_progress_keeps_the_steps_made_during_the_fetch(dtype: torch.dtype)
 
 @pytest.mark.parametrize("chunk_elements", [None, 7, 1])
 def test_buffers_are_averaged_as_they_are(chunk_elements: int | None) -> None:
-    """A variance that has fallen during the fetch stays positive: it has no progress to keep."""
+    """A variance that fell during the fetch stays positive: buffers have no progress to keep."""
     model = nn.BatchNorm1d(5)
     params = FlatLayout(model.named_parameters())
     buffers = FlatLayout((n, b) for n, b in model.named_buffers() if b.is_floating_point())

@@ -1,4 +1,4 @@
-"""What a user of dpwa brings: the sample file, the settings, and the numbers of its loop."""
+"""For users of dpwa: the sample file, the settings, and the numbers of its loop."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_setting_that_would_be_dropped_is_an_error(subtests: pytest.Subtests) 
     for given, message in rows:
         with subtests.test(message), pytest.raises(ValueError, match=message):
             PairwiseGossipStrategy(name="w1", **given)
-    # What the file does not have, or has with the same value, may be given beside it.
+    # Arguments may add to the file, or repeat it with the same value.
     same = {"factor": 0.5, "keep_progress": False}
     algorithm = PairwiseGossipStrategy(config_file=SAMPLE, name="w1", **same).settings.algorithm
     assert algorithm == PairwiseAverage(1.0, "constant", 0.5, 0.2, keep_progress=False)
@@ -104,7 +104,7 @@ def test_the_experiment_has_the_settings_of_the_sample_file() -> None:
 
 
 def test_the_experiment_computes_what_dpwa_does() -> None:
-    """Two workers, each of which publishes, takes a step, waits for the other, and averages."""
+    """Two workers publish, take a step, wait for each other, and average."""
     settings = build_strategy(config("experiment=dpwa")).settings
     progress, values, clocks = (1.0, 3.0), [0.0, 8.0], [0.0, 0.0]
     losses = [(0.3, 0.1), (0.1, 0.4), (0.15, 0.05), (0.0, 0.2), (0.5, 0.5)]
@@ -117,7 +117,7 @@ def test_the_experiment_computes_what_dpwa_does() -> None:
         ]
         for engine in engines:
             stack.callback(engine.close)
-            engine._exchange.publisher._next_time = float("inf")  # published here, both at once
+            engine._exchange.publisher._next_time = float("inf")  # the test publishes
         for before, now in zip(losses, losses[1:], strict=False):
             published = list(values)
             for worker, engine in enumerate(engines):
@@ -140,7 +140,7 @@ def test_the_experiment_computes_what_dpwa_does() -> None:
 
 
 def cluster(folder: Path, count: int) -> list[str]:
-    """The command of a cluster with the sample's settings, and nodes with free ports."""
+    """Return the command of a cluster with the sample's settings, and nodes with free ports."""
     entries = [
         f"  - {{name: w{number}, host: localhost, port: {port}}}\n"
         for number, port in enumerate(free_ports(count), 1)

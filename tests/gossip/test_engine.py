@@ -1,4 +1,4 @@
-"""The engine of pairwise gossip: exact blends, no waiting, ranks of one job, errors."""
+"""The engine of pairwise gossip: exact blends without waits, ranks of one job, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Numbers(nn.Module):
 def pair(
     *values: float, fetch_timeout_s: float = 5, **settings: Any
 ) -> list[tuple[Numbers, PairwiseEngine]]:
-    """Open engines in one process, each of which is a worker."""
+    """Yield open engines in one process, one for each worker."""
     nodes = peers(len(values), "w")
     workers = []
     for node, value in zip(nodes, values, strict=True):

@@ -1,4 +1,4 @@
-"""Peers in other processes that are killed, stopped, late or restarted: no peer waits for them."""
+"""Peers in other processes that are killed, stopped, late or restarted delay no other peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.limits import HARNESS_S, LONG_S, SOON_S
 from tests.harness.programs import LIMIT_S
 
 TIMEOUT_S = 0.8
-LIMIT_PROMPT_S = TIMEOUT_S + 0.3  # other processes use the machine, too
+LIMIT_PROMPT_S = TIMEOUT_S + 0.3  # other processes share the machine
 NUMEL = 100_000
 
 
@@ -49,7 +49,7 @@ def test_peer_is_late_killed_and_restarted_at_the_same_port() -> None:
     for value in (1.0, 2.0):
         there = NodeProcess(nodes, 1, value, NUMEL)
         waits += fetch_until(here, is_value(value))
-        here.start_fetch()  # running while the peer is killed
+        here.start_fetch()  # still running when the peer is killed
         there.end()
         here.wait()
         waits += fetch_until(here, is_nothing)
@@ -104,7 +104,7 @@ def test_third_peer_is_used_if_one_is_dead_and_one_is_stopped() -> None:
     assert set(peers_seen) <= {"p3", None}
     assert peers_seen.count("p3") >= 55
     assert max(waits) < HARNESS_S
-    # Each timeout takes half of TIMEOUT_S. The more often a peer fails the less often it is tried.
+    # Each timeout takes half of TIMEOUT_S. Peers that fail often are tried less often.
     assert here.statistics.timeouts < 30
 
 

@@ -61,7 +61,7 @@ EXPECTED_S = 0.5 + 2 * 0.05
 
 @contextlib.contextmanager
 def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, PeerSelector]]:
-    """Make a fetcher for the first of the nodes, to be used in this thread."""
+    """Make a fetcher for the first node, to be used in this thread."""
     discovery = NodeListDiscovery(nodes, nodes[0].name)
     selector = PeerSelector(discovery.names, seed=0)
     fetcher = Fetcher(FORMAT, discovery, selector, **settings)
@@ -74,7 +74,7 @@ def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, Peer
 
 @contextlib.contextmanager
 def request_received(server: socket.socket) -> Iterator[None]:
-    """Enter when a request has arrived at a silent server."""
+    """Enter the context when a request has arrived at a silent server."""
     server.settimeout(HARNESS_S)
     connection, _ = server.accept()
     with connection:
@@ -398,7 +398,7 @@ def test_close_aborts_the_fetch_and_ends_a_wait() -> None:
 @pytest.mark.parametrize("runs", [False, True])
 def test_no_thread_and_no_file_is_left_after_close(runs: bool) -> None:
     nodes = peers(2)
-    for _ in range(2):  # the first time may load libraries
+    for _ in range(2):  # the first iteration may load libraries
         before = open_files()
         thread = make_thread(NodeListDiscovery(nodes, "p0"))
         if runs:

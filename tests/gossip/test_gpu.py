@@ -32,7 +32,7 @@ def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[ModelAver
     return ModelAverager(layout, PairwiseAverage(**DPWA | settings), layout.numel), tensors
 
 
-# The device "meta" holds no values, so reading one raises an error.
+# Tensors on the device "meta" have no values, so reading one raises an error.
 
 
 def test_copy_with_norm_and_loss_does_not_wait_for_the_device(subtests: pytest.Subtests) -> None:

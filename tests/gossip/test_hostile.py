@@ -1,4 +1,4 @@
-"""Messages that no worker would send: a node ignores them and continues to serve."""
+"""Messages that a correct worker never sends: a node ignores them and continues to serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUMEL = 500_000
 
 
 def invalid_messages(count: int, good: bytes) -> Iterator[bytes]:
-    """Messages that violate the protocol in various ways."""
+    """Return messages that violate the protocol in various ways."""
     draw = random.Random(0)
     for number in range(count):
         match number % 5:
@@ -78,7 +78,7 @@ def test_node_survives_a_thousand_invalid_messages(
 
 
 def test_readers_that_never_read_only_delay_newer_snapshots() -> None:
-    """By twice the timeout at most, while they keep the memory of the next snapshot."""
+    """Old readers hold the memory of the next snapshot, for at most twice the timeout."""
     numel = 5_000_000
     with two_nodes(numel, fetch_timeout_s=1.0) as (here, there), contextlib.ExitStack() as stack:
         for value in range(1, 7):

@@ -22,7 +22,7 @@ CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
 
 
 def fetch_and_check(node: PeerNode, own: torch.Tensor) -> bool:
-    """Fetch once; returns whether there is a result, which must be finite and not too large."""
+    """Fetch once; return whether there is a result, which must be finite and not too large."""
     received = fetch(node)
     if received is None:
         return False
@@ -33,7 +33,7 @@ def fetch_and_check(node: PeerNode, own: torch.Tensor) -> bool:
 
 
 def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
-    """Return how many of 300 fetches succeed. The others may fail only because of their values."""
+    """Return how many of 300 fetches succeed; the others may fail only because of their values."""
     num_plausible = sum(fetch_and_check(node, own) for _ in range(300))
     found = node.statistics
     assert num_plausible == found.fetches
@@ -43,7 +43,7 @@ def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
 
 
 def reply_with_bytes(make: Callable[[], bytes]) -> Replying:
-    """Return replies whose body is any bytes."""
+    """Return replies whose bodies are arbitrary bytes."""
 
     def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
         return pack_reply(ReplyHeader(PARAMETERS, requested, TAG)), make()
@@ -68,7 +68,7 @@ def random_bytes(draw: random.Random, total_bytes: int) -> Replying:
 
 
 def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Replying:
-    """Replies with a few changed bytes; in every other reply they belong to scales."""
+    """Return replies with a few changed bytes; in every other reply these belong to scales."""
     scales = range(0, len(wire), row_bytes)
     changes = 0
 
@@ -87,7 +87,7 @@ def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Replying:
 
 @contextlib.contextmanager
 def reading(codec: Codec, own: torch.Tensor, make_reply: Replying) -> Iterator[PeerNode]:
-    """Open a node with its own parameters, whose only peer replies like this."""
+    """Open a node whose only peer sends these replies."""
     nodes = peers(2)
     with (
         replying(nodes[1].port, make_reply),

@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 @contextlib.contextmanager
 def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Numbers, PairwiseEngine]]:
-    """Open an engine of ones whose only peer always sends the same value and tag."""
+    """Open an engine of ones; its only peer always sends the same value and tag."""
 
     def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
         return valid_reply(requested, TOTAL_BYTES, value, tag, torch.float64)

@@ -1,4 +1,4 @@
-"""Nodes: they fetch exactly what others publish, and close leaves nothing behind."""
+"""Nodes fetch exactly what others publish, and close leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_clock_and_loss_that_are_not_finite_are_refused() -> None:
 
 
 def test_fetched_snapshots_are_consistent_while_others_are_published() -> None:
-    """Each of thousands of snapshots holds one value, so must everything that is fetched."""
+    """Each of thousands of snapshots holds a single value, and so must every fetched one."""
     numel = 200_000
     with two_nodes(numel) as (here, there):
         stop = threading.Event()
@@ -217,7 +217,7 @@ def test_no_thread_file_or_port_is_left_after_close() -> None:
         assert fetch(opened[0]) is not None
         # Including the thread of the connection.
         assert len(threads_named("loco-peer", "loco-server")) == 5
-        opened[0].start_fetch()  # this fetch is not waited for
+        opened[0].start_fetch()  # this fetch is not awaited
         for node in opened:
             node.close()
             node.close()

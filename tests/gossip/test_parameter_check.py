@@ -1,4 +1,4 @@
-"""The check of received parameters: they must be finite, and not much larger than the own ones."""
+"""The check of received parameters: finite, and not much larger than the worker's own."""
 
 from __future__ import annotations
 

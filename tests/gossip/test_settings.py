@@ -137,7 +137,7 @@ def share(clock: float, peer_clock: float, loss: float, peer_loss: float, power:
 
 
 class Scaled:
-    """A rule without attributes to compare."""
+    """A rule with no attributes to compare."""
 
     def __call__(self, clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
         return 0.5
@@ -145,7 +145,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
-    """A rule that has another rule and numbers as attributes."""
+    """A rule whose attributes are another rule and numbers."""
 
     rule: Interpolation
     powers: tuple[int, ...] = (1, 2)

@@ -32,7 +32,7 @@ def client(port: int) -> Iterator[Client]:
 
 
 def ask(client: Client, model_id: ModelId = FORMAT.model_id) -> tuple[ReplyHeader, bytes]:
-    """Send a request; returns the header and the body of the reply."""
+    """Send a request; return the header and the body of the reply."""
     reply = client.request(pack_request(model_id), timeout_s=HARNESS_S)
     body = bytearray(reply.body_bytes)
     reply.receive_into(memoryview(body), timeout_s=HARNESS_S)

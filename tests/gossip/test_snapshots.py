@@ -1,4 +1,4 @@
-"""Snapshots: readers get whole models, and neither readers nor the publisher wait."""
+"""Snapshots: readers get complete models, and neither readers nor the publisher wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def publish(snapshots: Snapshots, value: int) -> bool:
 
 
 def read(snapshots: Snapshots) -> set[float]:
-    """Read the latest snapshot; returns its distinct values, or an empty set without a snapshot."""
+    """Return the distinct values of the latest snapshot, or an empty set if there is none."""
     with snapshots.reading() as snapshot:
         if snapshot is None:
             return set()

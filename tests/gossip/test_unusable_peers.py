@@ -1,4 +1,4 @@
-"""Peers that are empty, wrong, silent or missing: a fetch ends in time, and finds them later."""
+"""Peers that are empty, wrong, silent or missing: fetches end in time, and find them later."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_wait_ends_with_the_timeout() -> None:
         assert fetch(here) is None
         assert 0.29 < time.monotonic() - started < SOON_S
         wait_until_ended(here)
-        assert count <= here.statistics.timeouts <= 2 * count  # there is no time for a third peer
+        assert count <= here.statistics.timeouts <= 2 * count  # no time for a third peer
     here.close()
     for each in listening:
         each.close()
