@@ -1,4 +1,4 @@
-"""``cover``: a few combinations that stand for a product which is too expensive to run whole."""
+"""``cover``: selects a few combinations of a product that is too expensive to run completely."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def cover(
     strength: int = 2,
     possible: Callable[..., bool] = lambda *_: True,
 ) -> list[Any]:
-    """A few combinations that stand for a product which is too expensive to run whole.
+    """Return a few combinations of a product that is too expensive to run completely.
 
-    Every combination of ``strength`` values of different axes occurs in one of them. With
+    Every combination of ``strength`` values of different axes occurs at least once. With
     ``--full`` the rest of the product follows, marked ``soak``.
 
     Args:
         axes: The values of each parameter; ``pytest.param`` gives one an id or marks.
         strength: 2 for pairs; 1 for each value at least once.
-        possible: Says of the values of a row whether there can be one.
+        possible: Returns whether the values of a row can be combined.
 
     Returns:
-        What ``pytest.mark.parametrize`` takes.
+        Arguments for ``pytest.mark.parametrize``.
     """
     values = [list(axis) for axis in axes]
 
@@ -59,7 +59,7 @@ def cover(
     chosen: list[tuple[int, ...]] = []
     uses: Counter[tuple[int, int]] = Counter()
     while missing:
-        # Of those that bring as much that is new, the one whose values have been used least.
+        # Among the rows with the most new combinations, choose the one with the least used values.
         best = max(
             rows,
             key=lambda row: (
@@ -79,12 +79,12 @@ def cover(
 
 
 def _of(value: Any) -> Iterable[Any]:
-    """What an entry of an axis stands for."""
+    """Return the value of an entry of an axis."""
     return value.values if isinstance(value, ParameterSet) else (value,)
 
 
 def _joined(values: list[Any], soak: bool) -> Any:
-    """One parameter set of several values, with the ids and marks that these have."""
+    """Join several values to one parameter set, with their ids and marks."""
     params = [value if isinstance(value, ParameterSet) else pytest.param(value) for value in values]
     ids = [str(one.id if one.id is not None else one.values[0]) for one in params]
     return pytest.param(

@@ -1,4 +1,4 @@
-"""Tests that measure time run while nothing else does: neither another test nor a collection."""
+"""Tests that measure time run alone: without other tests or garbage collections."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 
 def pytest_collection_finish() -> None:
-    """Leave the collected tests out of later garbage collections: a look at them takes a second."""
+    """Exclude the collected tests from later garbage collections, which take a second otherwise."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With `pytest -n`, a test that is marked `alone` runs while no other one does."""
+    """With `pytest -n`, no other test runs at the same time as one that is marked `alone`."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     shared = Path(item.config.getoption("basetemp")).parent
@@ -30,13 +30,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextmanager
 def lock(folder: Path, exclusive: bool) -> Iterator[None]:
-    """Hold a lock together with others, or alone.
+    """Hold a lock together with other processes, or exclusively.
 
-    Who wants it alone waits until the others have released it; no new one gets it until then.
+    An exclusive holder waits until the others have released the lock; no new one gets it meanwhile.
 
     Args:
         folder: The same for all processes; two files in it are locked.
-        exclusive: Whether no other process may hold it.
+        exclusive: Whether no other process may hold the lock.
     """
     with (folder / "queue.lock").open("a") as queue, (folder / "tests.lock").open("a") as tests:
         fcntl.flock(queue, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Ways to fail, and the fault points of the package at which a process fails."""
+"""Ways in which a process fails, and the fault points of the package at which it does."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def raise_error() -> None:
 
 
 def lose_connection() -> None:
-    """Fail as gloo does, also after the others' confirmations were received."""
+    """Fail as gloo does, after the others' confirmations may have arrived."""
     raise RuntimeError("the connection is lost")
 
 
 def freeze() -> None:
-    """Stop, as a suspended machine does: by this thread, which would go on a while by another."""
+    """Stop like a suspended machine; a signal to this thread stops it without delay."""
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[], object]] = {
 def failing_at(
     point: str, is_time: Callable[[], bool], fail: Callable[[], object]
 ) -> Iterator[None]:
-    """A context that fails once, the first time that a point is reached when it is time."""
+    """Fail once in this context: the first time that a point is reached and ``is_time()`` holds."""
     name, delay_s = DELAYED.get(point, (point, 0.0))
     assert name in POINTS
     once = iter([True])
@@ -74,10 +74,10 @@ def failing_at(
 
 
 def freeze_process(process_id: int) -> None:
-    """Stop all threads of a process; returns once none of them runs.
+    """Stop all threads of a process; return once none of them runs.
 
-    The signal alone is not enough: on a busy machine a thread may go on for a while, until the one
-    that takes the signal has its turn.
+    Sending the signal is not enough: on a busy machine a thread may continue until the thread
+    that handles the signal is scheduled.
     """
     os.kill(process_id, signal.SIGSTOP)
     deadline = time.monotonic() + SOON_S
@@ -87,11 +87,11 @@ def freeze_process(process_id: int) -> None:
 
 
 def is_frozen(process_id: int) -> bool:
-    """Whether a process has been stopped by a signal, with all its threads, and not been woken."""
+    """Whether all threads of a process are stopped by a signal."""
     try:
         threads = Path(f"/proc/{process_id}/task").iterdir()
         stats = [(thread / "stat").read_text() for thread in threads]
-    except (FileNotFoundError, ProcessLookupError):  # a thread, or all of them, has ended
+    except (FileNotFoundError, ProcessLookupError):  # a thread, or the process, has ended
         return False
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 

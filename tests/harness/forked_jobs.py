@@ -1,4 +1,4 @@
-"""Jobs whose worker 0 hosts the key-value store, as a user's job has it, unlike those of the pool.
+"""Jobs whose worker 0 hosts the key-value store, like users' jobs and unlike those of the pool.
 
 Example:
     def wait_for_ever(rank, world):
@@ -37,12 +37,12 @@ _START_S = 60.0
 
 
 class Outcome(NamedTuple):
-    """How a worker has ended.
+    """The outcome of a worker.
 
     Attributes:
-        result: What its function has returned; None if it has raised.
-        error: The traceback of what it has raised; None if it has returned.
-        ended_at: When its process was gone, by ``time.time()``.
+        result: Return value of its function; None if it has raised an error.
+        error: Traceback of its error; None if it has returned.
+        ended_at: Time when its process ended, by ``time.time()``.
     """
 
     result: Any
@@ -54,8 +54,8 @@ class Start:
     """Processes that each call ``fn(rank, world, *args)``.
 
     Args:
-        fn: A function of a module.
-        *args: What else it is called with.
+        fn: A module-level function.
+        *args: Further arguments.
         world: Number of processes.
     """
 
@@ -83,7 +83,7 @@ class Start:
             connection.close()
 
     def outcomes(self, ranks: Sequence[int], limit_s: float) -> list[Outcome]:
-        """How these workers end; an AssertionError names one that does not end in time."""
+        """Return the outcomes of these workers; raise AssertionError if one is still running."""
         deadline = time.monotonic() + limit_s
         outcomes = []
         for rank in ranks:
@@ -104,10 +104,10 @@ class Job(Start):
     """Processes that each call ``fn(rank, world, *args)`` in a default process group of gloo.
 
     Args:
-        fn: A function of a module.
-        *args: What else it is called with.
+        fn: A module-level function.
+        *args: Further arguments.
         world: Number of processes.
-        group_timeout_s: Of the default process group.
+        group_timeout_s: Timeout of the default process group.
     """
 
     def __init__(

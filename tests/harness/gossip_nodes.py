@@ -75,7 +75,7 @@ def fetch(node: PeerNode) -> Received | None:
 def fetch_until(
     node: PeerNode, wanted: Callable[[Received | None], bool], limit_s: float = 20.0
 ) -> list[float]:
-    """Fetch until the result is as wanted; return the duration of every wait in seconds."""
+    """Fetch until the result is as expected; return the duration of every wait in seconds."""
     waits = []
     deadline = time.monotonic() + limit_s
     while True:
@@ -90,7 +90,7 @@ def fetch_until(
 
 
 def wait_until_ended(node: PeerNode | FetchingThread) -> None:
-    """Wait until the last fetch is counted, which may be after :meth:`PeerNode.wait` returns."""
+    """Wait until the last fetch is counted, possibly after :meth:`PeerNode.wait` has returned."""
     wait_until(lambda: node.has_ended, "the fetch has not ended")
 
 
@@ -134,7 +134,7 @@ Replying = Callable[[ModelId], tuple[bytes, bytes]]
 
 @contextlib.contextmanager
 def replying(port: int, make_reply: Replying) -> Iterator[None]:
-    """Run a server that replies to every request as the test says."""
+    """Run a server that sends the test's reply to every request."""
 
     def reply(request: Request) -> None:
         request.reply(*make_reply(parse_request(request.header)))
@@ -160,7 +160,7 @@ def valid_reply(
 
 
 class NodeProcess:
-    """A node in another process, which has published a vector of one value."""
+    """A node in another process, which has published a vector with a single value."""
 
     def __init__(self, nodes: list[Peer], index: int, value: float, numel: int = 1000) -> None:
         _processes.set_forkserver_preload(PRELOADED)

@@ -1,8 +1,8 @@
-"""Helpers for a GPU, and a device that stands for one where there is none: torch's ``meta``.
+"""Helpers for a GPU, and torch's ``meta`` device, which stands in for one.
 
 Tensors of ``meta`` have shapes and dtypes but no values, so reading one on the host is an error:
 ``item``, ``tolist``, ``cpu``, a condition. A test may allow copies to the host, which are zeros
-then: all of them, or those that the host does not wait for, on streams that do nothing.
+then: all of them, or only those that are asynchronous, on streams that do nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE = torch.device("meta")
 
 
 class _CopiesToTheHost(TorchDispatchMode):
-    """Copies from the device to the host are zeros; perhaps only those that are not waited for."""
+    """Copies from the device to the host are zeros; optionally only asynchronous ones."""
 
     def __init__(self, only_unwaited: bool = False) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class _CopiesToTheHost(TorchDispatchMode):
 
 @contextmanager
 def copies_to_the_host() -> Iterator[None]:
-    """Allow copies from the device to the host: they are zeros."""
+    """Allow copies from the device to the host; they are zeros."""
     with _CopiesToTheHost():
         yield
 
 
 class _Stream:
-    """Where all is done at once."""
+    """A stream on which everything completes immediately."""
 
     def __init__(self, device: object = None) -> None: ...
 
@@ -62,7 +62,7 @@ class _Stream:
 
 
 class _Event:
-    """Of such a stream: it has always passed."""
+    """An event of such a stream, which has always completed."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None: ...
 
@@ -78,7 +78,7 @@ class _Event:
 
 
 class _OrdinaryMemory(TorchFunctionMode):
-    """Memory that should be pinned is ordinary memory."""
+    """Ignores ``pin_memory``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -87,7 +87,7 @@ class _OrdinaryMemory(TorchFunctionMode):
 
 @contextmanager
 def with_streams() -> Iterator[None]:
-    """Let the device have streams, and copies to the host that are not waited for: zeros."""
+    """Give the device streams, and asynchronous copies to the host, which are zeros."""
     with pytest.MonkeyPatch.context() as patch, _OrdinaryMemory(), _CopiesToTheHost(True):
         patch.setattr(devices, "WITH_STREAMS", {DEVICE.type})
         patch.setattr(torch.cuda, "Stream", _Stream)
@@ -99,18 +99,18 @@ def with_streams() -> Iterator[None]:
 
 @pytest.fixture
 def no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines start without reading the parameters for their checksum."""
+    """Let engines start without reading parameters for the checksum."""
     monkeypatch.setattr(worker_module, "broadcast_model", lambda model, group: 0)
 
 
 def let_nccl_share_the_gpu(rank: int) -> None:
-    """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
+    """Let NCCL take this process for a separate machine: it refuses two ranks on one GPU."""
     os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 @contextmanager
 def no_waits_for_the_gpu() -> Iterator[None]:
-    """Let whatever waits for the GPU raise RuntimeError, in all threads."""
+    """Let every wait for the GPU raise RuntimeError, in all threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")

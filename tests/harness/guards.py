@@ -1,4 +1,4 @@
-"""What a test must not leave behind: threads, processes, process groups, files, other settings.
+"""Guards for what a test must not leave behind: threads, processes, groups, files, settings.
 
 The same checks run around every test in the pytest process and around every job in a pool worker.
 """
@@ -13,14 +13,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# Daemon threads of libraries that live as long as their process.
+# Daemon threads of libraries that live as long as the process.
 KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-")
-# They wait for what is under way in a group of gloo after a failure, until the group's timeout.
+# After a failure they wait for pending work of a gloo group, until the group's timeout.
 KNOWN_WAITING = "loco-abandoned"
-# Caches of the tools, and folders that are made by working on the project, not by a test.
+# Caches of the tools, and folders that are created by development, not by a test.
 KNOWN_FILES = {".git", ".venv", ".versions", "__pycache__"}
 KNOWN_FILES |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}
-# Children that multiprocessing keeps for the whole session.
+# Child processes that multiprocessing keeps for the whole session.
 KNOWN_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
@@ -28,19 +28,19 @@ _may_start_processes = True
 
 
 def allow_processes(allowed: bool) -> None:
-    """Say whether the test that is about to run may start processes beside the pool."""
+    """Set whether the next test may start processes besides the pool."""
     global _may_start_processes
     _may_start_processes = allowed
 
 
 def check_may_start_processes() -> None:
-    """Fail a test that starts processes and is not marked so; it would run in the wrong target."""
+    """Fail a test that starts processes without the mark; it would run in the wrong target."""
     assert _may_start_processes, "This test starts processes: mark it with pytest.mark.process."
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A picture of a process taken before a test or a job."""
+    """A snapshot of a process before a test or a job."""
 
     environ: dict[str, str]
     threads: frozenset[threading.Thread]
@@ -51,7 +51,7 @@ class Surroundings:
 
     @classmethod
     def now(cls, folder: Path | None = None) -> Surroundings:
-        """Take the picture; folder is watched for new files at its top level."""
+        """Take the snapshot; folder is watched for new files at its top level."""
         return cls(
             environ=dict(os.environ),
             threads=frozenset(threading.enumerate()),
@@ -62,7 +62,7 @@ class Surroundings:
         )
 
     def restore(self, patience_s: float = 2.0) -> list[str]:
-        """Put the environment and rank_zero_only back; return a phrase for each thing left over."""
+        """Restore the environment and rank_zero_only; return a phrase for each thing left over."""
         left = [f"the process group of torch.distributed ({rank})" for rank in _drop_group()]
         left += [f"thread {name}" for name in self._new_threads(patience_s)]
         left += [f"process {pid}: {command}" for pid, command in self._new_children(patience_s)]
@@ -73,17 +73,17 @@ class Surroundings:
         return left
 
     def _changed_drawing(self) -> list[str]:
-        """Settings of matplotlib that are no longer what they were; they are put back."""
+        """Return and restore the settings of matplotlib that have changed."""
         before = self.drawing or _matplotlib("rcParamsOrig")
         now = _matplotlib("rcParams")
-        # Drawing chooses the backend.
+        # Drawing selects the backend.
         changed = [key for key in now if key != "backend" and now[key] != before[key]]
         for key in changed:
             sys.modules["matplotlib"].rcParams[key] = before[key]
         return [f"matplotlib.rcParams[{key!r}] = {now[key]!r}" for key in changed]
 
     def _new_threads(self, patience_s: float) -> list[str]:
-        """Threads that are new and still alive after a moment in which they may end."""
+        """Return new threads that are still alive after a moment in which they may end."""
         deadline = time.monotonic() + patience_s
         while True:
             left = [
@@ -105,7 +105,7 @@ class Surroundings:
 
 
 def restore_environ(environ: dict[str, str]) -> None:
-    """Make os.environ equal to environ, touching only what differs."""
+    """Make os.environ equal to environ; write changed variables only."""
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     for name, value in environ.items():
@@ -121,7 +121,7 @@ def _is_known(thread: threading.Thread) -> bool:
 
 
 def _children() -> dict[int, str]:
-    """Live direct children of this process, by process id (empty where there is no /proc)."""
+    """Return live direct children of this process, by process id; empty without /proc."""
     found = {}
     for listing in Path("/proc/self/task").glob("*/children"):
         try:
@@ -133,7 +133,7 @@ def _children() -> dict[int, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             except OSError:
                 continue
-            # A zombie has no command line: it ended, and its status has not been read yet.
+            # A zombie has no command line: it has exited, and its status has not been read yet.
             if command and not any(name in command for name in KNOWN_CHILDREN):
                 found[int(pid)] = command[:200]
     return found
@@ -146,7 +146,7 @@ def _files(folder: Path | None) -> frozenset[str]:
 
 
 def _matplotlib(settings: str) -> dict[str, object]:
-    """A copy of matplotlib's settings; empty while it has not been imported."""
+    """Return a copy of matplotlib's settings; empty if it has not been imported."""
     matplotlib = sys.modules.get("matplotlib")
     return {} if matplotlib is None else dict.copy(getattr(matplotlib, settings))
 
@@ -167,7 +167,7 @@ def _reset_rank_zero() -> None:
 
 
 def seed(number: int) -> None:
-    """Seed the generators of Python, numpy and torch, as far as these are imported."""
+    """Seed the random generators of Python, numpy and torch, if these are imported."""
     random.seed(number)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(number)
@@ -176,10 +176,10 @@ def seed(number: int) -> None:
 
 
 def threads_named(*prefixes: str) -> list[str]:
-    """Names of the running threads that start with one of the prefixes."""
+    """Return the names of running threads that start with one of the prefixes."""
     return [t.name for t in threading.enumerate() if t.name.startswith(prefixes)]
 
 
 def open_files() -> int:
-    """Number of open file descriptors of this process: sockets, pipes, files."""
+    """Return the number of open file descriptors of this process: sockets, pipes, files."""
     return len(os.listdir("/proc/self/fd"))

@@ -1,11 +1,11 @@
-"""A backend with the host semantics of NCCL, for tensors of the CPU.
+"""A backend with the host semantics of NCCL for CPU tensors.
 
-Work is enqueued and goes on by itself, as on the stream of a GPU: ``wait()`` returns at once and
-never raises, what is received comes later, ``is_completed()`` says when, and what is sent is read
-later, too. Without one of the workers it goes on for ever. Destroying the group waits for all that
-is under way; aborting it does not.
+Work is enqueued and executed later, as on the stream of a GPU: ``wait()`` returns at once and
+never raises, received values arrive later, ``is_completed()`` reports completion, and sent
+tensors are also read later. If a worker is missing, work never completes. Destroying the group
+waits for all pending work; aborting it does not.
 
-gloo carries the data, in threads of their own.
+gloo transports the data, in separate threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DELAY_S = 0.01
 
 
 class LateWork(dist.Work):
-    """One operation under way."""
+    """One pending operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class LateWork(dist.Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """See the top of the module.
+    """A process group of the backend; see the module docstring.
 
     Attributes:
         was_aborted: Whether it has been aborted.
-        timeout: Of the group.
+        timeout: Timeout of the group.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -64,7 +64,7 @@ class LateGroup(dist.ProcessGroup):
         self._stream = threading.Thread(target=self._run, name="late-stream", daemon=True)
         self._stream.start()
 
-    # ------------------------------------------------------- what torch.distributed calls
+    # -------------------------------------------------- methods called by torch.distributed
 
     def getBackendName(self) -> str:
         return NAME
@@ -102,7 +102,7 @@ class LateGroup(dist.ProcessGroup):
         return self._enqueue(tensors, lambda copy: self._gloo.recv([copy], peer, tag))
 
     def shutdown(self) -> None:
-        """Wait for all that is under way, for as long as it takes."""
+        """Wait for all pending work, without a limit."""
         if self._stream.is_alive():
             self.synchronize()
             self._operations.put(None)
@@ -110,7 +110,7 @@ class LateGroup(dist.ProcessGroup):
                 thread.join()
 
     def abort(self) -> None:
-        """End at once; what is under way ends when a connection does."""
+        """Return at once; pending work ends when a connection is closed."""
         self.was_aborted = True
         self._operations.put(None)
         self._stream.join()
@@ -119,16 +119,16 @@ class LateGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------- the stream
 
     def synchronize(self) -> None:
-        """Wait for all that is under way, as ``torch.cuda.synchronize`` does."""
+        """Wait for all pending work, like ``torch.cuda.synchronize``."""
         for work in self._works:
             work.done.wait()
 
     def _enqueue(
         self, tensors: list[Tensor], begin: Callable[..., dist.Work], received: int = 1
     ) -> LateWork:
-        """Begin in a moment, in order; ``begin`` is given copies, made at that time.
+        """Start an operation after a delay, in order; ``begin`` gets copies made at that time.
 
-        The first ``received`` tensors are written when all has arrived.
+        The first ``received`` tensors are written when all messages have arrived.
         """
         work, due = LateWork(), time.monotonic() + DELAY_S
         self._works = [*(w for w in self._works if not w.is_completed()), work]
@@ -142,7 +142,7 @@ class LateGroup(dist.ProcessGroup):
                 try:
                     inner.wait()
                 except RuntimeError:
-                    return  # nobody is told: the work never ends
+                    return  # as with NCCL, the work never completes
                 for tensor, copy in zip(tensors[:received], copies, strict=False):
                     tensor.detach().copy_(copy)
                 work.done.set()
@@ -161,26 +161,26 @@ class LateGroup(dist.ProcessGroup):
             try:
                 operation()
             except RuntimeError:
-                return  # a connection is gone: nothing that follows ever ends
+                return  # a connection is closed: later work never completes
 
 
 def register() -> None:
-    """Let ``torch.distributed`` know of the backend, once in a process."""
+    """Register the backend with ``torch.distributed``, once in a process."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
 
 
 def late_group(timeout_s: float = 20.0) -> WorkerGroup:
-    """The workers of the default process group, with messages that travel late."""
+    """Return the workers of the default process group, with messages that arrive late."""
     register()
     return WorkerGroup.create(timeout_s=timeout_s, backend=NAME)
 
 
 @contextmanager
 def late_messages() -> Iterator[None]:
-    """Let this backend carry the messages of a Trainer's workers, which on a CPU would be gloo.
+    """Let this backend transport the messages of a Trainer's workers, instead of gloo.
 
-    It comes in where a GPU would bring NCCL in: when the workers' groups are connected.
+    It is used where a GPU would use NCCL: when the workers' groups are connected.
     """
     register()
     connect = WorkerGroup.connect

@@ -1,4 +1,4 @@
-"""Limits in seconds that do not depend on how busy the machine is, and waiting within one."""
+"""Time limits in seconds that do not depend on how busy the machine is, and waits with a limit."""
 
 from __future__ import annotations
 

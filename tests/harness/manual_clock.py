@@ -1,4 +1,4 @@
-"""Clocks for tests: one that only a test moves, one that skips sleeps, and a list of sleeps."""
+"""Clocks for tests: one that only a test advances, one that skips sleeps, and a list of sleeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _YEARS_S = 2.0**30
 
 
 class ManualClock(Clock):
-    """Starts at 0 and moves only by :meth:`advance` and :meth:`pass_during`.
+    """Starts at 0 and advances only by :meth:`advance` and :meth:`pass_during`.
 
     Attributes:
         asked: Requested seconds of all sleeps and waits, in order.
@@ -59,24 +59,24 @@ class ManualClock(Clock):
             return event.is_set()
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Advance the clock by ``seconds``."""
         with self._changed:
             self._now += seconds
             self._changed.notify_all()
 
     def wait_until_waiting(self, count: int = 1) -> None:
-        """Return once so many threads sleep or wait."""
+        """Return once ``count`` threads sleep or wait."""
         with self._changed:
             self._hold(lambda: len(self._ends()) >= count, "too few waits")
 
     def wait_until_read(self, times: int = 5) -> None:
-        """Return once the clock has been read so many more times."""
+        """Return once the clock has been read ``times`` more times."""
         with self._changed:
             wanted = self._num_reads + times
             self._hold(lambda: self._num_reads >= wanted, "no thread reads the clock")
 
     def pass_during(self, call: Callable[[], T], others: int = 0) -> T:
-        """What a call returns; while it and so many wait, the clock moves to the next end."""
+        """Return the result of a call; while it and ``others`` wait, advance to the next end."""
         future = run_in_thread(call)
         while True:
             with self._changed:
@@ -87,7 +87,7 @@ class ManualClock(Clock):
                 self._changed.notify_all()
 
     def _ends(self) -> list[float]:
-        """The ends of all waits that are not over."""
+        """Return the end times of all pending waits."""
         return [end for end, event in self._waiting if end > self._now and not event.is_set()]
 
     def _hold(self, condition: Callable[[], bool], what: str) -> None:
@@ -98,17 +98,17 @@ class ManualClock(Clock):
 
 
 class SkippingClock(ManualClock):
-    """A sleep moves it, and returns at once."""
+    """A sleep advances it, and returns at once."""
 
     def sleep(self, seconds: float) -> None:
         with self._changed:
             self.asked.append(seconds)
         self.advance(seconds)
-        time.sleep(0)  # other threads get their turn
+        time.sleep(0)  # let other threads run
 
 
 def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
-    """Return a list to which the seconds of each ``time.sleep`` of a module are added."""
+    """Return a list that collects the seconds of each ``time.sleep`` of a module."""
     asked: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -23,7 +23,7 @@ class Messages(logging.Handler):
 
 @contextmanager
 def messages_of(name: str) -> Iterator[list[str]]:
-    """A context with a list of the messages of a logger."""
+    """Yield a list that collects the messages of a logger."""
     log, messages = logging.getLogger(name), Messages()
     level = log.level
     log.addHandler(messages)

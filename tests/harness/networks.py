@@ -1,6 +1,6 @@
-"""Machines with networks of their own: Linux's network namespaces, wired together.
+"""Machines with separate networks: connected network namespaces of Linux.
 
-Each has a host name and an /etc/hosts of its own, so that the well-known traps can be laid.
+Each has a separate host name and /etc/hosts, so that common misconfigurations can be tested.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.harness.sources import ROOT
 
 
 def ip(*words: str) -> None:
-    """Run ``ip``; raises CalledProcessError with what it said."""
+    """Run ``ip``; raise CalledProcessError with its output."""
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
 def optional(*command: str) -> None:
-    """Do something to a network that not every kernel can."""
+    """Change a network in a way that not every kernel supports; skip the test otherwise."""
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=30)
     except FileNotFoundError:
@@ -34,14 +34,14 @@ def optional(*command: str) -> None:
 
 
 class Network:
-    """Machines node-0, node-1, ... with the addresses 10.77.0.1, 10.77.0.2, ... at a switch.
+    """Machines node-0, node-1, ... with addresses 10.77.0.1, 10.77.0.2, ... on one switch.
 
     Args:
-        world: How many.
-        folder: For their files.
+        world: Number of machines.
+        folder: Folder for their files.
 
     Attributes:
-        spaces: Names of their namespaces.
+        spaces: Names of their network namespaces.
     """
 
     def __init__(self, world: int, folder: Path) -> None:
@@ -73,7 +73,7 @@ class Network:
             self.name_server(rank, "127.0.0.1")
 
     def hosts(self, rank: int, own: str, *others: int) -> None:
-        """Write a machine's /etc/hosts: where its own name leads, and the names of others."""
+        """Write a machine's /etc/hosts: addresses of its own name and of others."""
         lines = ["127.0.0.1 localhost", f"{own} node-{rank}"]
         lines += [f"::ffff:{address(other)} node-{other}" for other in others]
         (self._folder / f"hosts-{rank}").write_text("\n".join(lines) + "\n")
@@ -83,22 +83,22 @@ class Network:
         (self._folder / f"resolv-{rank}").write_text(f"nameserver {at}\n")
 
     def drop(self, rank: int, *selector: str) -> None:
-        """Have a machine drop what it would send, without a word to anybody."""
+        """Let a machine silently drop packets that it would send."""
         rule = ("rule", "add", "pref", "1", *selector, "blackhole")
         optional("ip", "-n", self.spaces[rank], *rule)
 
     def cut(self, rank: int) -> None:
-        """Pull a machine's cable at the switch."""
+        """Disconnect a machine from the switch."""
         ip("-n", self._switch, "link", "set", f"port{rank}", "down")
 
     def slow_down(self, rate: str) -> None:
-        """Let all machines send at a rate."""
+        """Limit the sending rate of all machines."""
         shape = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "500ms"]
         for space in self.spaces:
             optional("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
 
     def divide(self, first: int, rate: str) -> None:
-        """Move the machines from ``first`` on to a second switch, with one line between both."""
+        """Move the machines from ``first`` on to a second switch; one line connects the two."""
         switch = self._switch
         ip("-n", switch, "link", "add", "name", "br1", "type", "bridge")
         ip("-n", switch, "link", "set", "br1", "up")
@@ -111,12 +111,12 @@ class Network:
             ip("-n", switch, "link", "set", f"port{rank}", "master", "br1")
 
     def narrow(self, rank: int, mtu: int) -> None:
-        """Lose what a machine sends in packets above a size, which it does not know of."""
+        """Drop a machine's outgoing packets above a size, without any notice to it."""
         optional("ip", "-n", self.spaces[rank], "link", "set", "eth0", "gso_max_segs", "1")
         ip("-n", self._switch, "link", "set", f"port{rank}", "mtu", str(mtu))
 
     def run(self, rank: int, *command: str, **environ: str) -> Program:
-        """Run a command on a machine; it ends with the network at the latest."""
+        """Run a command on a machine; it is killed with the network at the latest."""
         mounts = [
             f'mount --bind "{self._folder}/hosts-{rank}" /etc/hosts',
             f'mount --bind "{self._folder}/resolv-{rank}" /etc/resolv.conf',
@@ -127,18 +127,18 @@ class Network:
         return self._stack.enter_context(Program(words, ROOT, **environ))
 
     def close(self) -> None:
-        """Take everything down."""
+        """Remove everything."""
         self._stack.close()
 
 
 def address(rank: int) -> str:
-    """Of a machine in its network."""
+    """Return the address of a machine in its network."""
     return f"10.77.0.{rank + 1}"
 
 
 @contextmanager
 def wired_together(world: int, folder: Path) -> Iterator[Network]:
-    """So many machines; the test is skipped where they cannot be made."""
+    """Yield connected machines; the test is skipped if they cannot be created."""
     if sys.platform != "linux":
         pytest.skip("needs Linux's network namespaces")
     try:

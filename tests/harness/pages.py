@@ -1,4 +1,4 @@
-"""The pages that users read, and what can be found in them."""
+"""The pages for users, and their contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Page:
 
     @cached_property
     def prose(self) -> str:
-        """The text without its blocks of code."""
+        """The text without code blocks."""
         return _FENCED.sub("", self.text)
 
     def blocks(self, language: str) -> list[str]:
@@ -42,38 +42,38 @@ class Page:
 
     @property
     def commands(self) -> list[str]:
-        """The lines that start a training."""
+        """The lines that start a training run."""
         return [line for line in self.shell if " train.py " in line]
 
     @property
     def ticked(self) -> list[str]:
-        """What stands between backticks."""
+        """All text in backticks."""
         return re.findall(r"`([^`\n]+)`", self.prose)
 
     @property
     def links(self) -> list[tuple[str, str]]:
-        """Label and target of links and pictures, without those into the web."""
+        """Labels and targets of links and pictures, except links to the web."""
         found = re.findall(r"\[([^]]*)\]\(([^)]+)\)", self.prose)
         return [(label, link) for label, link in found if not link.startswith("https://")]
 
     def target(self, link: str) -> Path:
-        """The file of a link on this page."""
+        """Return the file that a link on this page points to."""
         file = link.partition("#")[0]
         return (self.path.parent / file).resolve() if file else self.path
 
     @property
     def anchors(self) -> set[str]:
-        """What GitHub makes of the headings."""
+        """The anchors that GitHub generates for the headings."""
         headings = re.findall(r"^#+ (.+)$", self.prose, re.MULTILINE)
         words = [re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in headings]
         return {word.replace(" ", "-") for word in words}
 
     def has_table(self, first_cell: str) -> bool:
-        """Whether there is a table whose first heading is first_cell."""
+        """Return whether there is a table whose first heading is ``first_cell``."""
         return f"\n| {first_cell} |" in self.text
 
     def table(self, first_cell: str) -> list[list[str]]:
-        """The rows, without the headings, of the table whose first heading is first_cell."""
+        """Return the rows, without headings, of the table whose first heading is ``first_cell``."""
         lines = self.text.splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_cell} |"))
         rows = []
@@ -97,12 +97,12 @@ LINKING = [
 
 
 def doc(name: str) -> Page:
-    """The page ``docs/<name>``."""
+    """Return the page ``docs/<name>``."""
     return Page(ROOT / "docs" / name)
 
 
 def overrides_of(command: str) -> list[str]:
-    """What a command line gives to train.py; flags of Hydra's own are left out."""
+    """Return the overrides in a command line of train.py, without Hydra's own flags."""
     words = shlex.split(command, comments=True)
     words = words[next(i for i, word in enumerate(words) if word.endswith("train.py")) + 1 :]
     return [word for word in words if not word.startswith("--") and word != "job"]

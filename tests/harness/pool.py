@@ -40,11 +40,11 @@ from tests.harness.pool_worker import Failure, Job, Success, serve, serve_store
 from tests.harness.small_model import quiet_trainer
 
 START_TIMEOUT_S = 120.0
-# How long the other ranks may go on after one rank has failed, unless a test says otherwise.
+# How long the other ranks may continue after one rank has failed, unless a test sets another time.
 GRACE_S = 5.0
 # How long a rank may take to close its process group and end its threads.
 CLEAN_UP_S = 20.0
-# How long a rank that hangs has for writing down where it is.
+# How long a hanging rank may take to write its stacks.
 DUMP_S = 0.3
 LONGEST_DUMP_S = 5.0
 
@@ -64,12 +64,12 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 class PoolError(Exception):
-    """One or more ranks did not return a result. The text names them; the fields are for tests.
+    """One or more ranks returned no result. The text names them; the fields are for tests.
 
     Args:
         text: The first failure with its traceback, then one paragraph for each other rank.
-        failures: What each failing rank raised.
-        missing: Ranks that died or did not answer in time.
+        failures: The error of each failing rank.
+        missing: Ranks that exited or did not answer in time.
     """
 
     def __init__(self, text: str, failures: dict[int, Failure], missing: list[int]) -> None:
@@ -122,7 +122,7 @@ class Pool:
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
             results, failures, missing = self._collect(world, timeout_s, grace_s)
         except BaseException:
-            self.close()  # the results of an interrupted call are never read
+            self.close()  # results of an interrupted call are never read
             raise
         if failures or missing:
             text = _describe(f"{fn.__module__}.{fn.__qualname__}", world, failures, missing)
@@ -144,7 +144,7 @@ class Pool:
             return
         _processes.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
-        # The store's server has a process of its own: a fork of a process that holds it can hang.
+        # The store's server has a separate process: forks of a process that hosts it can hang.
         self._store_connection, theirs = _processes.Pipe()
         self._store_process = _processes.Process(target=serve_store, args=(theirs,), daemon=True)
         self._store_process.start()
@@ -178,7 +178,7 @@ class Pool:
     def _collect(
         self, world: int, timeout_s: float, grace_s: float
     ) -> tuple[dict[int, Any], dict[int, Failure], dict[int, str]]:
-        """The answers by rank: results, what was raised, and why others gave no answer."""
+        """Return the answers by rank: results, errors, and why other ranks gave no answer."""
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         missing: dict[int, str] = {}
@@ -207,7 +207,7 @@ class Pool:
         return results, failures, missing
 
     def _ready(self, waiting: set[int], deadline: float) -> set[int]:
-        """Ranks that have answered or died; empty when the deadline has passed."""
+        """Return ranks that have answered or exited; empty when the deadline has passed."""
         handles: dict[Any, int] = {}
         for rank in waiting:
             handles[self._workers[rank].connection] = rank
@@ -216,7 +216,7 @@ class Pool:
         return {handles[handle] for handle in ready}
 
     def _clean_up(self, ranks: list[int], failures: dict[int, Failure]) -> None:
-        """Let the ranks that answered close their groups; what they leave behind is a failure."""
+        """Let the ranks that answered close their groups; anything left behind is a failure."""
         for rank in ranks:
             self._workers[rank].connection.send_bytes(b"finish")
         for rank in ranks:
@@ -235,12 +235,12 @@ class Pool:
 
 
 class _Worker:
-    """The handle on one process of the pool."""
+    """A handle to one process of the pool."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         self.stack_file = folder / f"rank{rank}.stack"
         self.connection, theirs = _processes.Pipe()
-        # Not a daemon, so that jobs may start processes of their own (data loader workers).
+        # Not a daemon, so that jobs may start child processes (data loader workers).
         self.process = _processes.Process(
             target=serve, args=(theirs, port, str(self.stack_file)), name=f"pool-rank{rank}"
         )
@@ -253,7 +253,7 @@ class _Worker:
         self.connection.recv_bytes()
 
     def receive(self, timeout_s: float = 0.0) -> Any:
-        """The next message; EOFError when the process is gone or silent."""
+        """Return the next message; raise EOFError if the process has exited or does not answer."""
         try:
             if self.connection.poll(timeout_s):
                 return pickle.loads(self.connection.recv_bytes())
@@ -266,7 +266,7 @@ class _Worker:
         return self.process.exitcode
 
     def stacks(self) -> str:
-        """Where the threads of a process that hangs are."""
+        """Return the stacks of all threads of a hanging process."""
         self.stack_file.write_text("")
         with suppress(ProcessLookupError):
             os.kill(self._pid(), signal.SIGUSR2)
@@ -296,10 +296,10 @@ class _Worker:
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """A Lightning Trainer inside a pool job gets its ranks, which exist already, from this.
+    """Gives a Lightning Trainer inside a pool job its ranks, whose processes already exist.
 
     Args:
-        num_nodes: Pretend that the ranks are spread over this many machines.
+        num_nodes: Number of machines to report.
     """
 
     def __init__(self, num_nodes: int = 1) -> None:
@@ -344,7 +344,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
-    """A quiet CPU Trainer for use inside a pool job; settings replace or add to the defaults."""
+    """Return a quiet CPU Trainer for a pool job; settings replace or add to the defaults."""
     devices = settings["devices"] if "devices" in settings else dist.get_world_size()
     defaults = {"devices": devices, "plugins": [PoolEnvironment()]}
     return quiet_trainer(strategy=strategy, **{**defaults, **settings})
@@ -353,13 +353,13 @@ def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
 def run_each(
     pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
 ) -> dict[Key, list[Any]]:
-    """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
+    """Return the results of ``fn(rank, world, *row)`` on every rank for each row, in one pool call.
 
     Args:
         pool: The processes.
         fn: A module-level function, for which the generator of torch is seeded with its rank.
-        rows: Its other arguments, by name.
-        options: Of ``pool.run``; all rows together have three minutes, if they do not say so.
+        rows: Its further arguments, by name of the row.
+        options: Options of ``pool.run``; the default timeout of all rows together is three minutes.
     """
     results = pool.run(_call_each, fn, dict(rows), **{"timeout_s": 180.0, **options})
     return {name: [found[name] for found in results] for name in rows}
@@ -379,7 +379,7 @@ def _call_each(
 
 
 def _describe(name: str, world: int, failures: dict[int, Failure], missing: dict[int, str]) -> str:
-    """The first failure in full, a line for each that followed, then the missing ranks."""
+    """Describe the first failure in full, later ones in a line each, then the missing ranks."""
     lines = []
     for index, failure in enumerate(sorted(failures.values(), key=lambda one: one.raised_at_s)):
         who = f"rank {failure.rank} of {world}"
@@ -394,7 +394,7 @@ def _describe(name: str, world: int, failures: dict[int, Failure], missing: dict
 
 
 def _warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
-    """The filters of this process, lowest priority first, for warnings.filterwarnings."""
+    """Return this process's filters, lowest priority first, for warnings.filterwarnings."""
 
     def pattern(regex: Any) -> str:
         return "" if regex is None else getattr(regex, "pattern", regex)

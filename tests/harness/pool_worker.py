@@ -1,4 +1,4 @@
-"""What runs inside the processes of the pool: one loop, one job at a time."""
+"""The loop of a process of the pool, which runs one job at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from tests.harness.guards import Surroundings, restore_environ, seed
 
-# Collectives give up later than the pool, so that a hang is reported with the stacks of all.
+# Collectives time out later than the pool, so that a hang is reported with all stacks.
 COLLECTIVE_MARGIN_S = 60.0
 
 
 @dataclass
 class Job:
-    """Everything a worker needs in order to run a function as the pytest process would."""
+    """Everything that a worker needs to run a function as the pytest process would."""
 
     prefix: str
     rank: int
@@ -48,7 +48,7 @@ class Success:
 
 @dataclass
 class Failure:
-    """What one rank raised."""
+    """The error of one rank."""
 
     rank: int
     type_name: str
@@ -58,7 +58,7 @@ class Failure:
 
 
 def serve_store(connection: Connection) -> None:
-    """Hold the server of the rendezvous store until the parent goes away."""
+    """Host the rendezvous store until the parent process exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send_bytes(pickle.dumps(store.port))
@@ -69,20 +69,20 @@ def serve_store(connection: Connection) -> None:
 
 
 def serve(connection: Connection, port: int, stack_file: str) -> None:
-    """The loop of one worker: job in, answer out, wait for the others, clean up, leftovers out."""
-    os.setsid()  # a process group of its own: killing it takes its children along
+    """Run jobs in a loop: receive, run, answer, wait for the others, clean up, report leftovers."""
+    os.setsid()  # a separate process group, so that killing it kills its children
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with open(stack_file, "a") as stacks:
         connection.send_bytes(b"ready")
         try:
             while message := connection.recv_bytes():
-                # For every job: at its end Lightning's Trainer resets all signal handlers.
+                # Needed for every job: Lightning's Trainer resets all signal handlers at its end.
                 faulthandler.unregister(signal.SIGUSR2)
                 faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
                 _work(connection, store, pickle.loads(message))
         except (EOFError, ConnectionError):
-            return  # the pytest process is gone
+            return  # the pytest process has exited
 
 
 def _work(connection: Connection, store: dist.TCPStore, job: Job) -> None:
@@ -92,7 +92,7 @@ def _work(connection: Connection, store: dist.TCPStore, job: Job) -> None:
     before = Surroundings.now()
     thread_errors = _collect_thread_errors()
     try:
-        # Plain pickle on purpose: torch.multiprocessing would pass tensors by file descriptor.
+        # Plain pickle, because torch.multiprocessing would pass tensors by file descriptor.
         answer = pickle.dumps(Success(_call(job, store)))
     except BaseException as error:
         failure = _failure(job.rank, error)
@@ -100,7 +100,7 @@ def _work(connection: Connection, store: dist.TCPStore, job: Job) -> None:
         _destroy_group()  # ranks that wait for this one get an error
         answer = pickle.dumps(failure)
     connection.send_bytes(answer)
-    # A rank that is done keeps its group until all are: closing early can lose data on the way.
+    # A finished rank keeps its group until all have finished: closing early can lose messages.
     connection.recv_bytes()
     _destroy_group()
     connection.send_bytes(pickle.dumps(before.restore() + thread_errors))
@@ -116,7 +116,7 @@ def _call(job: Job, store: dist.TCPStore) -> Any:
         fn, args = pickle.loads(job.call)
         seed(job.rank)
         torch.set_num_threads(1)
-        # A set-up that failed because another rank died has counted its group: names would differ.
+        # A failed set-up has already counted its group, so group names would differ between ranks.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "gloo",
@@ -129,7 +129,7 @@ def _call(job: Job, store: dist.TCPStore) -> Any:
 
 
 def _collect_thread_errors() -> list[str]:
-    """A list that receives the traceback of every exception that ends a thread from now on."""
+    """Return a list that collects the traceback of every exception that ends a thread."""
     errors: list[str] = []
 
     def note(raised: threading.ExceptHookArgs) -> None:

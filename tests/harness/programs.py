@@ -1,4 +1,4 @@
-"""Programs in processes of their own, as a user starts them; nothing of them is left running."""
+"""Programs in separate processes, started as users do; none is left running."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _BLOCK = 200
 
 
 def python_path(checkout: Path = ROOT) -> str:
-    """A checkout, before what these tests themselves import from."""
+    """Return PYTHONPATH: a checkout, before the paths of these tests."""
     return os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process, with this checkout, one thread, and variables beside."""
+    """Return this process's environment with this checkout, one thread, and further variables."""
     return {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **more}
 
 
 class Program:
-    """A command in a process group of its own; a context that kills what is left of it.
+    """A command in a separate process group; the context kills the remaining processes.
 
     Args:
         command: The program and its arguments.
-        folder: Where it runs.
-        environ: Variables beside those of this process.
+        folder: Working folder.
+        environ: Variables in addition to those of this process.
     """
 
     def __init__(self, command: Sequence[str], folder: Path | None = None, **environ: str) -> None:
@@ -56,10 +56,10 @@ class Program:
         )
 
     def wait_for(self, text: str) -> str:
-        """Read the output until a line with this text; what was read.
+        """Read the output until a line contains this text; return that output.
 
         Raises:
-            AssertionError: If the program ends before.
+            AssertionError: If the program exits before.
         """
         assert self.process.stdout is not None
         seen = ""
@@ -70,19 +70,19 @@ class Program:
         raise AssertionError(f"{text!r} did not appear in:\n{seen}")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program alone."""
+        """Send a signal to the program only."""
         self.process.send_signal(number)
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to the program and to all that it has started."""
+        """Send a signal to the program and to all its child processes."""
         os.killpg(self.process.pid, number)
 
     def finish(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
-        """Wait for the exit code and the rest of the output; all its processes have ended by then.
+        """Wait for the exit; return the exit code and the rest of the output.
 
         Raises:
-            AssertionError: If they do not end in time, with the output and, where the program has
-                registered faulthandler for SIGUSR1, all stacks.
+            AssertionError: If a process is still running after the limit; with the output, and
+                all stacks if the program has registered faulthandler for SIGUSR1.
         """
         try:
             output, _ = self.process.communicate(timeout=limit_s)
@@ -95,7 +95,7 @@ class Program:
         return self.process.returncode, output
 
     def succeed(self, limit_s: float = LIMIT_S) -> str:
-        """The rest of the output of a program that must end well."""
+        """Return the rest of the output of a program that must succeed."""
         with self:
             code, output = self.finish(limit_s)
         assert code == 0, output
@@ -113,7 +113,7 @@ class Program:
 
 
 def python_script(folder: Path, text: str) -> list[str]:
-    """The command that runs a text as a program of this folder."""
+    """Return the command that runs a text as a program in this folder."""
     path = folder / "script.py"
     path.write_text(text)
     return [sys.executable, str(path)]
@@ -123,7 +123,7 @@ def python_script(folder: Path, text: str) -> list[str]:
 def one_per_rank(
     command: Sequence[str], world: int, folder: Path, num_nodes: int = 1
 ) -> Iterator[list[Program]]:
-    """A program for each rank of a job, none of which ends another; what is left is killed."""
+    """Run a program for each rank of a job; kill the remaining processes at the end."""
     (port,) = free_ports()
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     node_and_local = [divmod(rank, world // num_nodes) for rank in range(world)]
@@ -137,7 +137,7 @@ def one_per_rank(
 
 
 def start_together(folder: Path, rank: int, world: int, timeout_s: float = 60.0) -> None:
-    """Called by each program of a job: wait until all are here, as some take long to import."""
+    """Wait until all programs of a job have started, because imports may take long."""
     (folder / f"ready {rank}").touch()
     deadline = time.monotonic() + timeout_s
     while len(list(folder.glob("ready *"))) < world and time.monotonic() < deadline:
@@ -145,10 +145,10 @@ def start_together(folder: Path, rank: int, world: int, timeout_s: float = 60.0)
 
 
 def free_ports(count: int = 1) -> list[int]:
-    """Ports of this machine that are free, and stay free for this process until they are used.
+    """Return free ports of this machine, reserved for this process until they are used.
 
-    They lie below those that the system gives to connections and to binds to port 0, in a
-    block that this process has for itself.
+    They are below the ports that the system assigns to connections and to binds to port 0, in a
+    block that is reserved for this process.
     """
     found = filter(_is_free, itertools.islice(_own_ports(os.getpid()), _BLOCK))
     ports = list(itertools.islice(found, count))
@@ -158,7 +158,7 @@ def free_ports(count: int = 1) -> list[int]:
 
 @functools.cache
 def _own_ports(process: int) -> Iterator[int]:
-    """The ports of this process, again and again."""
+    """Yield the ports of this process, in a cycle."""
     lowest_of_system = int(_SYSTEM_PORTS.read_text().split()[0])
     blocks = list(range(_FIRST_PORT, lowest_of_system - _BLOCK, _BLOCK))
     random.Random(process).shuffle(blocks)
@@ -169,14 +169,14 @@ def _own_ports(process: int) -> Iterator[int]:
         except OSError:
             claim.close()
             continue
-        claim.detach()  # it stays until the process ends
+        claim.detach()  # kept until the process exits
         return itertools.cycle(range(first, first + _BLOCK))
     raise RuntimeError("Other processes have all ports.")
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as here:
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whatever was there before
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whatever it contained
         try:
             here.bind(("", port))
         except OSError:

@@ -1,4 +1,4 @@
-"""Run pytest; tests that fail run once more, alone, so that a flaky test is told from a broken one.
+"""Run pytest; failed tests run once more, alone, to distinguish flaky tests from broken ones.
 
 `make test-faults` runs this. A test that fails and then passes is flaky: the last lines and the
 file `build/test-logs/flaky` name it, both logs stay in that folder, and the exit status is 0. It is
@@ -30,7 +30,7 @@ _failed: set[str] = set()
 
 
 def main(arguments: list[str], folder: Path = ROOT, logs: Path = LOGS) -> int:
-    """Run pytest once or twice in a folder; the exit status."""
+    """Run pytest once or twice in a folder; return the exit status."""
     logs.mkdir(parents=True, exist_ok=True)
     (logs / "flaky").write_text("")
     status, failed = run(arguments, folder, logs / "first.log")
@@ -46,7 +46,7 @@ def main(arguments: list[str], folder: Path = ROOT, logs: Path = LOGS) -> int:
 
 
 def run(arguments: list[str], folder: Path, log: Path) -> tuple[int, list[str]]:
-    """Run pytest, with a copy of its output in a file; exit status and tests that failed."""
+    """Run pytest and copy its output to a file; return the exit status and the failed tests."""
     failed = log.with_suffix(".json")
     failed.write_text("[]")
     command = [sys.executable, "-m", "pytest", "-p", "tests.harness.rerun", *arguments]

@@ -1,4 +1,4 @@
-"""Algorithms, a codec, a schedule and drivers that the tests of rounds share."""
+"""Algorithms, a codec, a schedule and drivers for tests of rounds."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Move = Callable[[nn.Module, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Algorithm):
-    """Steps to the mean that become shorter, by three counters of different kinds.
+    """Steps to the mean that become shorter, by three counters of different types.
 
     Args:
-        whole: Whether it wants the whole vector at once.
+        whole: Whether it needs the whole vector at once.
     """
 
     whole: bool = False
@@ -88,7 +88,7 @@ class SignBlocks(Algorithm):
     """Blocks of four share the sign of their sum.
 
     Args:
-        whole: Whether it wants the whole vector at once.
+        whole: Whether it needs the whole vector at once.
     """
 
     whole: bool = False
@@ -122,7 +122,7 @@ class SignBlocks(Algorithm):
 class SendingScalars(Algorithm):
     """Outer steps whose length depends on the scalars of all workers.
 
-    Each sends its ``"own"`` number, which a test fills in, and its number of rounds.
+    Each worker sends its state's ``"own"`` number, which a test sets, and its number of rounds.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
@@ -148,7 +148,7 @@ class SendingScalars(Algorithm):
 
 
 class GossipSendingScalars(SendingScalars):
-    """The same between neighbours."""
+    """The same with neighbours."""
 
     exchange = "neighbors"
     merge_policy = KeepProgress()
@@ -157,13 +157,13 @@ class GossipSendingScalars(SendingScalars):
 
 @dataclasses.dataclass(frozen=True)
 class RandomPairs(NeighborAverage):
-    """Averages with a partner that is drawn, if the user does not say otherwise."""
+    """Averages with a random partner, unless the user chooses another topology."""
 
     default_topology = "random_matching"
 
 
 class Lonely(NeighborAverage):
-    """Has neighbours and does not know which."""
+    """Exchanges with neighbours, but has no default topology."""
 
     default_topology = None
 
@@ -173,7 +173,7 @@ class Lonely(NeighborAverage):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Codec):
-    """All of a float64: nothing is lost."""
+    """Encodes float64 exactly."""
 
     block: int = 8
 
@@ -189,16 +189,16 @@ class Exact(Codec):
 
 
 def rounding(algorithm: Algorithm) -> Codec | ErrorFeedback:
-    """A rough codec with an error feedback, where the algorithm averages over all workers."""
+    """Return a coarse codec, with error feedback if the algorithm averages over all workers."""
     return ErrorFeedback(Int4(8)) if algorithm.exchange == "mean" else Int8(8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Halves(EverySteps):
-    """The parameters in two halves, which take turns.
+    """The parameters in two halves, which alternate.
 
     Args:
-        granularity: Where the second half may begin.
+        granularity: The second half starts at a multiple of it.
     """
 
     granularity: int = 4
@@ -223,19 +223,19 @@ class Halves(EverySteps):
 
 
 def approach(worker: int, model: nn.Module) -> None:
-    """A local step: a tenth of the way to the worker's own target."""
+    """Take a local step: a tenth of the way to the worker's own target."""
     for index, value in enumerate(model.parameters()):
         target = randn(*value.shape, seed=10 * worker + index).to(value.dtype)
         value.data.add_(target - value.data, alpha=0.1)
 
 
 def zeros() -> nn.Module:
-    """A model that takes several buckets."""
+    """Return a model that needs several buckets."""
     return Point(torch.zeros(LARGE, dtype=torch.float64))
 
 
 def saved_and_loaded(state: Any) -> Any:
-    """Through a file, without running code."""
+    """Save to a file and load it without running code from it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -251,16 +251,16 @@ def train(
     resume_after: int | None = None,
     own: bool = False,
 ) -> Tensor:
-    """Train by an engine: the parameters after each round and those at the end.
+    """Train with an engine; return the parameters after each round and at the end.
 
     Args:
         rank: Number of this worker.
         world: Number of workers.
-        settings: Of the rounds, which go by steps.
+        settings: Settings of the rounds, which count steps.
         rounds: Number of rounds.
         make: Makes the model.
         resume_after: Rounds after which to save, one local step later, and resume in a new engine.
-        own: Whether to give the state's entry ``"own"`` a number of this worker.
+        own: Whether to set the state's entry ``"own"`` to a number of this worker.
     """
     settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
     model = make()

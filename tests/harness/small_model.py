@@ -1,4 +1,4 @@
-"""A small model and data for tests: least squares, float64, other data on every worker."""
+"""A small model and data for tests: least squares, float64, different data on every worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-# Every Trainer looks through all installed packages for callbacks, which is a tenth of a short fit.
+# Every Trainer searches installed packages for callbacks: a tenth of the time of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
 
 FEATURES = 3
 
 
 def worker_batch(worker: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    """The batch of a worker at a local step; every worker has another target."""
+    """Return the batch of a worker at a local step; each worker has another target."""
     generator = torch.Generator().manual_seed(1000 * worker + step)
     inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
     target = inputs @ torch.arange(1.0, FEATURES + 1, dtype=torch.float64) + worker
@@ -26,20 +26,20 @@ def worker_batch(worker: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
-    """Two layers, so that there are several parameters of different shape."""
+    """Return two layers, so that there are parameters of different shapes."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
 def norm_model(seed: int = 0) -> nn.Sequential:
-    """With statistics of BatchNorm, which are buffers."""
+    """Return a model with BatchNorm, whose statistics are buffers."""
     torch.manual_seed(seed)
     layers = nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)
     return nn.Sequential(*layers).double()
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean squared error."""
+    """Return the mean squared error."""
     inputs, target = batch
     return (model(inputs).squeeze(-1) - target).square().mean()
 
@@ -50,7 +50,7 @@ def train_step(
     *batches: tuple[Tensor, Tensor],
     clip: float | None = None,
 ) -> None:
-    """One optimizer step on the mean loss of the batches."""
+    """Take an optimizer step on the mean loss of the batches."""
     optimizer.zero_grad()
     for batch in batches:
         (loss_of(model, batch) / len(batches)).backward()
@@ -74,7 +74,7 @@ class WorkerData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_loader(worker: int, num_steps: int) -> DataLoader[Any]:
-    """A loader whose batches are those of :func:`worker_batch`, in order."""
+    """Return a loader of the batches of :func:`worker_batch`, in order."""
     return DataLoader(WorkerData(worker, num_steps), batch_size=None)
 
 
@@ -98,19 +98,19 @@ class TinyModule(LightningModule):
 
 
 class ValidatedModule(TinyModule):
-    """The small model with a validation."""
+    """The small model with validation."""
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("val_loss", loss_of(self.model, batch), sync_dist=True)
 
 
 def flat(module: nn.Module) -> Tensor:
-    """All parameters in one vector."""
+    """Return all parameters in one vector."""
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
 def quiet_trainer(**settings: Any) -> Trainer:
-    """A Trainer on CPUs that writes nothing; settings replace or add to the defaults."""
+    """Return a CPU Trainer that writes nothing; settings replace or add to the defaults."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,

@@ -1,4 +1,4 @@
-"""Servers, clients, and bare sockets that may send anything."""
+"""Servers, clients, and plain sockets that can send anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def echo(request: Request) -> None:
 
 @contextlib.contextmanager
 def serving(answer: Callable[[Request], None] = echo, **settings: Any) -> Iterator[Server]:
-    """A running server, which is closed at the end."""
+    """Yield a running server, which is closed at the end."""
     server = Server(answer, **settings)
     server.start()
     try:
@@ -37,7 +37,7 @@ def serving(answer: Callable[[Request], None] = echo, **settings: Any) -> Iterat
 
 @contextlib.contextmanager
 def asking(server: Server, certificate: Any = None) -> Iterator[Client]:
-    """A client of a server, which is closed at the end."""
+    """Yield a client of a server, which is closed at the end."""
     client = Client(HOST, server.port, certificate)
     try:
         yield client
@@ -47,7 +47,7 @@ def asking(server: Server, certificate: Any = None) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def raw_connection(port: int) -> Iterator[socket.socket]:
-    """A bare TCP connection."""
+    """Open a plain TCP connection."""
     with socket.create_connection((HOST, port)) as connection:
         connection.settimeout(SOON_S)
         yield connection
@@ -55,7 +55,7 @@ def raw_connection(port: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def raw_server(port: int, data: bytes) -> Iterator[None]:
-    """A bare TCP server that sends the same bytes to every client and waits for it to close."""
+    """Run a plain TCP server that sends every client the same bytes and waits for it to close."""
     with socket.create_server((HOST, port)) as listener:
         listener.settimeout(0.05)
         ended = threading.Event()
@@ -78,12 +78,12 @@ def raw_server(port: int, data: bytes) -> Iterator[None]:
 
 
 def message(header: bytes, body: bytes = b"", magic: bytes = MAGIC) -> bytes:
-    """The bytes of a message on the wire."""
+    """Return the bytes of a message on the wire."""
     return PREFIX.pack(magic, len(header), len(body)) + header + body
 
 
 def wait_until_closed(connection: socket.socket) -> None:
-    """Wait until the other side has closed a bare connection."""
+    """Wait until the other side has closed a plain connection."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(2**20):
             pass
@@ -96,5 +96,5 @@ def new_certificate(folder: Path, name: str = "job.pem") -> Path:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

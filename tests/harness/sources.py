@@ -1,4 +1,4 @@
-"""The source text of the package, for tests that read it."""
+"""The source text of the package, for tests that inspect it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PACKAGE = ROOT / "lightning_loco"
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file of the package."""
+    """Return the dotted name of a file of the package."""
     parts = ("lightning_loco", *path.relative_to(PACKAGE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def sources() -> dict[str, str]:
-    """The text of each module of the package, and of ``train``."""
+    """Return the text of each module of the package, and of ``train``."""
     texts = {module_name(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     return {**texts, "train": (ROOT / "train.py").read_text(encoding="utf-8")}

@@ -1,4 +1,4 @@
-"""`cover`: a few rows of a product, and the rest of it with --full."""
+"""`cover`: some rows of a product, and the remaining ones with --full."""
 
 from __future__ import annotations
 

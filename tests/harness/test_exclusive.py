@@ -1,4 +1,4 @@
-"""The lock that tests hold together, and that a test marked alone holds by itself."""
+"""The lock that tests share, and that a test marked ``alone`` holds exclusively."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.sources import ROOT
 
 
 class Holder:
-    """A thread that takes the lock and holds it until :meth:`release`."""
+    """A thread that holds the lock until :meth:`release`."""
 
     def __init__(self, folder: Path, exclusive: bool) -> None:
         self._taken, self._release = threading.Event(), threading.Event()
@@ -113,5 +113,5 @@ def test_marked_tests_run_alone(tmp_path: Path) -> None:
 
 
 def overlap(times: dict[str, tuple[float, float]], one: str, other: str) -> bool:
-    """Whether two tests have run at the same time."""
+    """Return whether two tests have run at the same time."""
     return times[one][0] < times[other][1] and times[other][0] < times[one][1]

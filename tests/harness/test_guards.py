@@ -1,4 +1,4 @@
-"""The guards notice what a test leaves behind, and put back what can be put back."""
+"""The guards detect what a test leaves behind, and restore what can be restored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # it runs: before that it has no command line of its own
+        process.stdout.readline()  # it runs; before that it has no command line
         (left,) = before.restore(patience_s=0.5)
         assert left.startswith(f"process {process.pid}: ")
         assert left.endswith("-c print(flush=True); input()")

@@ -90,7 +90,7 @@ def test_world_must_fit(pool: Pool) -> None:
 
 
 def test_one_failing_rank_is_named_and_the_pool_goes_on(pool: Pool) -> None:
-    """The others learn of it at once: otherwise they would be killed and missing."""
+    """The other ranks learn of it at once; otherwise they would be killed and missing."""
     with pytest.raises(PoolError, match="a word that only rank 1 says") as caught:
         pool.run(fail_on_one)
     text = str(caught.value)
@@ -154,7 +154,7 @@ def test_jobs_see_the_surroundings_of_the_test(
 
 
 class Line(LightningModule):
-    """Least squares on a straight line."""
+    """Least squares for a straight line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_a_trainer_fits_inside_the_pool(pool: Pool) -> None:
     assert steps == 2
     assert sorted(first_seen + second_seen) == list(range(8)), "each sample on one rank"
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    # The ranks were seeded differently: equal parameters come from DDP's broadcast and reduction.
+    # Ranks have different seeds, so equal parameters come from DDP's broadcast and reduction.
 
 
 def test_environment_spreads_ranks_over_nodes(pool: Pool) -> None:

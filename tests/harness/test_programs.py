@@ -1,4 +1,4 @@
-"""Ports for tests: no other process gets them first, however many tests run at once."""
+"""Ports for tests: no other process gets them first, however many tests run at the same time."""
 
 from __future__ import annotations
 

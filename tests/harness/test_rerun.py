@@ -1,4 +1,4 @@
-"""Tests that fail run once more, alone, and those that then pass are called flaky."""
+"""Failed tests run once more, alone; those that then pass are reported as flaky."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BROKEN = "def test_fails():\n    assert False\n"
 
 
 def run(folder: Path, **files: str) -> tuple[int, str, list[str]]:
-    """Exit status, output and the flaky tests of a run with these files of tests."""
+    """Run these test files; return exit status, output and the flaky tests."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)

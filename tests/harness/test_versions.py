@@ -1,4 +1,4 @@
-"""The versions that are tested, allowed, pinned and documented agree."""
+"""The tested, allowed, pinned and documented versions agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
 def oldest(package: str) -> str:
-    """The oldest release that pyproject.toml allows."""
+    """Return the oldest release that pyproject.toml allows."""
     found = re.search(rf'"{package}>=([\d.]+)', PYPROJECT)
     assert found
     return found.group(1)
@@ -76,7 +76,7 @@ def test_ruff_at_a_commit_is_that_of_the_constraints() -> None:
 
 
 def test_a_release_checks_its_tag_against_the_files(tmp_path: Path) -> None:
-    """The commands of the workflow pass for the version of the files, and for no other one."""
+    """The workflow's commands pass for the version in the files, and for no other version."""
     build = RELEASE["jobs"]["build"]["steps"]
     (check,) = [step["run"] for step in build if step.get("name", "").startswith("The tag is")]
     (tmp_path / "lightning_loco").mkdir()

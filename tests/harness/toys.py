@@ -58,7 +58,7 @@ def plain_step(
 
 
 def same_data(worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """All workers see the data of worker 0."""
+    """Give all workers the data of worker 0."""
     plain_step(0, model, optimizer, step)
 
 
@@ -80,11 +80,11 @@ def simulate(
         world: Number of workers.
         rounds: Number of rounds.
         inner: Makes the optimizer of a worker.
-        step: What a worker does in one of its local steps.
-        make: Makes the model of a worker; the tiny one by default.
-        last_round: Whether to make the last round and apply pending rounds. A Trainer ends right
+        step: A worker's local step.
+        make: Makes the model of a worker; the tiny model by default.
+        last_round: Whether to run the last round and apply pending rounds. A Trainer ends right
             before the last round.
-        **settings: Of the simulation.
+        **settings: Settings of the simulation.
 
     Returns:
         ``(rounds + 1, N, P)``: each worker's parameters after each round, and the consensus at the
@@ -123,7 +123,7 @@ def run_engine(
     settings: dict[str, Any],
     inner: MakeOptimizer = SGD,
 ) -> Tensor:
-    """Do what :func:`simulate` does in one of several processes: ``(rounds + 1, P)``."""
+    """Do the same as :func:`simulate` in one of several processes: ``(rounds + 1, P)``."""
     model = make_model(seed=rank)  # the engine gives all workers the model of worker 0
     optimizer = inner(model.parameters())
     engine = StepEngine(model, algorithm, **settings)
@@ -143,7 +143,7 @@ def run_engine(
 def train_ddp(
     world: int, steps: int, make_optimizer: MakeOptimizer, clip: float | None = None
 ) -> Tensor:
-    """Synchronous data parallel training: one model, the mean gradient of all workers' batches."""
+    """Train synchronously: one model, the mean gradient of all workers' batches."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     history = []
@@ -177,11 +177,11 @@ def flat_rounds(
     """Run a prepared algorithm on vectors, from starts that may differ.
 
     Args:
-        algorithm: Prepared.
+        algorithm: A prepared algorithm.
         starts: One row per worker, ``(N, P)``.
         local_phase: (worker, its parameters, round) -> its parameters after the local steps.
         rounds: Number of rounds.
-        topology: For an exchange with neighbours.
+        topology: Topology of an exchange with neighbours.
 
     Returns:
         ``(rounds + 1, N, P)``: the starts, and the parameters after each round.
@@ -210,14 +210,14 @@ def flat_rounds(
 
 
 def no_progress(worker: int, params: Tensor, round_index: int) -> Tensor:
-    """A local phase without progress."""
+    """Return the parameters unchanged: a local phase without progress."""
     return params
 
 
 def move_to(targets: Sequence[Tensor] | Tensor, fraction: float) -> Callable[..., Tensor]:
     """Return a local phase that moves each worker a fraction of the way to its target.
 
-    What gradient descent does on a quadratic: its pseudo-gradient is ``fraction * (x - target)``.
+    Gradient descent on a quadratic: the pseudo-gradient is ``fraction * (x - target)``.
     """
 
     def local_phase(worker: int, params: Tensor, round_index: int) -> Tensor:
@@ -227,10 +227,10 @@ def move_to(targets: Sequence[Tensor] | Tensor, fraction: float) -> Callable[...
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers in float64, the same in every run."""
+    """Return normal random numbers in float64, the same in every run."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def distances(history: Tensor) -> Tensor:
-    """Distance of the workers to their mean in each round: ``(T, N, P)`` -> ``(T,)``."""
+    """Return the workers' distance to their mean in each round: ``(T, N, P)`` -> ``(T,)``."""
     return (history - history.mean(1, keepdim=True)).flatten(1).norm(dim=1)

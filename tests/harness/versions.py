@@ -48,7 +48,7 @@ class NotInstalled(Exception):
 
 
 def main() -> int:
-    """Run them all; the exit status is 1 if one has failed."""
+    """Run all tests; return 1 if one run has failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--install", action="store_true", help="make environments of other Pythons")
     parser.add_argument("--only", default="", help="part of the names of the runs to make")
@@ -79,7 +79,7 @@ def try_lightning(release: str, tests: Sequence[str] = TESTS) -> Outcome:
 
 
 def install_lightning(release: str, folder: Path) -> None:
-    """Put a version of Lightning, without what it needs, into a folder; all of it or nothing."""
+    """Install a version of Lightning, without dependencies, into a folder; all of it or nothing."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     pip(sys.executable, "--no-deps", "--target", str(part), f"lightning=={release}")
@@ -105,7 +105,7 @@ def try_python(release: str, tests: Sequence[str] = TESTS, install: bool = False
 
 
 def make_environment(command: str, folder: Path) -> None:
-    """Make an environment of a Python with all that this project needs; all of it or nothing."""
+    """Make an environment of a Python with all dependencies; all of it or nothing."""
     subprocess.run([command, "-m", "venv", str(folder)], check=True)
     try:
         pip(str(folder / "bin" / "python"), "-c", "constraints.txt", "-e", ".[dev]")
@@ -115,7 +115,7 @@ def make_environment(command: str, folder: Path) -> None:
 
 
 def pip(python: str, *wanted: str) -> None:
-    """Install something; NotInstalled if that fails, without a network for instance."""
+    """Install packages; raise NotInstalled on failure, for example without a network."""
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -123,7 +123,7 @@ def pip(python: str, *wanted: str) -> None:
 
 
 def find_python(release: str) -> str | None:
-    """A Python of this machine: on the path, or one that pyenv keeps."""
+    """Return a Python on this machine: in the path, or managed by pyenv."""
     kept = sorted(Path.home().glob(f".pyenv/versions/{release}.*/bin/python"))
     for command in [shutil.which(f"python{release}"), *map(str, kept)]:
         if (
@@ -135,7 +135,7 @@ def find_python(release: str) -> str | None:
 
 
 def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> Outcome:
-    """Run the tests in a process of their own; its exit status is said if it is not 0."""
+    """Run the tests in a separate process, and print its exit status if it is not 0."""
     print(f"\n=== {name}: {' '.join(tests)}", flush=True)
     began = time.monotonic()
     at_once = [f"--numprocesses={os.environ.get('JOBS', '2')}", "--dist=worksteal"]

@@ -27,7 +27,7 @@ INTERVAL_S = 0.02
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
-    """Let watchdogs send fifty heartbeats per second, and watch others for ``settle_s`` only."""
+    """Let watchdogs send fifty heartbeats per second, and watch others for only ``settle_s``."""
     monkeypatch.setattr(module, "_HEARTBEAT_INTERVAL_S", INTERVAL_S)
     monkeypatch.setattr(module, "_MISSING_AFTER_S", settle_s)
 
@@ -73,7 +73,7 @@ def start(*watchdogs: Watchdog) -> None:
 
 
 def group_of(watchdog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
-    """Return a group without process groups, for code that needs only the watchdog."""
+    """Return a group without process groups, for code that only needs the watchdog."""
     return WorkerGroup(worker, num_workers, watchdog=watchdog, timeout_s=TIMEOUT_S)
 
 
@@ -91,7 +91,7 @@ def _host(connection: Connection) -> None:
 
 @contextmanager
 def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[TimeoutStore, int]]:
-    """A connection to a server in a process of its own, and the number of that process."""
+    """Yield a connection to a server in a separate process, and the id of that process."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     ours, theirs = processes.Pipe()
@@ -103,7 +103,7 @@ def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[TimeoutStor
     try:
         yield store, process.pid
     finally:
-        with suppress(ProcessLookupError):  # a test may have ended it
+        with suppress(ProcessLookupError):  # a test may have killed it
             os.kill(process.pid, signal.SIGKILL)
         process.join()
         store.close()

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average the weights; versions before 2.6 have none."""
+"""Lightning's weight averaging callbacks, which versions before 2.6 do not have."""
 
 from __future__ import annotations
 
