@@ -68,7 +68,7 @@ def accumulation_schedule(run: RowRun) -> Facts:
 
 
 class RecordingLogger(CSVLogger):
-    """Writes what is logged, and records the names."""
+    """Writes logged values, and records their names."""
 
     def __init__(self, folder: Any) -> None:
         super().__init__(folder, name="log")
@@ -112,14 +112,14 @@ def pytorch_profiler(run: RowRun) -> Facts:
     return fit(run, profiler=profiler)
 
 
-# ---------------------------------------------------------------- what writes the weights
+# -------------------------------------------------------------- callbacks that write weights
 
 
 class EMA(Callback):
-    """A custom average, made with torch's tools, which is written into the model at the end.
+    """A custom average, computed with torch's tools and written into the model at the end.
 
     Attributes:
-        written: The weights that it has written.
+        written: The weights that it wrote.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class EMA(Callback):
 
 
 def writing(run: RowRun, callback: Any, **settings: Any) -> Facts:
-    """Train; the final model must be the mean of what the callback has written on each worker."""
+    """Train; the final model must be the mean of the weights that each worker's callback wrote."""
     module = Model()
     facts = fit(run, module, callbacks=[callback], **settings)
     run.must_be_the_mean(module, callback.written)
@@ -166,7 +166,7 @@ def zeroing_at_the_end(run: RowRun) -> Facts:
 
 
 def recording(kind: type[Callback], *args: Any, **settings: Any) -> Any:
-    """Make a callback of Lightning's that records the weights that it has written at the end."""
+    """Make a callback of Lightning's that records the weights that it writes at the end."""
 
     class Recording(kind):  # type: ignore[misc, valid-type]
         written = torch.zeros(0)
@@ -183,7 +183,7 @@ def weight_averaging(run: RowRun) -> Facts:
 
 
 def saved_average(run: RowRun) -> Facts:
-    """The last checkpoint and the final model are the average, the same on all workers."""
+    """The last checkpoint and the final model are the average, equal on all workers."""
     module = Model()
     averaging = ready.EMAWeightAveraging(decay=0.5)
     saved = ModelCheckpoint(run.folder, filename="saved", save_last=True)
@@ -211,7 +211,7 @@ def pruning(run: RowRun) -> Facts:
 
 
 class FiveAt(Callback):
-    """Fills the weights with 5.0 in a hook, as loading a backbone does."""
+    """Sets the weights to 5.0 in a hook, like a loaded backbone."""
 
     def __init__(self, hook: str, fills: bool = True) -> None:
         setattr(self, hook, self.fill)
@@ -231,7 +231,7 @@ class CountsFives(Model):
 
 
 def filled_in(run: RowRun, hook: str) -> Facts:
-    """Weights that are set to 5 and are not trained remain 5."""
+    """Weights that are set to 5 and are not trained stay 5."""
     module = CountsFives(lr=0.0)
     facts = fit(run, module, callbacks=[FiveAt(hook)], num_sanity_val_steps=2)
     return {**facts, "fives": are_all(module, 5.0)}

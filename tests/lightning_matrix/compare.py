@@ -1,4 +1,4 @@
-"""Runs rows in the pool, and compares the outcomes with what is expected."""
+"""Runs rows in the pool and compares their outcomes with the expected ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runs:
     """Runs rows with some strategies.
 
     Args:
-        pool: The processes.
+        pool: The pool of processes.
         folder: Folder for their files.
     """
 
@@ -53,8 +53,8 @@ class Runs:
         """Return the outcomes of a row with some strategies, and with DDP if needed.
 
         Strategies that should succeed share one call of the pool, in two queues at the same time;
-        after the first failure each of the others gets its own call, or one that it shares with a
-        second one, so that a failure does not affect many.
+        after the first failure each remaining strategy runs alone or with one other in a call, so
+        that a failure affects few of them.
         """
         names = [name for name in strategies if name != REMOTE]
         if any(isinstance(row.of(name), AsDDP) for name in strategies):
@@ -162,7 +162,7 @@ Anything = TypeVar("Anything")
 
 
 def of_workers(outcomes: Sequence[Anything]) -> Sequence[Anything]:
-    """Return those of ranks that train: all, except the server of a remote optimizer."""
+    """Return the outcomes of ranks that train: all but the server of a remote optimizer."""
     return outcomes[: len(outcomes) // WORKERS * WORKERS]
 
 
@@ -172,7 +172,7 @@ def _first_line(error: str) -> str:
 
 
 def missing_error(text: str, errors: Sequence[str]) -> str:
-    """Describe ranks that ended without an error, or trained and ended with another one."""
+    """Describe ranks that ended without an error, or training ranks with another error."""
     if not all(errors):
         return f"no error on ranks {[rank for rank, error in enumerate(errors) if not error]}"
     others = [error[:SHOWN] for error in of_workers(errors) if text not in error]
@@ -180,7 +180,7 @@ def missing_error(text: str, errors: Sequence[str]) -> str:
 
 
 def wrong_facts(expected: Sequence[Mapping[str, object]], outcomes: Outcomes) -> str:
-    """Describe the different facts of the first worker that has some."""
+    """Describe the facts that differ on the first worker with a difference."""
     for worker, (right, outcome) in enumerate(zip(expected, outcomes, strict=False)):
         wrong = [
             f"{key} is {outcome.facts.get(key)!r} instead of {value!r}"
@@ -193,7 +193,7 @@ def wrong_facts(expected: Sequence[Mapping[str, object]], outcomes: Outcomes) ->
 
 
 def wrong_weights(outcomes: Outcomes) -> str:
-    """Describe weights that are not finite, not equal, or not the mean of what was written."""
+    """Describe weights that are not finite, not equal, or not the mean of the written weights."""
     for models in zip(*(outcome.models for outcome in outcomes), strict=True):
         if not all(torch.isfinite(model).all() for model in models):
             return "weights are not finite"

@@ -144,8 +144,11 @@ def drop_last(run: RowRun) -> Facts:
 
 
 def worker_processes(run: RowRun) -> Facts:
-    """A destroyed process group that an earlier run's trainer keeps until the next garbage
-    collection must not be collected in the forked process, where its threads are missing."""
+    """Train with a forked loader process.
+
+    Before the fork, garbage is collected: the child process lacks the threads of a destroyed
+    process group that an earlier run's trainer may still reference.
+    """
     gc.collect()
     return fit_on(run, loader(num_workers=1, multiprocessing_context="fork"))
 
@@ -165,7 +168,7 @@ def uneven(run: RowRun) -> Facts:
 
 
 class Metric(Model):
-    """Computes a metric over all workers at the end of an epoch, which gathers directly."""
+    """Computes a metric over all workers at the end of an epoch with direct collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +197,7 @@ class LoggedMetric(Metric):
 
 
 class Barrier(Model):
-    """Calls a barrier of torch in a hook."""
+    """Calls torch's barrier in a hook."""
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()

@@ -26,7 +26,7 @@ from tests.lightning_matrix.trainer_rows import fit
 
 
 class Teacher(Model):
-    """Has a teacher that is an average of its own weights, as BYOL and DINO do."""
+    """Has a teacher that averages the module's weights, as in BYOL and DINO."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def teacher(run: RowRun) -> Facts:
 
 
 class Target(Model):
-    """Has a network in no optimizer that is set by hand, as DQN does."""
+    """Has a network that is set by hand and is in no optimizer, as in DQN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Target(Model):
 
 
 def target(run: RowRun) -> Facts:
-    """The weights that were set by hand in the last epoch, the same on all workers, are kept."""
+    """Weights set by hand in the last epoch are kept, equal on all workers."""
     module = Target()
     facts = fit(run, module)
     return {**facts, "target": are_all(module.target, 2.0)}
@@ -82,7 +82,7 @@ class Buffered(Model):
 
 
 def buffer(run: RowRun) -> Facts:
-    """A buffer that is changed by hand is the same on all workers at the end."""
+    """A buffer changed by hand is equal on all workers at the end."""
     module = Buffered()
     fit(run, module)
     run.models.append(module.center.double())
@@ -90,7 +90,7 @@ def buffer(run: RowRun) -> Facts:
 
 
 class Observing(Model):
-    """Resizes a buffer in its first step, as the observers of quantization do."""
+    """Resizes a buffer in its first step, like quantization observers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,13 +103,13 @@ class Observing(Model):
 
 
 def resized_buffer(run: RowRun) -> Facts:
-    """A buffer that is resized in place keeps its new shape and values."""
+    """A buffer resized in place keeps its new shape and values."""
     module = Observing()
     return {**fit(run, module), "largest": module.largest.tolist()}
 
 
 class Replacing(Model):
-    """Replaces a parameter by another one."""
+    """Replaces a parameter object."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -149,7 +149,7 @@ def freezing(run: RowRun) -> Facts:
 
 
 class Clipped(Manual):
-    """Clips its weights by hand after every step, as the critic of a WGAN."""
+    """Clips its weights by hand after every step, like the critic of a WGAN."""
 
     def step(self, batch: Any) -> Tensor:
         loss = super().step(batch)
@@ -163,7 +163,7 @@ class Clipped(Manual):
 
 
 def clipped_weights(run: RowRun) -> Facts:
-    """Weights are within the bounds at the end, like means of clipped weights."""
+    """Weights are within the bounds at the end, as means of clipped weights are."""
     return fit_clipped(run, Clipped())
 
 
@@ -180,7 +180,7 @@ def fit_clipped(run: RowRun, module: Clipped) -> Facts:
     return {**facts, "bounded": largest < 0.0101}
 
 
-# ---------------------------------------------------------------------------- misfortunes
+# --------------------------------------------------------------------------- failures
 
 
 class NotANumber(Model):
@@ -251,7 +251,7 @@ def lightning_cli(run: RowRun) -> Facts:
 
 
 class HuggingFace(Model):
-    """A model of transformers with random weights; tokens are made from the signs of the inputs.
+    """A transformers model with random weights; tokens are the signs of the inputs.
 
     Args:
         kind: ``"gpt2"`` or ``"bert"``.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.lightning_matrix.row_run import Facts, Model, RowRun, loader
 from tests.lightning_matrix.trainer_rows import fit
 
-# ------------------------------------------------------------------------ what a step is
+# ------------------------------------------------------------------------ local steps
 
 
 def accumulation(run: RowRun) -> Facts:
@@ -51,7 +51,7 @@ def gradient_norm(run: RowRun) -> Facts:
 
 
 class WarmUp(Model):
-    """The recipe of Lightning's documentation for a warm-up."""
+    """The warm-up recipe in Lightning's documentation."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         optimizer.step(closure=closure)
@@ -151,7 +151,7 @@ def returning_none(run: RowRun) -> Facts:
     return fit(run, NoneInSomeSteps())
 
 
-# ------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------- manual optimization
 
 
 class Manual(Model):
@@ -202,7 +202,7 @@ def manual_accumulation(run: RowRun) -> Facts:
 
 
 class GAN(Model):
-    """Lightning's example: two optimizers in turn, and nothing is returned."""
+    """Lightning's example: two optimizers alternate, and nothing is returned."""
 
     automatic_optimization = False
 
@@ -242,7 +242,7 @@ def gan(run: RowRun) -> Facts:
 
 
 class NoSync(Manual):
-    """Skips the reduction of gradients for the first of two batches, as code for DDP does."""
+    """Skips the gradient reduction for the first of two batches, like code for DDP."""
 
     def step(self, batch: Any) -> Tensor:
         optimizer = self.optimizers()
@@ -262,7 +262,7 @@ def no_sync(run: RowRun) -> Facts:
 
 
 class Unwrapping(Model):
-    """Accesses the module in the wrapper of DDP."""
+    """Accesses the module inside DDP's wrapper."""
 
     def on_train_start(self) -> None:
         self.calls["is itself"] = int(self.trainer.strategy.model.module is self)
@@ -273,7 +273,7 @@ def unwrapping(run: RowRun) -> Facts:
 
 
 class Penalty(Model):
-    """Computes gradients of the inputs, as a gradient penalty does."""
+    """Computes gradients of the inputs, like a gradient penalty."""
 
     def loss(self, batch: Any) -> Tensor:
         if not self.training:
@@ -333,7 +333,7 @@ def frozen(run: RowRun) -> Facts:
 
 
 class Unused(Model):
-    """Has a layer without a gradient, with which DDP fails."""
+    """Has a layer without a gradient, which makes DDP fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def batch_norm(run: RowRun) -> Facts:
 
 
 def averaged_statistics(run: RowRun) -> Facts:
-    """Return statistics of BatchNorm after fit, which DDP takes from one worker."""
+    """Return BatchNorm statistics after fit; DDP takes them from one worker."""
     module, trainer = Norm(), run.trainer()
     trainer.fit(module, loader())
     run.models.append(torch.cat([b.reshape(-1).double() for b in module.buffers()]))
@@ -389,7 +389,7 @@ def parametrized(run: RowRun) -> Facts:
 
 
 class Late(Model):
-    """Makes its layers in ``configure_model``."""
+    """Creates its layers in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ def no_trainable_parameters(run: RowRun) -> Facts:
 
 
 class Different(Model):
-    """Another model on the second worker."""
+    """Has another model on the second worker."""
 
     def configure_model(self) -> None:
         if self.trainer.global_rank == 1:

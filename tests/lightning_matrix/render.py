@@ -62,12 +62,12 @@ def table(rows: list[Row], names: list[str] = STRATEGIES) -> str:
 
 
 def sign(verdict: Verdict) -> str:
-    """Return the sign of a verdict in a cell."""
+    """Return the symbol of a verdict for a cell."""
     return verdict.sign
 
 
 def notes_of(row: Row, names: list[str]) -> Iterator[str]:
-    """Yield what is better or different, or the error message."""
+    """Yield explanations of better or different results, or the error message."""
     seen: list[Verdict] = [AS_DDP]
     for name in names:
         verdict = row.of(name)

@@ -1,4 +1,4 @@
-"""The parts of a row of the matrix: a trainer, a model, data, and facts to compare."""
+"""Parts of a row of the matrix: a trainer, a model, data, and facts to compare."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_strategy(name: str, ddp_arguments: dict[str, Any]) -> Strategy:
         return DiLoCoStrategy(SYNC_EVERY, timeout_s=10.0, **ranks)
     if name == FSDP_INSIDE:
         method = DiLoCoStrategy(SYNC_EVERY, timeout_s=10.0)
-        # Rows read their checkpoints as files.
+        # Rows read checkpoints as files.
         sizes = {"data_parallel_size": RANKS_PER_WORKER, "save_distributed_checkpoint": False}
         return LocoModelParallelStrategy(method, **sizes)
     return METHODS[name](timeout_s=10.0, **SETTINGS.get(name, {"sync_every": SYNC_EVERY}))  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ class RowRun:
 
     Attributes:
         models: Weights that must be equal on all workers.
-        written: The final weights, and what callbacks have written on this worker.
+        written: The final weights, and the weights that callbacks wrote on this worker.
     """
 
     strategy_name: str
@@ -97,7 +97,7 @@ class RowRun:
 
     @property
     def serves(self) -> bool:
-        """Whether this rank is a server, which has no facts."""
+        """Whether this rank is a server, which reports no facts."""
         return self.strategy_name == REMOTE and self.rank >= WORKERS
 
     def trainer(self, ddp_arguments: dict[str, Any] | None = None, **settings: Any) -> Trainer:
@@ -132,15 +132,15 @@ class RowRun:
         return {**state, **module.calls, **more}
 
     def files(self, pattern: str) -> list[str]:
-        """Return the names of files of this run, on the rank that writes them."""
+        """Return the names of this run's files, on the rank that writes them."""
         return sorted(path.name for path in self.folder.glob(pattern)) if self.rank == 0 else []
 
     def must_be_equal(self, module: nn.Module) -> None:
-        """Expect this module to be equal on all workers now."""
+        """Require this module to be equal on all workers now."""
         self.models.append(weights(module))
 
     def must_be_the_mean(self, module: nn.Module, written: Tensor) -> None:
-        """Expect this module to be the mean over the workers of what each has written into it."""
+        """Require this module to be the mean of what each worker has written into it."""
         self.written.append((weights(module), written))
 
 
@@ -162,7 +162,7 @@ class Model(LightningModule):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def configure_model(self) -> None:
-        is_sharded = isinstance(self.layers, FSDPModule)  # by an earlier call
+        is_sharded = isinstance(self.layers, FSDPModule)  # counted by an earlier call
         if self.device_mesh is not None and not is_sharded:
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
@@ -200,14 +200,14 @@ class Model(LightningModule):
 
 
 def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
-    """Return inputs and targets, the same on every rank; twice as many for twice as many ranks."""
+    """Return inputs and targets, equal on every rank; twice as many for twice as many ranks."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(number * _ranks_per_worker, 3, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
 def loader(number: int = SAMPLES, seed: int = 0, **settings: Any) -> DataLoader[Any]:
-    """Return batches of two samples; Lightning divides them among the workers."""
+    """Return batches of two samples; Lightning distributes them over the workers."""
     return DataLoader(samples(number, seed), batch_size=2, **settings)
 
 

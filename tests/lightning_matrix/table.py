@@ -1,14 +1,14 @@
-"""The matrix: expected outcomes of Lightning's features and idioms of its users, by strategy.
+"""The matrix: expected outcomes of Lightning's features and of its users' idioms, by strategy.
 
-A row is a function of one of the modules beside this one, which runs with DDP and with every
+A row is a function in one of the modules of this folder, which runs with DDP and with every
 strategy. The expected outcome is
 
 - :data:`AS_DDP`: the facts of the run are the same, or it ends with the same error;
 - :class:`Refused`: a clear message on all ranks;
 - :class:`Better`: DDP hangs, fails or gives a wrong result; the strategy does not;
-- :class:`Apart`: another result than DDP's, which is a property of the method.
+- :class:`Apart`: a result other than DDP's, which is a property of the method.
 
-The weights after fit are always finite, and equal on all workers unless they differ with DDP, too.
+The weights after fit are always finite, and equal on all workers unless they differ with DDP.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Better:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Succeeds, with finite weights that are equal on all workers, but another result than DDP.
+    """Succeeds, with finite weights equal on all workers, but with another result than DDP.
 
     Args:
         how: Explanation for readers.
@@ -79,7 +79,7 @@ class Apart:
 
 @dataclasses.dataclass(frozen=True)
 class NotTested:
-    """Not run: the row's own code does not fit, for example to shards."""
+    """Not run: the row's code does not work with, for example, shards."""
 
     sign = ""
 

@@ -1,4 +1,4 @@
-"""Every cell of the matrix has the expected outcome, and the page that shows it is up to date."""
+"""Every cell of the matrix has the expected outcome, and its page is up to date."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ WITHOUT_ROUNDS = ("async_model_average", "pairwise_gossip")
 
 
 def chosen(feature: str) -> list[str]:
-    """Return the strategies that are tested for every change; others are in the soak.
+    """Return the strategies that are tested for every change; the others run in the soak.
 
-    One of each kind, and each that has its own expected outcome.
+    One of each kind, and each with a separate expected outcome.
     """
     turn = list(ROWS).index(feature)
     some = {OUTER[turn % 3], WITHOUT_ROUNDS[turn % 2], REMOTE, *ROWS[feature].but}

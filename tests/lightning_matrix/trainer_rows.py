@@ -173,7 +173,7 @@ def detect_anomaly(run: RowRun) -> Facts:
 
 
 class Reloading(LightningDataModule):
-    """Counts how often its loaders are made."""
+    """Counts how often its loaders are created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def resume(run: RowRun, **loading: Any) -> Facts:
 
 
 class NumberSGD(torch.optim.SGD):
-    """Has a number of NumPy in its state."""
+    """Has a NumPy number in its state."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

@@ -1,4 +1,4 @@
-"""The consensus: means over workers, and equal averaged copies and pruning masks."""
+"""The consensus: means over workers, equal averaged copies, and pruning masks."""
 
 from __future__ import annotations
 

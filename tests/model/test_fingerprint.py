@@ -1,4 +1,4 @@
-"""Checksums of tensors: equal for equal bits, and different after any usual change."""
+"""Checksums of tensors: equal for equal bits, and changed by any usual change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_tensor_that_was_read_can_still_be_resized() -> None:
 
 
 def test_values_anywhere_in_memory(subtests: pytest.Subtests) -> None:
-    """Memory or the offset in it may not be aligned to words of 8 bytes, in any combination."""
+    """The memory, or the offset in it, may not be aligned to words of 8 bytes."""
     memory = bytearray(8 * 60)
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.arange(101).to(dtype)

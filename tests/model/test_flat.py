@@ -1,4 +1,4 @@
-"""Flat vectors: every element is packed once, whatever the sizes, dtypes and strides."""
+"""Flat vectors: every element is packed once, for any sizes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def numbered(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Tensors that hold 1, 2, 3, ... over all of them."""
+    """Return tensors that hold 1, 2, 3, ... over all of them."""
     tensors = []
     first = 1
     for shape in shapes:
@@ -55,12 +55,12 @@ def check(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayou
     flat = layout.new_flat()
     assert flat.shape == (total,)
     assert sorted(flat.tolist()) == list(range(1, total + 1))
-    # Packing by chunks is packing as a whole.
+    # Packing by chunks equals packing as a whole.
     parts = [torch.full((len(chunk),), -1.0, dtype=layout.dtype) for chunk in chunks]
     for chunk, part in zip(chunks, parts, strict=True):
         chunk.pack(part)
     assert torch.equal(torch.cat([*parts, flat[:0]]), flat)
-    # Unpacking is the inverse, touches everything, and nothing twice.
+    # Unpacking is the inverse, and writes every element exactly once.
     layout.write(torch.zeros_like(flat))
     assert all(not tensor.any() for tensor in tensors)
     layout.write(flat)
@@ -73,7 +73,7 @@ def check(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayou
 
 
 def test_all_small_sizes_and_chunk_sizes(subtests: pytest.Subtests) -> None:
-    """One to three tensors of up to 4 elements, empty ones and scalars among them."""
+    """One to three tensors of up to 4 elements, including empty ones and scalars."""
     shapes = ((), (0,), (1,), (2,), (3,), (4,), (2, 2), (0, 3))
     choices = [row for count in (1, 2, 3) for row in itertools.product(shapes, repeat=count)]
     for chunk_elements in (None, 1, 2, 3, 5, 100):
@@ -87,7 +87,7 @@ def test_all_small_sizes_and_chunk_sizes(subtests: pytest.Subtests) -> None:
 
 
 def test_empty_tensors_have_no_chunk(subtests: pytest.Subtests) -> None:
-    """A chunk is a message; one without elements would be sent for nothing."""
+    """A chunk is a message, so an empty one would be sent for nothing."""
     for shape in ((0,), (0, 3), (3, 0), (2, 0, 3)):
         with subtests.test(shape=shape):
             check([torch.zeros(shape)])
@@ -98,7 +98,7 @@ def test_empty_tensors_have_no_chunk(subtests: pytest.Subtests) -> None:
 
 
 def test_memory_formats(subtests: pytest.Subtests) -> None:
-    """Elements of dense tensors are in the order of their memory, not of their indices."""
+    """Elements of dense tensors are in memory order, not in index order."""
     for chunk_elements in (None, 1, 5, 7, 1000):
         with subtests.test(chunk_elements=chunk_elements):
             whole = torch.arange(1.0, 1 + 2 * 3 * 4 * 5).view(2, 4, 5, 3)
@@ -131,7 +131,7 @@ def test_tensors_with_gaps_in_memory(subtests: pytest.Subtests) -> None:
             assert matrix[:, 0].count_nonzero() == matrix[:, 2].count_nonzero() == 0
             assert line.count_nonzero() == 4
             assert corner.count_nonzero() == 6
-            longest = max(chunk_elements or layout.numel, 6)  # a tensor with gaps stays whole
+            longest = max(chunk_elements or layout.numel, 6)  # a tensor with gaps is not split
             assert max(len(chunk) for chunk in layout.chunks()) <= longest
             assert torch.equal(layout.new_flat()[3:7], matrix[:, 1])
 
@@ -184,7 +184,7 @@ def test_tied_weights_appear_once_and_stay_tied() -> None:
 
 
 def test_new_memory_of_a_parameter_is_detected(subtests: pytest.Subtests) -> None:
-    """Some wrappers and `model.to` give a parameter new memory."""
+    """Some wrappers and `model.to` move a parameter to new memory."""
     for chunk_elements in (None, 2):
         with subtests.test(chunk_elements=chunk_elements):
             model = nn.Linear(2, 2)
@@ -295,7 +295,7 @@ def test_a_packing_pairs_all_views() -> None:
 
 
 def test_the_rounding_error_is_what_the_parameters_do_not_hold() -> None:
-    """Of a matrix and of vectors, in bfloat16 and in the dtype of the flat vector."""
+    """For a matrix and vectors, in bfloat16 and in the dtype of the flat vector."""
     views = [torch.zeros(2, 3).bfloat16(), torch.zeros(4), torch.zeros(5).bfloat16()]
     chunk, flat = Chunk(0, views), torch.linspace(-3, 7, 15) / 3
     chunk.unpack(flat)

@@ -1,4 +1,4 @@
-"""Which rank of a worker owns which elements."""
+"""The elements that each rank of a worker owns."""
 
 from __future__ import annotations
 

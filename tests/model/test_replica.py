@@ -37,7 +37,7 @@ def test_local_values_are_restored_after_the_consensus() -> None:
     model.weight.data.zero_()
     model.running.fill_(9.0)
     params, buffers = replica.local()
-    assert params.tolist() == list(range(6))  # not what the module holds
+    assert params.tolist() == list(range(6))  # not the value in the module
     assert buffers.tolist() == [0, 0]
     replica.show_local()
     assert not replica.shows_consensus
@@ -152,7 +152,7 @@ def test_copy_on_write_applies_the_round_after_the_optimizer_step(dtype: torch.d
     copy_on_write.release()
     assert torch.equal(weight.double(), torch.arange(6.0).reshape(2, 3).double() + 11)
     assert layout.tensors[0] is weight
-    assert layout.chunks() is not chunks  # users of the copies must notice
+    assert layout.chunks() is not chunks  # users of the copies must be able to detect it
     write(layout, 1.0)
     assert torch.equal(weight.double(), torch.arange(6.0).reshape(2, 3).double() + 12)
 

@@ -1,4 +1,4 @@
-"""Running statistics follow the last round."""
+"""Running statistics are those since the last round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def values_of(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_statistics_are_those_of_the_batches_since_the_round(count: int) -> None:
-    """They are a weighted mean of the batches' statistics, whatever came before."""
+    """A weighted mean of the batches' statistics, independent of earlier values."""
     model, other = model_of(), model_of()
     other.load_state_dict(model.state_dict())
     read(model, 20, seed=1)
@@ -57,9 +57,9 @@ def test_statistics_are_those_of_the_batches_since_the_round(count: int) -> None
 
 def test_statistics_that_are_not_changed() -> None:
     for momentum, steps, count in (
-        (MOMENTUM, 20, 0),  # no batch since the round
-        (MOMENTUM, 7, 3),  # rounds come faster than the statistics forget
-        (None, 20, 3),  # an average over all batches, as the user wants it
+        (MOMENTUM, 20, 0),  # no batch since the last round
+        (MOMENTUM, 7, 3),  # rounds come faster than statistics decay
+        (None, 20, 3),  # a mean over all batches, as the user has chosen
     ):
         model = model_of(momentum)
         running = RunningStatistics(model)

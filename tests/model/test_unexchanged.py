@@ -1,4 +1,4 @@
-"""Values that rounds do not exchange are compared between the workers."""
+"""Values outside the exchange are compared between the workers."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from tests.harness.small_model import flat, norm_model
 
 
 class Plain:
-    """Settings of nothing.
+    """Settings with a single value.
 
     Args:
-        value: What a user may set.
+        value: Any value.
     """
 
     def __init__(self, value: object = None) -> None:
@@ -175,7 +175,7 @@ LOWEST = torch.tensor([torch.finfo(torch.float64).min, 0.1], dtype=torch.float64
 
 
 def show_buffers(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
-    """One buffer differs, one has another shape on worker 1, and one is the same on both."""
+    """One buffer differs, one has another shape on worker 1, and one is equal on both."""
     model = norm_model()
     model.register_buffer("mask", LOWEST.clone())
     worker = joined(model)

@@ -1,4 +1,4 @@
-"""Vectors of a worker of several ranks are gathered from what each rank owns, and cut into it."""
+"""Vectors of a worker of several ranks: gathered from the parts of all ranks, and split again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def elements(fragment: int | None) -> list[int]:
 def gather_and_cut(
     rank: int, world: int, granularity: int | None, replica_size: int, chunk: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """What this rank owns of the whole vectors, and what it gathers, for each kind of vector."""
+    """Return this rank's part of the whole vectors, and the gathered vectors, for each kind."""
     group = WorkerGroup.create(timeout_s=30, replica_size=replica_size)
     named = {"a": torch.zeros(4, 3), "b": torch.zeros(11)}
     ownership = find_ownership(named, FRAGMENTS, granularity, group)

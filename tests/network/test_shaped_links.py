@@ -1,6 +1,6 @@
-"""What is predicted and emulated, beside what a link of that rate takes: namespaces and tc.
+"""Predicted and emulated times, compared with real links of that rate: namespaces and tc.
 
-The quickest of a few rounds counts, on a link so slow that what a busy machine adds is little.
+The fastest of a few rounds counts, on a link so slow that delays of a busy machine are small.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]
 
 
 def measure(network: Network, method: str, link: Any = None, **others: Any) -> list[float]:
-    """The seconds of the quickest round or fetch of each worker."""
+    """Return the seconds of the fastest round or fetch of each worker."""
     words = {"method": method, "world": len(network.spaces), "numel": NUMEL, "times": TIMES}
     words |= {"link": json.dumps(link), **others}
     programs = []
@@ -49,13 +49,13 @@ def measure(network: Network, method: str, link: Any = None, **others: Any) -> l
     lines = [program.wait_for("seconds ").splitlines()[-1] for program in programs]
     found = [json.loads(line.removeprefix("seconds ")) for line in lines]
     assert [len(seconds) for seconds in found] == [TIMES] * len(programs)
-    for program in programs if method != "pairwise" else ():  # which serve until they are killed
+    for program in programs if method != "pairwise" else ():  # these serve until they are killed
         assert program.finish(LIMIT_S)[0] == 0
     return [min(seconds) for seconds in found]
 
 
 def check(found: list[float], predicted: float, part: float = 0.3) -> None:
-    """What was measured is what was predicted within a part of it."""
+    """Check that measured times equal the predicted ones up to a relative error."""
     for seconds in found:
         assert abs(seconds - predicted) <= part * predicted, (found, predicted)
 
@@ -63,7 +63,7 @@ def check(found: list[float], predicted: float, part: float = 0.3) -> None:
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
 @pytest.mark.parametrize("method", ["diloco", "gasloc"])
 def test_simulated_rounds_take_as_long_as_on_slow_links(network: Network, method: str) -> None:
-    """Within 20 %: the times of rounds with the links and the parameters of the real workers."""
+    """Within 20 %, for simulated rounds with the links and parameters of the real workers."""
     world = len(network.spaces)
     models = [Numbers(NUMEL, rank) for rank in range(world)]
     simulation = Simulation(models, METHODS[method](), links=RATE)
@@ -74,7 +74,7 @@ def test_simulated_rounds_take_as_long_as_on_slow_links(network: Network, method
 
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
 def test_a_round_of_diloco_takes_as_long_as_predicted(network: Network) -> None:
-    """On a slow link, and by the emulator on one without a limit."""
+    """On a slow link, and with the emulator on a link without a limit."""
     world = len(network.spaces)
     sent = 2 * (world - 1) / world * BYTES
     predicted = LinkTimes(Links(RATE), world).mean(sent, 2 * (world - 1), 0).seconds
@@ -94,9 +94,9 @@ def test_a_round_of_gasloc_takes_as_long_as_predicted(network: Network) -> None:
 
 @pytest.mark.parametrize("network", [4], indirect=True)
 def test_rounds_of_two_sites_take_as_long_as_predicted(network: Network) -> None:
-    """Two workers at each, and one line between them, which all their messages share.
+    """Two workers at each site; all their messages share one line between the sites.
 
-    TCP does not divide it evenly, so the worker that has waited longest counts.
+    TCP does not share it evenly, so the worker with the longest wait counts.
     """
     line = {"sites": 2, "between_sites": {"mbit_per_s": 1000}, "uplink_mbit_per_s": MBIT_PER_S}
     links = as_links({"default": {"mbit_per_s": 10_000}, **line})
@@ -115,7 +115,7 @@ def test_rounds_of_two_sites_take_as_long_as_predicted(network: Network) -> None
 def test_a_fetch_of_pairwise_gossip_takes_as_long_as_predicted(
     network: Network, tmp_path: Path
 ) -> None:
-    """With a key file; both fetch from each other at once."""
+    """With a key file; both workers fetch from each other at the same time."""
     write_certificate(tmp_path / "job.pem")
     predicted = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
     network.slow_down(f"{MBIT_PER_S}mbit")

@@ -1,4 +1,4 @@
-"""One worker on a machine with a network of its own: prints the times of rounds or fetches."""
+"""One worker on a machine with a separate network: prints the times of rounds or fetches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = {"diloco": DiLoCo, "gasloc": GASLoC}
 
 
 class Numbers(nn.Module):
-    """A model that is one vector, another one on each worker."""
+    """A model with a single vector, different on each worker."""
 
     def __init__(self, numel: int, rank: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Numbers(nn.Module):
 
 
 def make_rounds(asked: argparse.Namespace) -> list[float]:
-    """Seconds of blocking rounds after the first one, which brings the workers together."""
+    """Return the seconds of blocking rounds after the first one, which synchronizes the workers."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{address(0)}:{asked.port}",
@@ -52,7 +52,7 @@ def make_rounds(asked: argparse.Namespace) -> list[float]:
 
 
 def make_fetches(asked: argparse.Namespace) -> list[float]:
-    """Seconds of fetches that brought something; others are served until this process is killed."""
+    """Return the seconds of successful fetches; then serve others until this process is killed."""
     nodes = [
         {"name": f"w{rank}", "host": address(rank), "port": asked.port + rank}
         for rank in range(asked.world)

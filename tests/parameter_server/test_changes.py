@@ -1,4 +1,4 @@
-"""Changes of parameters outside the optimizer are detected, however they are made."""
+"""Changes of parameters outside the optimizer are always detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded gradients and parameters: the results equal a plain loop that decodes them."""
+"""Encoded gradients and parameters: results equal a plain loop that decodes them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def encode_and_decode(values: list[Tensor], buckets: list[ParamBucket]) -> list[Tensor]:
-    """Return what is decoded from tensors that are encoded bucket by bucket."""
+    """Return the decoded values of tensors that are encoded bucket by bucket."""
     read = [torch.empty_like(one) for one in values]
     for bucket in buckets:
         slices = [values[part.param].reshape(-1)[part.start : part.stop] for part in bucket.slices]
@@ -84,7 +84,7 @@ def encode_and_decode(values: list[Tensor], buckets: list[ParamBucket]) -> list[
 def in_one_process(
     rank: int, world: int, num_tiers: int, bucket_bytes: int, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """The reference: the optimizer's parameters, and those that the workers decode."""
+    """The reference: the optimizer's parameters, and the parameters that the workers decode."""
     full, decoded = Net(seed=0), Net(seed=1)
     inner = make_optimizer(full.parameters())
     buckets = plan_buckets(list(full.parameters()), bucket_bytes, CODEC)
@@ -108,7 +108,7 @@ def in_one_process(
             for one, arrived in zip(total, encode_and_decode(sent, buckets), strict=True):
                 one.add_(arrived)
         mean = [one / WORKERS for one in total]
-        if num_tiers == 3:  # the aggregator encodes it once more
+        if num_tiers == 3:  # the aggregator encodes it again
             mean = encode_and_decode(mean, buckets)
         for param, value, is_missing in zip(full.parameters(), mean, missing, strict=True):
             param.grad = None if is_missing else value
@@ -126,7 +126,7 @@ def in_one_process(
         [
             pytest.param(1, False),  # a block is a bucket
             pytest.param(24, True),  # some blocks
-            pytest.param(10_000, False),  # all of them
+            pytest.param(10_000, False),  # all blocks
         ],
         strength=1,
     ),

@@ -74,7 +74,7 @@ def send_there_and_back(codec: Codec | None, bucket_bytes: int) -> None:
         BucketBuffer(bucket, expected).round_trip(expected)
     for own, other, returned in zip(expected, there, back, strict=True):
         assert torch.equal(other, own)
-        torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # encoded a second time
+        torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # encoded again
 
 
 def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
@@ -87,13 +87,13 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
     buckets = plan_buckets(here, 4 * size)
     buffers = [BucketBuffer(bucket, here) for bucket in buckets]
     for buffer in buffers:
-        buffer.pack(here)  # makes the buffers
+        buffer.pack(here)  # allocates the buffers
     torch.cuda.synchronize()
     before = [values.clone() for values in here]
     with no_waits_for_the_gpu():
         sending = [async_sender.send(buffer, here) for buffer in buffers]
         for values in here:
-            values.zero_()  # must not change what is sent
+            values.zero_()  # must not change the sent values
     for bucket in buckets:
         buffer = BucketBuffer(bucket, there)
         receiver.wait(
@@ -128,7 +128,7 @@ def test_an_async_sender_does_not_wait_for_the_device() -> None:
 def test_each_foreach_copy_has_tensors_of_one_dtype(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch 2.5 to 2.10 copy wrong values on a GPU if one list holds several dtypes."""
+    """PyTorch 2.5 to 2.10 copy wrong values on a GPU if a list has several dtypes."""
     seen: list[tuple[set[torch.dtype], set[torch.dtype]]] = []
     original = torch._foreach_copy_
 

@@ -36,7 +36,7 @@ MESSAGES = [
 
 
 def send_messages(rank: int, world: int) -> list[str]:
-    """Rank 0 sends them, and an impossible length; rank 1 returns the error for each."""
+    """Rank 0 sends the messages and an impossible length; rank 1 returns the error for each."""
     connection = Transport().connect(1 - rank, f"worker {1 - rank}")
     frames = [len(text).to_bytes(8, "little") + text for text in MESSAGES]
     frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]

@@ -200,7 +200,7 @@ def test_ranks_with_servers_and_replicas() -> None:
 
 
 def exchange_settings(rank: int, world: int, num_servers: int) -> Any:
-    """Use a scheduler on the worker, one on the server, and send the state both ways."""
+    """Use a scheduler on the worker and one on the server, and send the state both ways."""
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
 
@@ -280,7 +280,7 @@ def test_gradients_that_cannot_be_sent(pool: Pool, what: str, text: str) -> None
     with pytest.raises(PoolError) as caught:
         pool.run(step_with, what, world=2)
     assert text in caught.value.failures[0].message
-    if what != "twice":  # then the server waits for the rest of the gradients, and is stopped
+    if what != "twice":  # the server waits for the other gradients, and is stopped
         assert "Worker 0 failed: " in caught.value.failures[1].message
 
 
@@ -313,7 +313,7 @@ def test_compression_gives_equal_results_with_2_and_3_tiers(pool: Pool) -> None:
 
 
 def train_in_buckets(rank: int, world: int, bucket_bytes: int) -> Tensor:
-    """Train a parameter that is cut into many buckets, sent after the backward pass."""
+    """Train a parameter that spans many buckets, which are sent after the backward pass."""
     torch.manual_seed(0)
     net = nn.Linear(5, 7)
 
@@ -348,7 +348,7 @@ def test_after_a_timeout_reports_are_not_waited_for() -> None:
 
 
 def test_an_error_of_a_signal_handler_is_not_explained() -> None:
-    """PyTorch raises it, wherever this process is waiting, if a data loader's process is killed."""
+    """PyTorch raises it in any wait of this process if a data loader's process is killed."""
     handler: dict[str, Any] = {"__name__": signal_handling.__name__}
     exec("def handle():\n    raise RuntimeError('killed by signal')", handler)
     explained = explain_unreachable("Worker 1", "the gradients", None)

@@ -1,4 +1,4 @@
-"""Keep-alives: ranks that wait for a waiting server do not time out; the late rank is named."""
+"""Keep-alives: waits for a waiting server do not time out; errors name the late rank."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ EVENT_STEP = 3
 
 
 class Run(NamedTuple):
-    """What happens in the third step.
+    """Events of the third step.
 
     Attributes:
         num_workers: Number of workers; the ranks after them serve.
-        in_backward: What the last worker does when half of its gradients are sent.
-        between_servers: What it does when the first server has all of them, the second none.
+        in_backward: Called by the last worker when half of its gradients are sent.
+        between_servers: Called when the first server has all its gradients, the second none.
         frozen_later: Ranks that are frozen when all gradients are received.
-        frozen_at: File for the time of that.
+        frozen_at: File for the time of the freeze.
         num_servers: Number of shards; gradients are clipped by the norm of all.
         width: Width of the model.
     """
@@ -115,7 +115,7 @@ def run_rank(rank: int, world: int, run: Run) -> Any:
 
 
 def outcomes(run: Run, num_tiers: int, lost: tuple[int, ...]) -> dict[int, Outcome]:
-    """Return how the ranks end that are not lost."""
+    """Return the outcomes of the ranks that are not lost."""
     world = run.num_workers + (num_tiers - 1) * run.num_servers
     others = [rank for rank in range(world) if rank not in lost]
     with Job(run_rank, run, world=world) as job:
@@ -123,7 +123,7 @@ def outcomes(run: Run, num_tiers: int, lost: tuple[int, ...]) -> dict[int, Outco
 
 
 def be_late() -> None:
-    """Be late for a bucket; for two of them, longer than the timeout in all."""
+    """Be late for a bucket; two of these delays exceed the timeout."""
     time.sleep(0.7 * TIMEOUT_S)
 
 
@@ -137,7 +137,7 @@ def test_a_worker_waits_for_a_step_longer_than_the_timeout(num_tiers: int) -> No
 
 PHASES = {
     "backward": Run(3, freeze),
-    "reply": Run(3, frozen_later=(2,), width=2000),  # more than fits into sockets
+    "reply": Run(3, frozen_later=(2,), width=2000),  # more than fits into the socket buffers
 }
 
 
@@ -146,14 +146,14 @@ PHASES = {
 def test_a_frozen_worker_ends_all_ranks_and_is_named(phase: str, num_tiers: int) -> None:
     for rank, outcome in outcomes(PHASES[phase], num_tiers, lost=(2,)).items():
         assert outcome.error is not None
-        if rank < 4:  # the optimizer of three tiers is connected to the aggregator only
+        if rank < 4:  # with three tiers the optimizer is connected to the aggregator only
             assert "worker 2" in outcome.error.lower().rpartition("error: ")[2]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_tiers", [2, 3])
 def test_a_worker_that_is_frozen_between_two_servers_is_named(num_tiers: int) -> None:
-    """The first server waits for the norms of the second one, which waits for the worker."""
+    """The first server waits for norms of the second one, which waits for the worker."""
     run = Run(3, between_servers=freeze, num_servers=2)
     for rank, outcome in outcomes(run, num_tiers, lost=(2,)).items():
         assert outcome.error is not None

@@ -1,4 +1,4 @@
-"""A failure that the watchdog reports reaches waiting ranks; frozen ranks do not delay it."""
+"""Failures reported by the watchdog reach waiting ranks; frozen ranks cause no delay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_S = 20.0
 
 
 def run_rank(rank: int, world: int) -> float | None:
-    """Make one step; the server returns how long it took to end after a report."""
+    """Take one step; the server returns how long it took to end after a report."""
     store = TimeoutStore(dist.distributed_c10d._get_default_store())
     watchdog = Watchdog(store.with_prefix("watchdog"), rank, world)
     watchdog.start()
@@ -44,7 +44,7 @@ def run_rank(rank: int, world: int) -> float | None:
             freeze()
         if rank == WAITING:
             remote.step()
-        time.sleep(1.0)  # until the others have done this
+        time.sleep(1.0)  # until the others have got there
         watchdog.report("a meteor")
         time.sleep(TIMEOUT_S)
 

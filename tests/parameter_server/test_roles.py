@@ -24,7 +24,7 @@ from lightning_loco.parameter_server import (
 from tests.harness.pool import Pool, PoolError
 
 STEPS = 200
-TRANSPORT = Transport(bucket_bytes=100)  # several buckets, which cut parameters in two
+TRANSPORT = Transport(bucket_bytes=100)  # several buckets, which split parameters
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
@@ -97,7 +97,7 @@ def train(
 
 
 def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) -> Tensor:
-    """Train with DDP, from the initial parameters of the rank that has the optimizer."""
+    """Train with DDP, from the initial parameters of the optimizer's rank."""
     net = Net(seed=server_rank)
     model = DistributedDataParallel(net, find_unused_parameters=True)
     inner = OPTIMIZERS[name](net.parameters())
@@ -140,7 +140,7 @@ def test_all_tiers_give_the_results_of_ddp(
 
 
 def train_with_uneven_data(rank: int, world: int, num_workers: int) -> Tensor:
-    """Train with the same initial parameters for any number of tiers."""
+    """Train from the same initial parameters for any number of tiers."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
 
@@ -160,7 +160,7 @@ def test_2_and_3_tiers_are_equal_bit_for_bit_with_uneven_data(pool: Pool) -> Non
     three = pool.run(train_with_uneven_data, 2, world=4)
     assert torch.equal(two[-1], three[-1])
     for results in (two, three):
-        assert torch.equal(results[1], results[-1])  # the worker with most data
+        assert torch.equal(results[1], results[-1])  # the worker with the most data
         assert not torch.equal(results[0], results[-1])
 
 

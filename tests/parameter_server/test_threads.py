@@ -1,4 +1,4 @@
-"""Threads of a server end with it: one that releases work as Python ends aborts the process."""
+"""A server's threads end with it: a thread that releases work at exit aborts the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.pool import Pool
 
 
 class Work:
-    """Replaces gloo work, which holds references to connections."""
+    """Replaces gloo's work, which keeps references to connections."""
 
 
 def count_threads(name: str) -> int:
@@ -79,7 +79,7 @@ def test_a_thread_that_waits_for_a_lost_rank_is_not_joined(blocked: threading.Ev
 
 
 def serve_one(rank: int, world: int) -> int:
-    """Receive the last request of a client; return how many threads are left."""
+    """Receive the last request of a client; return how many threads remain."""
     connection = Transport(timeout_s=20).connect(1 - rank, f"rank {1 - rank}")
     if rank == 1:
         connection.send_request(Message(MessageKind.LEAVE, {}))
@@ -121,7 +121,7 @@ def train_in_a_group(num_workers: int) -> None:
 
 def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int, int]:
     """Return the number of gloo threads before and after a garbage collection."""
-    gc.collect()  # objects of other tests
+    gc.collect()  # garbage of other tests
     gc.disable()
     try:
         train_in_a_group(num_workers)

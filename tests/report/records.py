@@ -1,4 +1,4 @@
-"""Records of runs that never were, for tests of their pages."""
+"""Made-up records of runs, for tests of their pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def made_up(num_workers: int = 2, num_steps: int = 40, text: str = "ring") -> RunRecord:
-    """A record with everything in it; ``text`` stands wherever text of a run stands."""
+    """Return a record with every field set; ``text`` is used for all text fields."""
     curves, events, shares = [], [], []
     for worker in range(num_workers):
         loss = Curve("train_loss", f"training, worker {worker} {text}", worker)

@@ -1,4 +1,4 @@
-"""Axes, lines and lanes: what is drawn where."""
+"""Axes, lines and lanes: positions of drawn elements."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_mean_of_workers() -> None:
 
 
 def test_the_mean_over_time_is_of_values_at_one_time() -> None:
-    """A worker of half the speed takes half as many steps."""
+    """A worker at half speed takes half as many steps in that time."""
     fast, slow = Curve("train_loss", "a"), Curve("train_loss", "b")
     for second in range(1, 101):
         fast.add(2 * second, second, None, 1.0)

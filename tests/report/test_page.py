@@ -1,4 +1,4 @@
-"""Pages: well-formed, escaped, small, and opened by a browser; the command that draws them."""
+"""Pages: well-formed, escaped, small, and opened in a browser; the command that draws them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATES = ROOT / "lightning_loco" / "report" / "templates"
 
 
 class Page(HTMLParser):
-    """A page as a browser reads it: its elements, its text, and whether it is well-formed."""
+    """A page as a browser parses it: its elements, its text, and whether it is well-formed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ EYES = {
 
 
 def oklab(rgb: torch.Tensor) -> torch.Tensor:
-    """Colors in Oklab (Ottosson 2020), where distances are about those that a reader sees."""
+    """Convert to Oklab (Ottosson 2020), where distances are roughly perceptual."""
     to_cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
     to_lab = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
     cones = (rgb @ torch.tensor(to_cones).T).clamp(0) ** (1 / 3)
@@ -169,7 +169,7 @@ def test_colors_can_be_told_apart(subtests: pytest.Subtests) -> None:
             rgb = torch.tensor([list(bytes.fromhex(color)) for color in found]) / 255
             rgb = torch.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
             seen = oklab((rgb @ torch.tensor(matrix).float().T).clamp(0, 1))
-            assert torch.pdist(seen).min() > 0.09  # those of Okabe and Ito: 0.076
+            assert torch.pdist(seen).min() > 0.09  # 0.076 for the colors of Okabe and Ito
 
 
 def test_runs_are_compared() -> None:
@@ -186,7 +186,7 @@ def test_runs_are_compared() -> None:
 
 
 def opened(page: Path, tmp_path: Path) -> tuple[str, str]:
-    """The elements of a page once its script has run, and what the browser has complained of."""
+    """Return the elements of a page after its script has run, and the errors of the browser."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("There is no Chromium here.")

@@ -75,7 +75,7 @@ def test_a_file_returns_the_record(tmp_path: Path) -> None:
 
 
 def test_settings_may_be_infinite(tmp_path: Path) -> None:
-    """An iterable data set has infinitely many batches."""
+    """An iterable dataset has infinitely many batches."""
     record = made_up()
     record.settings = {"trainer": {"batches": math.inf, "rates": [1.0, math.nan]}}
     record.save(tmp_path)
@@ -107,7 +107,7 @@ def test_other_files_are_refused(tmp_path: Path, changes: dict[str, object], mes
     made_up().save(tmp_path)
     file = tmp_path / "run.json"
     text = json.dumps({**json.loads(file.read_text()), **changes})
-    file.write_text(text.replace('"1e400"', "1e400"))  # a number that no float can be
+    file.write_text(text.replace('"1e400"', "1e400"))  # too large for a float
     with pytest.raises(ValueError, match="no record of a run that can be read") as raised:
         RunRecord.load(tmp_path)
     assert message in str(raised.value)

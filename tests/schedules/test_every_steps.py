@@ -1,4 +1,4 @@
-"""Local steps between rounds in proportion to speed, and changing during a run."""
+"""Local steps between rounds that are proportional to speed, or change during a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.harness.small_model import TinyModule, flat, make_loader
 from tests.harness.toys import assert_close
 
 VARYING = {0: 2, 5: 4, 14: 1}
-STEPS_OF_ROUNDS = [2, 2, 2, 4, 4, 1, 1]  # they begin at steps 0, 2, 4, 6, 10, 14, 15
+STEPS_OF_ROUNDS = [2, 2, 2, 4, 4, 1, 1]  # they start at steps 0, 2, 4, 6, 10, 14, 15
 ENDS = [2, 4, 6, 10, 14, 15, 16]
 ROUNDS = len(ENDS)
 
 
 def by_hand(sync_every: dict[int, int], rounds: int) -> list[int]:
-    """Local steps of each round, computed round by round."""
+    """Return the local steps of each round, computed round by round."""
     begin, found = 0, []
     for _ in range(rounds):
         steps = sync_every[max(step for step in sync_every if step <= begin)]
@@ -41,7 +41,7 @@ def test_a_round_has_the_number_of_steps_that_holds_at_its_start(subtests: pytes
         VARYING,
         {0: 3},
         {0: 10, 1000: 50},
-        {0: 7, 1: 2, 2: 3, 30: 1},  # the second and the third never apply
+        {0: 7, 1: 2, 2: 3, 30: 1},  # the second and third ones have no effect
         {0: 1, 4: 5, 20: 2, 21: 9, 100: 1},
     ):
         for worker in (0, 3):
@@ -73,7 +73,7 @@ def test_a_pending_round_ends_when_the_next_one_begins() -> None:
 
 
 def test_positions_at_which_to_stop_ascend() -> None:
-    """Even from the end of a short round to the start of a long one."""
+    """Also from the end of a short round to the start of a long one."""
     schedule = VaryingSteps({0: 2, 4: 50, 100: 3})
     positions = [
         index + Fraction(since + 1, schedule.positions_in_round(index))
@@ -138,7 +138,7 @@ def test_a_constant_mapping_is_every_steps(pool: Pool) -> None:
 
 
 def local_sgd_by_hand(world: int) -> Tensor:
-    """Local SGD by hand over all the rounds."""
+    """Compute all rounds of local SGD by hand."""
     models = [zeros() for _ in range(world)]
     history = []
     for steps in STEPS_OF_ROUNDS:
@@ -158,7 +158,7 @@ def test_it_equals_a_loop_by_hand() -> None:
 
 
 def stop(rank: int, world: int, overlap: bool) -> tuple[str | None, int]:
-    """Workers of different speed, one of which is asked to stop where rounds become longer."""
+    """Train workers of different speed; one must stop where rounds become longer."""
     model = zeros()
     engine = StepEngine(model, DiLoCo(0.7, 0.2), sync_every={0: 2, 30: 25}, overlap=overlap)
     for step in range(1000):
@@ -187,7 +187,7 @@ def test_all_stop_at_the_same_step(pool: Pool, overlap: bool) -> None:
 
 
 class Recorder(CommunicationMonitor):
-    """Records what is logged."""
+    """Records logged values."""
 
     def __init__(self) -> None:
         super().__init__(prog_bar=True)
@@ -216,14 +216,14 @@ def test_sync_every_is_logged(pool: Pool) -> None:
 
 
 def test_a_worker_with_less_data_takes_part_in_all_rounds(pool: Pool) -> None:
-    """The others have finished epochs when it has not, and all end with the same model."""
+    """The others finish more epochs, and all workers end with the same model."""
     (few, first), (many, second) = pool.run(fit, [6, 8], world=2)
     assert torch.equal(first, second)
     assert torch.isfinite(first).all()
     assert many[-1][0] >= len(few)
 
 
-# ---------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------ refusals
 
 
 def test_invalid_mappings_are_refused(subtests: pytest.Subtests) -> None:

@@ -1,4 +1,4 @@
-"""Schedules: when rounds begin and end; and a schedule of a user's own with two fragments."""
+"""Schedules: when rounds start and end; and a user's schedule with two fragments."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def averaged_by_halves() -> Tensor:
                 p.add_(target - p, alpha=0.1)
         average(halves[t % 2])
         history.append(torch.stack(params))
-    average(halves[ROUNDS % 2])  # at the end
+    average(halves[ROUNDS % 2])  # the final average
     return torch.stack([*history, torch.stack(params)])
 
 
@@ -220,7 +220,7 @@ def finish_halves(rank: int, world: int) -> dict[str, Tensor]:
 def test_finish_averages_the_progress_since_the_last_round_in_both_halves(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """After no round, after one of the first half, and after some of both."""
+    """After no round, after one of the first half, and after rounds of both halves."""
     expected = torch.full((LARGE,), 6.0, dtype=torch.float64)
     results = pool.run(finish_halves, world=3)
     assert len(results[0]) == 3

@@ -32,7 +32,7 @@ STARTS = dict(zip(GPT, itertools.accumulate(GPT.values(), initial=0), strict=Fal
 
 
 class Pending:
-    """A pending round, of which only the start matters."""
+    """A pending round; only its start matters."""
 
     def __init__(self, began_at: int) -> None:
         self.began_at = began_at
@@ -42,7 +42,7 @@ class Pending:
 
 
 def play(schedule: Schedule, steps: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(step, fragment) of each start and of each end, with ``due`` called as by an engine."""
+    """Return (step, fragment) of each start and each end, calling ``due`` as an engine does."""
     begun: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
     pending_rounds: dict[int, Pending] = {}
@@ -89,7 +89,7 @@ def test_with_delay_sync_every_a_round_ends_when_the_next_one_begins() -> None:
     assert late.due(StepInfo(7, 5, 1, 0, 1.0, Pending(0))) == (
         False,
         False,
-    )  # although 7 steps are over
+    )  # although 7 steps have passed
 
 
 def test_a_warm_start_ends_the_first_rounds_at_once() -> None:
@@ -182,7 +182,7 @@ def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def names_in(fragment: list[range]) -> list[str]:
-    """The parameters of a fragment; asserts that each is in it as a whole or not at all."""
+    """Return the parameters of a fragment; assert that each is in it as a whole or not at all."""
     names = []
     for name, size in GPT.items():
         inside = [i in part for i in range(STARTS[name], STARTS[name] + size) for part in fragment]

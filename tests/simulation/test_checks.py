@@ -1,4 +1,4 @@
-"""What simulations check alike: that models are equal, and for how long they run."""
+"""Common checks of simulations: equal models, and the duration of a run."""
 
 from __future__ import annotations
 

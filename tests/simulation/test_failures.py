@@ -1,4 +1,4 @@
-"""Workers that die and come back: who takes part, from which parameters, and when."""
+"""Workers that die and return: who takes part, from which parameters, and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def points(num_workers: int = 4) -> list[Point]:
 
 
 def added_by(workers: list[int]) -> float:
-    """The mean of what workers add in a round."""
+    """Return the mean of the values that workers add in a round."""
     return sum(worker + 1 for worker in workers) / len(workers)
 
 
@@ -62,11 +62,11 @@ def full(value: float) -> Tensor:
 
 
 def test_the_mean_is_over_those_that_are_present() -> None:
-    """Worker 3 adds 4 in a round of 10 s, dies in the second one, and is missed for 5 s."""
+    """Worker 3 adds 4 in a round of 10 s, dies in the second one; the others wait 5 s for it."""
     run = Run(LocalSGD(), [Failure(3, at_s=14.0)]).go(3)
     for worker in range(3):
         assert_close(run.value(worker), full(2.5 + 2.0 + 2.0))
-    # It is noticed to be dead at 19 s, when the others are not ready yet.
+    # Its death is detected at 19 s, when the others are not ready yet.
     assert run.simulation.time_s == pytest.approx([30.0, 30.0, 30.0, 14.0])
     assert run.simulation.round_index == 3
     assert [costs.rounds for costs in run.simulation.costs] == [3, 3, 3, 1]
@@ -81,7 +81,7 @@ def test_rounds_wait_until_the_death_is_noticed() -> None:
 
 
 def test_a_round_under_way_is_repeated_by_the_others() -> None:
-    """Messages of all are on their way from 10 s on, for 12 s, when worker 3 dies."""
+    """All messages are in transit from 10 s on, for 12 s, when worker 3 dies."""
     link = Link(1e9, 2.0)  # 6 hops of a ring of four, 4 of a ring of three
     run = Run(LocalSGD(), [Failure(3, at_s=15.0)], links=link).go(1)
     assert run.simulation.time_s == pytest.approx([20.0 + 4 * 2.0] * 3 + [15.0])
@@ -91,7 +91,7 @@ def test_a_round_under_way_is_repeated_by_the_others() -> None:
 
 
 def test_a_worker_that_returns_ends_equal_to_the_others(subtests: pytest.Subtests) -> None:
-    """It takes part in the round at 40 s, without weight, and in the next one with weight."""
+    """It takes part in the round at 40 s with weight 0, and in the next one with its weight."""
     failures = [Failure(3, at_s=14.0, back_s=35.0)]
     for algorithm in (LocalSGD(), DiLoCo(), DiLoCo(0.5, 0.9, nesterov=False)):
         with subtests.test(str(algorithm)):
@@ -143,7 +143,7 @@ def test_a_worker_that_returns_waits_for_the_state_on_its_link() -> None:
 
 
 def test_a_worker_that_dies_before_it_has_joined_stays_away() -> None:
-    """It is back at 23 s, and the next round is at 30 s."""
+    """It returns at 23 s, and the next round is at 30 s."""
     failures = [Failure(3, 14.0, 23.0), Failure(3, 25.0, 62.0)]
     run = Run(LocalSGD(), failures).go(5)
     assert run.returned == []
@@ -156,7 +156,7 @@ def test_a_worker_that_dies_before_it_has_joined_stays_away() -> None:
 
 
 def test_a_worker_joins_when_the_others_stop_to_wait_for_a_dead_one() -> None:
-    """Workers 0 and 1 are ready at 10 s, and notice at 13.5 s that worker 3 is dead."""
+    """Workers 0 and 1 are ready at 10 s, and detect at 13.5 s that worker 3 is dead."""
     failures = [Failure(2, 1.0, 8.0), Failure(3, 8.5)]
     run = Run(LocalSGD(), failures).go(1)
     assert run.simulation.time_s == pytest.approx([13.5, 13.5, 13.5, 8.5])
@@ -229,7 +229,7 @@ def test_random_failures_follow_the_seed_and_do_not_overlap() -> None:
     failures = random_failures(8, 1000.0, 100.0, 20.0, seed=1)
     assert failures == random_failures(8, 1000.0, 100.0, 20.0, seed=1)
     assert failures != random_failures(8, 1000.0, 100.0, 20.0, seed=2)
-    assert 40 < len(failures) < 90  # a failure of each of 8 workers about every 125 s
+    assert 40 < len(failures) < 90  # each of 8 workers fails about every 125 s
     run = Run(LocalSGD(), [f for f in failures if f.worker < 4]).go(30)
     assert run.simulation.round_index == 30
     alive = [run.value(w) for w in range(4) if run.simulation.engines[w].worker.round_index == 30]

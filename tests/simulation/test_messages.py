@@ -1,4 +1,4 @@
-"""The hub, which exchanges the messages of simulated workers."""
+"""The hub that exchanges the messages of simulated workers."""
 
 from __future__ import annotations
 

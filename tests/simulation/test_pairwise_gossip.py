@@ -26,12 +26,12 @@ def full(value: float) -> Tensor:
 
 
 def test_two_workers_blend_as_by_hand() -> None:
-    """Worker 0 adds 1 in 1 s, worker 1 adds 10 in 2 s; each blends what was fetched before."""
+    """Worker 0 adds 1 in 1 s, worker 1 adds 10 in 2 s; each blends what it fetched before."""
     models = points(2)
     simulation = PairwiseSimulation(models, PairwiseAverage(**DPWA), speeds=[1.0, 0.5])
     simulation.run(lambda w: models[w].value.data.add_([1.0, 10.0][w]), seconds=3.0)
     # At 1 s: 0 + 1, and the 0 of worker 1. At 2 s worker 0 again: 1.5, and 0. Worker 1: 10, and 0.
-    # Its fetch of 2 s brings 0.75 + ...: worker 0 at 3 s: 0.75 + 1, and the 5 of worker 1.
+    # Its fetch of 2 s returns 0.75 + ...: worker 0 at 3 s: 0.75 + 1, and the 5 of worker 1.
     first = (0 + 1 + 0) / 2
     second = (first + 1 + 0) / 2
     slow = (0 + 10 + 0) / 2
@@ -43,10 +43,10 @@ def test_two_workers_blend_as_by_hand() -> None:
 
 
 def test_the_defaults_keep_all_progress_and_send_a_tenth_of_ddp() -> None:
-    """Workers with equal progress end where they would alone; with dpwa's rule they fall back."""
+    """Workers with equal progress lose nothing; with dpwa's rule they fall behind."""
 
     def train(**given: Any) -> tuple[list[float], list[float]]:
-        """Return how far two workers come in 1000 steps of 1, and their bytes relative to DDP's."""
+        """Return two workers' progress in 1000 steps of 1, and their bytes relative to DDP's."""
         models = points(2)
         simulation = PairwiseSimulation(models, PairwiseAverage(**given), speeds=[1.0, 1.0])
         simulation.run(lambda w: models[w].value.data.add_(1.0), seconds=1000.0)
@@ -62,7 +62,7 @@ def test_the_defaults_keep_all_progress_and_send_a_tenth_of_ddp() -> None:
 
 
 def test_a_fetch_takes_its_time_on_the_link_and_no_worker_waits() -> None:
-    """0.6 s on the link, and 0.1 s for request and reply: there at the end of the third step."""
+    """0.6 s on the link, 0.1 s for request and reply: it arrives by the end of the third step."""
     models = points(2)
     link = Link(BYTES * 8 / 0.6 / 1e6, 0.05)
     simulation = PairwiseSimulation(models, PairwiseAverage(**DPWA), speeds=[4.0, 4.0], links=link)

@@ -48,7 +48,7 @@ def frozen_parts(rank: int, world: int) -> list[Tensor]:
 
 
 def test_frozen_parameters_and_buffers_start_from_the_first_worker_too(pool: Pool) -> None:
-    """As in a run of processes."""
+    """As in a run with processes."""
     expected = [tensor.detach() for tensor in WithFrozenParts(seed=0).state_dict().values()]
     for tensors in pool.run(frozen_parts, world=2):
         assert all(map(torch.equal, tensors, expected))
@@ -70,7 +70,7 @@ def test_each_worker_makes_its_local_steps_before_each_round(sync_every: Any) ->
 
 
 def test_the_round_index_chooses_the_graph_of_the_round() -> None:
-    """XOR partners: exact mean of 4 workers after two rounds, in any two that follow each other."""
+    """XOR partners: two consecutive rounds give the exact mean of 4 workers, from any start."""
     for begin in (0, 1):
         models = points(4, size=1)
         simulation = Simulation(models, GASLoC(1.0, 0.5, 0.0), topology="xor")
@@ -90,7 +90,7 @@ def test_consensus_distance_is_the_root_mean_square_over_the_workers() -> None:
     simulation = Simulation(models, LocalSGD())
     models[0].value.data.fill_(1.0)
     models[1].value.data.fill_(3.0)
-    assert simulation.consensus_distance() == pytest.approx(2.0)  # four elements, each 1 away
+    assert simulation.consensus_distance() == pytest.approx(2.0)  # four elements, each 1 apart
     values = [randn(4, seed=worker + 5) for worker in range(2)]
     for model, value in zip(models, values, strict=True):
         model.value.data.copy_(value)
@@ -131,7 +131,7 @@ def test_without_overlap_there_is_nothing_to_drain(algorithm: Algorithm) -> None
 
 
 def test_optimizers_of_the_models_keep_working() -> None:
-    """Parameters are written in place, so an optimizer still holds the model's tensors."""
+    """Parameters are written in place, so the optimizer's references stay valid."""
     models = [nn.Linear(2, 1) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     simulation = Simulation(models, DiLoCo())

@@ -1,4 +1,4 @@
-"""Virtual time on links: closed forms, costs without training, numbers that do not change."""
+"""Virtual time on links: closed forms, costs without training, unchanged numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_blocking_mean_on_unequal_links_takes_as_long_as_the_slowest() -> None
 
 
 def test_a_star_is_as_fast_as_its_center_can_send() -> None:
-    """The center sends to three workers over one link; they send one message each."""
+    """The center sends to three workers over one link; each of them sends one message."""
     settings = RoundSettings(GASLoC(1.0, 1.0, 0.0), EverySteps(1), topology="star")
     simulation = simulate(settings, 1, speeds=[1.0] * 4, links=SLOW)
     assert simulation.time_s == pytest.approx([1 + 3 * 1.0 + 0.5] * 4)
@@ -82,7 +82,7 @@ def test_a_star_is_as_fast_as_its_center_can_send() -> None:
 
 
 def test_a_pair_waits_only_for_each_other() -> None:
-    """Workers 0 and 1, on a slow link, and workers 2 and 3, of which 3 computes slowly."""
+    """Workers 0 and 1 have a slow link; of workers 2 and 3, worker 3 computes slowly."""
     settings = RoundSettings(NoLoCo(), EverySteps(1), topology="xor")
     links = Links(Link(1e9), pairs=((0, 1, SLOW), (1, 0, SLOW)))
     simulation = simulate(settings, 1, speeds=[1.0, 1.0, 1.0, 0.5], links=links)
@@ -90,7 +90,7 @@ def test_a_pair_waits_only_for_each_other() -> None:
 
 
 def test_messages_of_fragments_follow_each_other_on_a_link() -> None:
-    """Four fragments, one after each step of 0.1 s, of which each keeps the link busy for 0.5 s."""
+    """Four fragments, one after each step of 0.1 s; each one occupies the link for 0.5 s."""
     schedule = hidden_rounds(4, fragments=4, delay=4)
     settings = RoundSettings(DiLoCo(), schedule, merge_policy=KeepProgress())
     link = Link(1.5 * BYTES / 4 * 8 / 0.5 / 1e6)
@@ -135,7 +135,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def exchanges() -> list[tuple[str, Algorithm, Any, str | None]]:
-    """Kind, algorithm, topology and compression."""
+    """Return kind, algorithm, topology and compression."""
     return [
         ("mean", DiLoCo(0.7, 0.0), None, None),
         ("mean", DiLoCo(0.7, 0.0), None, "int8"),

@@ -1,4 +1,4 @@
-"""Simulated time: workers of different speed run the same rounds as a hand-written event loop."""
+"""Simulated time: workers of different speeds run the rounds of a hand-written event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
 from tests.harness.toys import Point, assert_close, randn
 
-SPEEDS = (10.03, 4.13, 2.37)  # local steps per second, which never end at the same time
+SPEEDS = (10.03, 4.13, 2.37)  # local steps per second, whose steps never end at the same time
 TARGETS = randn(3, 4)
 RATE = 0.05
 
@@ -27,7 +27,7 @@ def approach(models: list[Point], worker: int) -> None:
 
 @dataclasses.dataclass
 class Worker:
-    """One worker of the event loop by hand."""
+    """One worker of the hand-written event loop."""
 
     params: Tensor
     snapshot: Tensor | None = None
@@ -37,10 +37,10 @@ class Worker:
 
 
 def average_by_hand(seconds: float, interval_s: float) -> list[Worker]:
-    """Asynchronous averaging as a plain event loop over the ends of local steps.
+    """Run asynchronous averaging as a plain event loop over the ends of local steps.
 
-    After a local step, a worker applies the mean if all snapshots of its round are there, or sends
-    a snapshot if it has no pending round and has paused for long enough.
+    After a local step, a worker applies the mean if all snapshots of its round have arrived, or
+    sends a snapshot if it has no pending round and its pause is over.
     """
     workers = [Worker(torch.zeros(4, dtype=torch.float64)) for _ in SPEEDS]
     sent: list[dict[int, Tensor]] = []
@@ -115,7 +115,7 @@ def test_an_overlapped_round_lets_the_fast_ones_go_ahead_by_one() -> None:
 
 
 def test_gossip_waits_for_neighbours_only() -> None:
-    """On a line 0 - 1 - 2 - 3 whose end is slow, the first round delays its neighbour only."""
+    """On a line 0 - 1 - 2 - 3 with a slow end, the first round delays only the end's neighbour."""
     line = [
         [2 / 3, 1 / 3, 0, 0],
         [1 / 3, 1 / 3, 1 / 3, 0],
@@ -152,7 +152,7 @@ def test_a_worker_with_nan_is_left_out_as_in_a_real_run() -> None:
 
     simulation.run(local_step, 1)
     for params in simulation.params():
-        assert_close(params, torch.full((4,), 2.0, dtype=torch.float64))  # of 1 and 3
+        assert_close(params, torch.full((4,), 2.0, dtype=torch.float64))  # the mean of 1 and 3
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -171,7 +171,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_a_run_round_by_round_is_the_same_for_workers_of_different_speed() -> None:
-    """A fast worker stops before the slow ones have begun the round that it waits for next."""
+    """A fast worker stops before the slow ones have started the round that it waits for next."""
     results = []
     for pieces in ([6], [1] * 6, [2, 3, 1]):
         models = [Point(torch.zeros(4, dtype=torch.float64)) for _ in range(4)]
