@@ -1,4 +1,4 @@
-"""Families of strategies: how each trains in a pool job, and runs that are compared."""
+"""Families of strategies: how each trains in a pool job, and drivers for comparisons."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Sizes] = {
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """The batches of a worker, whose rows have parts: those of some parts."""
+    """The batches of a worker: rows are divided into parts, and some parts are read."""
 
     def __init__(self, worker: int, parts: list[int], num_steps: int) -> None:
         self.worker = worker
@@ -100,7 +100,7 @@ class ShardedModule(ValidatedModule):
             return
         if mesh["tensor_parallel"].size() > 1:
             self.parallelize(mesh["tensor_parallel"])
-        if mesh["data_parallel"].size() > 1 or mesh.size() == 1:  # Lightning wants a DTensor
+        if mesh["data_parallel"].size() > 1 or mesh.size() == 1:  # Lightning requires a DTensor
             self.shard(mesh["data_parallel"])
 
     def parallelize(self, mesh: DeviceMesh) -> None:
@@ -124,7 +124,7 @@ class HybridModule(ShardedModule):
 
 
 class SequenceModule(ShardedModule):
-    """With rows and columns that tensor parallelism splits, and rows of the batch in LayerNorm.
+    """With rows and columns that tensor parallelism splits, and LayerNorm over rows of the batch.
 
     Gradients of LayerNorm are partial sums there.
     """
@@ -176,7 +176,7 @@ class Family:
         return self.make(**arguments)
 
     def loader(self, rank: int, steps: int) -> DataLoader[Any]:
-        """Return what a rank reads."""
+        """Return the loader of a rank."""
         return loader(rank, self.sizes, steps)
 
     def fit(
@@ -221,17 +221,17 @@ METHODS: dict[str, tuple[Callable[..., LocoStrategy], dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is trained and how.
+    """A training run.
 
     Args:
         method: Class of the method, or its name in ``METHODS``.
-        arguments: Of the method, in addition to ``sync_every=3`` and those in ``METHODS``.
+        arguments: Further arguments of the method, besides ``sync_every=3`` and ``METHODS``.
         trainer: Arguments of the Trainer.
         module: Makes the module.
         callbacks: Makes the callbacks.
         steps: Batches of an epoch; a tuple if the workers have different numbers.
         validates: Whether to validate, on three batches.
-        parts: Parts of a worker's rows, each of which another rank may read.
+        parts: Parts of a worker's rows; another rank may read each of them.
 
     """
 
@@ -251,9 +251,9 @@ class Run:
     def compare(
         self, pool: Pool, layout: str, tolerance: float = TOLERANCE
     ) -> list[dict[str, Any]]:
-        """Train with workers of one rank and of several, check that all is equal.
+        """Train with workers of one rank and of several; check that the results are equal.
 
-        Returns the results of the latter.
+        Returns the results of workers of several ranks.
         """
         sizes = LAYOUTS[layout]
         data, tensor = as_pair(sizes)
@@ -274,12 +274,12 @@ class Run:
 
 
 def as_pair(sizes: Sizes) -> tuple[int, int]:
-    """Ranks of a worker that read other data, and ranks that read the same."""
+    """Return the numbers of a worker's ranks that read different data, and that read the same."""
     return sizes if isinstance(sizes, tuple) else (sizes or 1, 1)
 
 
 def fit(rank: int, world: int, run: Run, sizes: Sizes) -> dict[str, Any]:
-    """Train as ``run`` says."""
+    """Train the given run."""
     strategy = run.strategy(sizes)
     trainer = make_trainer(
         strategy,
@@ -298,7 +298,7 @@ def fit(rank: int, world: int, run: Run, sizes: Sizes) -> dict[str, Any]:
 
 
 def loader(rank: int, sizes: Sizes, steps: int = 12, parts: int = 2) -> DataLoader[Any]:
-    """What a rank reads; if no other rank of its worker reads other data, all rows of it."""
+    """Return a rank's loader; it has all rows unless ranks of its worker read different data."""
     data, tensor = as_pair(sizes)
     worker, place = divmod(rank, data * tensor)
     read = list(range(parts)) if data == 1 else [place // tensor]
@@ -306,10 +306,10 @@ def loader(rank: int, sizes: Sizes, steps: int = 12, parts: int = 2) -> DataLoad
 
 
 def loaders(rank: int, run: Run, sizes: Sizes) -> list[DataLoader[Any]]:
-    """What a rank reads to train and to validate."""
+    """Return the loaders of a rank for training and validation."""
     data, tensor = as_pair(sizes)
     steps = run.steps if isinstance(run.steps, int) else run.steps[rank // (data * tensor)]
-    other = rank + 7 * data * tensor  # of another worker
+    other = rank + 7 * data * tensor  # data of another worker
     return [loader(rank, sizes, steps, run.parts), loader(other, sizes, 3, run.parts)]
 
 
@@ -330,7 +330,7 @@ def results(trainer: Any, module: TinyModule) -> dict[str, Any]:
 
 
 def whole(module: nn.Module) -> Tensor:
-    """All parameters in one vector; all ranks of the worker must call it."""
+    """Return all parameters in one vector; all ranks of the worker must call it."""
     return torch.cat([as_whole(p).detach().reshape(-1) for p in module.parameters()])
 
 
@@ -342,7 +342,7 @@ def as_whole(tensor: Tensor) -> Tensor:
 
 
 class PortEnvironment(PoolEnvironment):
-    """An environment of ranks that connect by a port, without a default group.
+    """An environment of ranks that connect through a port, without a default group.
 
     Args:
         rank: This rank.
@@ -383,7 +383,8 @@ class PortEnvironment(PoolEnvironment):
 def take_group_away() -> None:
     """Destroy the pool's process group once all ranks are connected.
 
-    The ranks wait in the store: destroying the group while others connect would end them.
+    The ranks wait in the store, because destroying the group earlier would stop those that
+    still connect.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()

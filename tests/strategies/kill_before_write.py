@@ -1,4 +1,4 @@
-"""Kills processes right before a given change of a file."""
+"""Kills processes right before a specified change of a file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Death(NamedTuple):
 
     Attributes:
         worker: The worker whose changes are counted.
-        number: The number of the change, from 1 on; 0 for none.
-        folder: Changes of files below it are counted; an absolute path.
+        worker: The worker whose changes are counted.
+        number: The number of the change, starting at 1; 0 for none.
         log: A file elsewhere, with a line for each change that was or would have been made.
         kills_all: Whether the others are killed, too.
     """
@@ -113,6 +113,6 @@ def before_each_change(folder: str, call: Callable[[str], None]) -> Iterator[Non
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _callbacks and event in _AUDITED:
         path, folder = os.fspath(args[0 if _AUDITED[event] == "remove" else 1]), args[-1]
-        if folder != -1:  # an open folder, to which the path is relative
+        if folder != -1:  # an open folder that the path is relative to
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
         _callbacks[-1](f"{_AUDITED[event]} {os.path.basename(path)}", path)

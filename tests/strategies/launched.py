@@ -21,11 +21,11 @@ from tests.harness.small_model import TinyModule, flat, make_loader, quiet_train
 SETTINGS: dict[str, Any] = {"topology": "ring", "sync_every": 3}
 LR = 0.05
 STEPS = 6
-TIMEOUT_S = 180.0  # longer than a busy machine takes for the program
+TIMEOUT_S = 180.0  # longer than the program takes on a busy machine
 
 
 class LaunchedModule(TinyModule):
-    """Each worker trains on its own batches, which all of its ranks read."""
+    """Each worker trains on different batches, which all its ranks read."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return make_loader(self.trainer.strategy.worker, STEPS)

@@ -1,4 +1,4 @@
-"""The same training twice: as a plain loop in one process, and under the Trainer in a pool job."""
+"""The same training as a plain loop in one process and with the Trainer in a pool job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def simulate(
     algorithm: Algorithm | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute the weights after fit by a plain loop of some rounds; by default of DiLoCo."""
+    """Compute the weights after fit with a plain loop of some rounds; by default of DiLoCo."""
     settings = {"step": step, "make": make, "sync_every": sync_every, **settings}
     settings["last_round"] = False
     inner = partial(torch.optim.SGD, lr=LR)

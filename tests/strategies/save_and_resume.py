@@ -23,7 +23,7 @@ from tests.cases import Case
 from tests.harness.pool import make_trainer
 from tests.harness.small_model import flat
 
-BATCHES = 6  # of an epoch
+BATCHES = 6  # steps in an epoch
 STEPS = 27
 SYNC_EVERY = 4
 
@@ -60,7 +60,7 @@ class DrawingModule(pl.LightningModule):
 
 
 def loader(world: int, batches: int = BATCHES) -> StatefulDataLoader[Any]:
-    """The batches of an epoch for each worker, shuffled and divided by Lightning's sampler."""
+    """Return a worker's batches of an epoch, shuffled and divided by Lightning's sampler."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(4 * batches * world, 3, generator=generator)
     return StatefulDataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
@@ -91,7 +91,7 @@ class SaveAt(pl.Callback):
 
 
 class SaveEvery(pl.Callback):
-    """Saves every few steps, to one path unless it has a format field for the step."""
+    """Saves every few steps, to one path unless its format string contains the step."""
 
     def __init__(self, every: int, path: str = "often.ckpt", weights_only: bool = False) -> None:
         self.every = every
@@ -106,11 +106,11 @@ class SaveEvery(pl.Callback):
 
 @dataclass(frozen=True)
 class Run:
-    """How the workers train.
+    """A training run.
 
     Args:
         case: The method.
-        folder: Their working directory. A list has one for each worker.
+        folder: The workers' working folder, or a list with one folder for each worker.
         callbacks: Callbacks of the Trainer.
         max_steps: Steps of the run.
         dropout: Dropout of the module.
@@ -147,7 +147,7 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def recorded_warnings() -> Iterator[list[str]]:
-    """A context with a list of warnings about checkpoints of other workers."""
+    """Yield a list that collects warnings about checkpoints of other workers."""
     warned: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", "(?s).*go on from it")
@@ -184,13 +184,13 @@ def resume_each(rank: int, world: int, run: Run, paths: Sequence[str | None]) ->
 def train_save_resume(
     rank: int, world: int, run: Run, paths: Sequence[str | None], again: Run | None = None
 ) -> list[Outcome]:
-    """Make the uninterrupted run, then the same or another one from each file that it has saved."""
+    """Make the uninterrupted run, then resume it or another run from each saved file."""
     whole = fit(rank, world, copy.deepcopy(run))
     return [whole, *resume_each(rank, world, again or run, paths)]
 
 
 def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str) -> None:
-    """Check that a resumed run equals the whole run from some step on, bit for bit."""
+    """Check that a resumed run equals the whole run from a step on, bit for bit."""
     for worker, (one, other) in enumerate(zip(whole, again, strict=True)):
         step = min(other.losses)
         expected = {at: loss for at, loss in one.losses.items() if at >= step}

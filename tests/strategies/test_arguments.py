@@ -1,4 +1,4 @@
-"""Common arguments: defined once, shown by every strategy, refused when misspelt."""
+"""Common arguments: defined once, accepted by every strategy, refused if misspelt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStra
 
 
 def table_of(kind: type) -> Any:
-    """Return the table of common arguments that the signature of a strategy names."""
+    """Return the table of common arguments that a strategy's signature refers to."""
     *own, common = inspect.signature(kind).parameters.values()
     assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in own)
     assert common.kind is inspect.Parameter.VAR_KEYWORD

@@ -90,7 +90,7 @@ def test_warm_up_is_ddp(pool: Pool, accumulate: int) -> None:
 
 
 class RecordsCopies(TinyModule):
-    """Records whether a snapshot of its parameters was pending in each step."""
+    """Records in each step whether a snapshot of the parameters is pending."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
@@ -117,7 +117,7 @@ def test_no_round_starts_before_the_first_step(pool: Pool) -> None:
 
 
 class Stops(Callback):
-    """User code that pauses the averaging."""
+    """User code that pauses averaging."""
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -149,7 +149,7 @@ def test_abort_and_resume_from_user_code(pool: Pool) -> None:
 
 
 class RecordsRounds(ValidatedModule):
-    """Records whether the averaging is stopped, and the rounds so far, in steps and validations."""
+    """Records whether averaging is paused, and the number of rounds, in steps and validations."""
 
     def __init__(self) -> None:
         super().__init__()

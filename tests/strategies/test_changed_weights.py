@@ -1,4 +1,4 @@
-"""Weights that hooks and callbacks write: all workers restart from them, or refuse them."""
+"""Hooks and callbacks that write weights: all workers restart from them, or refuse them."""
 
 from __future__ import annotations
 
@@ -229,9 +229,9 @@ SHIFTS = (0.1, 0.3)
 
 
 class Shifting(TinyModule):
-    """Does not train; each worker adds its own number to all weights after two batches of an epoch.
+    """Does not train; each worker adds its number to all weights after two batches of an epoch.
 
-    The second one is the last of the epoch.
+    The second of these batches is the last one of the epoch.
     """
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class WritesInValidation(pl.Callback):
 def fit_validating(
     rank: int, world: int, name: str, hooks: Sequence[str]
 ) -> dict[str | None, RecordingModule]:
-    """Return results by the hook that writes, and without one."""
+    """Return results for each hook that writes, and without one."""
     found: dict[str | None, Any] = {}
     for hook in (None, *hooks):
         module = RecordingModule()
@@ -347,7 +347,7 @@ def test_writes_in_a_validation_are_undone_after_it(
 
 
 class SwappingModule(RecordingModule):
-    """Swaps in an average of its weights for each validation, and swaps it out afterwards.
+    """Swaps in an average of its weights for each validation, and restores the weights after it.
 
     Args:
         hooks: In which hooks; None for no average.
@@ -457,7 +457,7 @@ def test_with_a_remote_optimizer_an_average_is_swapped_when_all_workers_are_up_t
 def fit_resumed(
     rank: int, world: int, folder: str, hooks: Sequence[str]
 ) -> list[tuple[str, Tensor]]:
-    """Return the error and weights of runs in which a hook writes after a checkpoint was loaded."""
+    """Return the error and weights of runs in which a hook writes after a checkpoint is loaded."""
     path, found = f"{folder}/first.ckpt", []
     for hook in (None, *hooks):
         trainer = make_trainer(
@@ -493,7 +493,7 @@ def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
         assert (weights - VALUE).abs().max() <= 1e-12
 
 
-# ----------------------------------------------------------- optimizers that move the weights
+# ----------------------------------------------------- optimizers that switch weights
 
 
 class Switching(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Checkpoints: an ordinary main file, and side files that make a resumed run exact."""
+"""Checkpoints: an ordinary main file, and side files for an exact resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = [
 def test_resumed_run_equals_uninterrupted_run(
     pool: Pool, tmp_path: Path, case: Case, in_validation: bool
 ) -> None:
-    """Resume within a round, and at the end of an epoch that is also the end of a round.
+    """Resume during a round, and at the end of an epoch that is also the end of a round.
 
     With three workers the result depends on the partners of each exchange.
     """

@@ -1,4 +1,4 @@
-"""What the strategies need from Lightning, and what Lightning's users expect from a strategy."""
+"""What strategies require of Lightning, and what Lightning's users expect of a strategy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lightning_loco.topology import Hypercube
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader, quiet_trainer, worker_batch
 
-# ------------------------------------------------------------------ the host's private names
+# ------------------------------------------------------- private names of Lightning
 
 
 def test_private_names_of_lightning_exist() -> None:
@@ -138,7 +138,7 @@ def stop_after_three(rank: int, world: int) -> int:
 
 
 class OlderFiles(CheckpointIO):
-    """Reads like the CheckpointIO of Lightning 2.5."""
+    """A CheckpointIO with the loading signature of Lightning 2.5."""
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
@@ -151,7 +151,7 @@ class OlderFiles(CheckpointIO):
 
 
 class NewerFiles(OlderFiles):
-    """Reads like that of Lightning 2.6."""
+    """A CheckpointIO with the loading signature of Lightning 2.6."""
 
     def load_checkpoint(
         self, path: str, map_location: Any = None, weights_only: bool | None = None
@@ -285,7 +285,7 @@ class CollectiveCounter:
 
 
 class CountPerBatch(pl.Callback):
-    """Counts collectives of each batch, from before it is fetched until after its last hook."""
+    """Counts each batch's collectives, from before it is fetched until after its last hook."""
 
     def __init__(self, counter: CollectiveCounter) -> None:
         self.counter = counter
@@ -317,7 +317,7 @@ def test_local_steps_make_no_collective(pool: Pool) -> None:
 def test_only_batches_with_a_round_make_collectives(pool: Pool) -> None:
     strategy = LocoStrategy(DiLoCo(), sync_every=3)
     for counts in pool.run(count_collectives, strategy, world=2):
-        # A single one: the statuses are sent with the only bucket of the round.
+        # A single one: statuses are sent with the only bucket of the round.
         assert counts == [0, 0, 1, 0, 0, 1, 0, 0]
 
 

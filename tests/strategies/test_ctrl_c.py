@@ -1,4 +1,4 @@
-"""After Ctrl-C or an exception within `fit`, no threads or sockets of it remain."""
+"""After Ctrl-C or an exception in `fit`, none of its threads and sockets remain."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resources() -> frozenset[str]:
     """Return native threads, threads of Python, and open sockets of this process."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed in the meantime
             links.append(os.readlink(path))
     return frozenset(
         [f"native thread {path.name}" for path in Path("/proc/self/task").iterdir()]
@@ -53,7 +53,7 @@ def resources() -> frozenset[str]:
 
 
 def wait_for_all(trainer: Trainer) -> None:
-    """Wait for all ranks; otherwise the slowest would get an error of the first."""
+    """Wait for all ranks; otherwise the slowest one would get an error from the first."""
     store = dist.distributed_c10d._get_default_store()
     here = store.add("loco-test/here", 1)
     deadline = time.monotonic() + 20
@@ -63,7 +63,7 @@ def wait_for_all(trainer: Trainer) -> None:
 
 
 class AllAtOnce(Callback):
-    """Sends Ctrl-C to all ranks, as a terminal does, or raises an exception on all."""
+    """Sends Ctrl-C to all ranks, like a terminal, or raises an exception on all."""
 
     def __init__(self, ending: str) -> None:
         self.ending = ending
@@ -90,7 +90,7 @@ def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], 
         trainer.fit(TinyModule(), make_loader(rank, 10_000))
     deadline = time.monotonic() + 5
     while (left := resources() - before) and time.monotonic() < deadline:
-        gc.collect()  # tracebacks keep references to pending messages
+        gc.collect()  # tracebacks reference pending messages
         time.sleep(0.01)
     return event.resources - before, left
 
@@ -104,7 +104,7 @@ def test_no_resources_remain(pool: Pool, name: str, ending: str) -> None:
 
 
 class ErrorAfterStop(Callback):
-    """Requests a stop, and raises an error in the batch after which all would have stopped."""
+    """Requests a stop, and raises an error in the batch after which all would stop."""
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:

@@ -1,4 +1,4 @@
-"""A machine loses its network in training: all workers end in time with an error that names it."""
+"""A machine is disconnected during training: all workers exit in time with an error naming it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ finally:
 
 
 def end_of(program: Program, cut_at: float) -> str:
-    """Return how a program has ended in time, without the time that Python needs to exit."""
+    """Return how a program exited in time, not counting the time of Python's exit."""
     code, output = program.finish(60)
     assert code == 1, output
     ended_at = float(output.partition("ended at ")[2].split()[0])

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused on all ranks; the error names another one that is intact."""
+"""Damaged checkpoints are refused on all ranks; the error names an intact one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(module: TinyModule, path: str, *_: Any) -> None:
 
 
 def fit(rank: int, world: int, kind: str, path: str | dict[int, str], resume: bool = False) -> int:
-    """Train, and save to ``path`` or ``resume`` from it; it may be given for some ranks."""
+    """Train, and save to ``path`` or ``resume`` from it; only some ranks may have it."""
     if isinstance(path, dict):
         path = path.get(rank, "")
     module = TinyModule(optimizer="Adam")
@@ -74,7 +74,7 @@ def saved(
 
 
 def refusal(pool: Pool, kind: str, path: Path | dict[int, str]) -> str:
-    """Return the error of all ranks, which refuse to resume."""
+    """Return the error with which all ranks refuse to resume."""
     with pytest.raises(PoolError) as error:
         pool.run(fit, kind, path if isinstance(path, dict) else str(path), True, world=WORLD)
     assert sorted(error.value.failures) == [*range(WORLD)], error.value
@@ -117,7 +117,7 @@ def test_damaged_file_and_an_intact_one_are_named(
             path.write_bytes(whole if content is None else content)
             if content is None:
                 flip_in_tensors(path)
-                torch.load(path)  # does not notice
+                torch.load(path)  # does not detect it
             message = refusal(pool, kind, path)
             assert str(path) in message
             assert text in message

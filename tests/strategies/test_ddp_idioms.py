@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 
 
 class UsesWrapper(TinyModule):
-    """Uses the attributes of DDP's wrapper."""
+    """Uses attributes of DDP's wrapper."""
 
     def on_train_start(self) -> None:
         assert self.trainer.model.module is self
@@ -65,7 +65,7 @@ def test_names_of_the_wrapper(pool: Pool) -> None:
 
 
 class CollectivesBetweenEpochs(TinyModule):
-    """Calls collectives that do not go through the strategy at the start and end of epochs."""
+    """Calls collectives without the strategy at the start and end of epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_overlap_with_data_of_unknown_length(
 
 
 class NumpySGD(torch.optim.SGD):
-    """Has numbers of NumPy in its state, as some optimizers do."""
+    """Has NumPy numbers in its state, as some optimizers do."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

@@ -1,4 +1,4 @@
-"""The data of an epoch that another number of workers resumes."""
+"""The data of an epoch that resumes with another number of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.strategies.save_and_resume import (
 )
 from tests.strategies.test_resume import VALIDATIONS
 
-SAMPLES = 24  # in an epoch: 8 batches of each of 3 workers
+SAMPLES = 24  # samples in an epoch: 8 batches for each of 3 workers
 LOADERS = {
     "stateful": StatefulDataLoader,
     "resumable": ResumableDataLoader,
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 class Reading(pl.LightningModule):
-    """Records the number of each sample, by epochs."""
+    """Records the number of each sample, by epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def read(
     resume: str | None,
     sync_every: int | list[int] = 2,
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the samples that this worker trains on, and the warnings."""
+    """Return this worker's training samples, and the warnings."""
     module = Reading()
     at = save_at if isinstance(sync_every, int) else save_at * sync_every[rank % 2]
     trainer = make_trainer(
@@ -118,13 +118,13 @@ def read_each(
 def test_no_sample_is_skipped_or_repeated(
     pool: Pool, tmp_path: Path, before: int, now: int, kind: str
 ) -> None:
-    """Half of them are read before the change of the number of workers, half after it."""
+    """Half of the samples are read before the number of workers changes, half after it."""
     path, steps = str(tmp_path / "cut.ckpt"), SAMPLES // 2 // before
     first = pool.run(read, kind, path, steps, None, world=before)
     then = pool.run(read, kind, str(tmp_path / "no.ckpt"), -1, path, world=now)
     assert all(len(seen) == steps for seen, _ in first)
     of_epoch = [seen for worker in (*first, *then) for seen in worker[0] if seen[0] == 0]
-    if now > 1 and before > 1 or kind != "ordinary":  # alone, another shuffle is drawn
+    if now > 1 and before > 1 or kind != "ordinary":  # a single worker draws another shuffle
         assert sorted(sample for _, sample in of_epoch) == list(range(SAMPLES))
     assert len(of_epoch) == SAMPLES
     later = [seen for worker in then for seen in worker[0] if seen[0] == 1]
@@ -143,7 +143,7 @@ def test_a_finished_epoch_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_run_with_divided_data_is_resumed_exactly(pool: Pool, tmp_path: Path) -> None:
-    """Its own checkpoints have the new positions."""
+    """Checkpoints of the resumed run have the new positions."""
     first, second, end = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second", "no"))
     pool.run(read, "stateful", first, 4, None, world=3)
     runs = [(end, -1, first), (second, 7, first), (end, -1, second)]
@@ -154,7 +154,7 @@ def test_a_run_with_divided_data_is_resumed_exactly(pool: Pool, tmp_path: Path) 
 
 
 def test_unequal_shares_can_change(pool: Pool, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """4 of 8 rounds are made by workers that read 1 and 2 samples in each."""
+    """In 4 of 8 rounds, workers read 1 and 2 samples."""
     path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
     first = pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
     assert [len(seen) for seen, _ in first] == [4, 8]
@@ -186,7 +186,7 @@ def test_unequal_shares_can_change(pool: Pool, tmp_path: Path, subtests: pytest.
 def test_validations_are_made_when_they_are_due(
     pool: Pool, tmp_path: Path, validation: str, points: dict[str, list[int]]
 ) -> None:
-    """An epoch has 6 batches; 2 batches of 2 workers are 1 of 3 workers, so one more is left."""
+    """An epoch has 6 batches; 2 batches of 2 workers are 1 of 3 workers, so one more remains."""
     run = Run(
         CASES["async_diloco"],
         str(tmp_path),

@@ -1,4 +1,4 @@
-"""Ranks that are lost after training, or in a validation or test: the others end with an error."""
+"""Ranks lost after training, in validation or in a test: the others exit with an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 3.0
 
 
 class Evaluated(TinyModule):
-    """Its evaluations make no collectives, except if ``gathers``."""
+    """Its evaluations run no collectives unless ``gathers`` is set."""
 
     def __init__(self, gathers: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_others_name_the_rank_that_is_lost(
     with pytest.raises(PoolError) as caught:
         pool.run(run_and_lose, is_remote, part, hook, kills, False, world=world, grace_s=20)
     failures = caught.value.failures
-    for rank in {0, 2} if is_remote and part == "fit" else {0}:  # rank 2 serves in fit only
+    for rank in {0, 2} if is_remote and part == "fit" else {0}:  # rank 2 serves during fit only
         assert "orker 1" in failures[rank].message, failures[rank].message
         assert kills or "no space left" in failures[rank].message
 

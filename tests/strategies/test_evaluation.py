@@ -1,4 +1,4 @@
-"""Which model is validated, and which one is in the module after fit."""
+"""The model that is validated, and the model in the module after fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RecordingModule(LightningModule):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.model = norm_model(seed=rank)  # all start from worker 0's model
+        self.model = norm_model(seed=rank)  # all start from the model of worker 0
         self.started: list[Picture] = []
         self.trained: list[Picture] = []
         self.validated: list[Picture] = []
@@ -66,7 +66,7 @@ class RecordingModule(LightningModule):
 
 
 def fit_recording(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Six local steps with a validation in the middle of the second round, and six more."""
+    """Take six local steps with a validation in the middle of the second round, then six more."""
     module = RecordingModule(rank)
     trainer = make_trainer(
         LocoStrategy(sync_every=4, **settings),
@@ -100,7 +100,7 @@ def test_validation_uses_the_mean_of_the_workers(pool: Pool, algorithm: Algorith
     results = pool.run(fit_recording, {"algorithm": algorithm}, world=3)
     for epoch, last_batch in ((1, 5), (2, 11)):
         local = [result["trained"][last_batch] for result in results]
-        assert not torch.equal(local[0][1], local[1][1])  # statistics of BatchNorm are local
+        assert not torch.equal(local[0][1], local[1][1])  # BatchNorm statistics are local
         for result in results:
             assert_same(result["validated"][epoch], mean_of(local))
     assert not torch.equal(results[0]["trained"][5][0], results[1]["trained"][5][0])
@@ -159,7 +159,7 @@ def end_after(rank: int, world: int, case: Case, lengths: Sequence[int]) -> list
 def test_fit_returns_the_model_of_its_last_validation(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """With every method, within a round and at its ends, and with pending results."""
+    """With every method, during and between rounds, and with pending results."""
     for index, name in enumerate(without_variants()):
         case = CASES[name]
         if case.by_clock:  # rounds also start and end at sync points
@@ -294,7 +294,7 @@ def test_metrics_and_every_entry_of_the_trainer(pool: Pool) -> None:
 
 
 class LocalMetricModule(TinyModule):
-    """A metric that gets worse on worker 1 only, from the third epoch on."""
+    """A metric that gets worse only on worker 1, from the third epoch on."""
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         worse = self.global_rank == 1 and self.current_epoch >= 2

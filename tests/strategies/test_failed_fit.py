@@ -1,4 +1,4 @@
-"""What a fit that has failed leaves: never half of a round, and always the outer state."""
+"""State after a failed fit: never half of a round, and always the outer state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class FailIn(pl.Callback):
-    """Lets one worker fail, and keeps what its engine held right before."""
+    """Makes one worker fail, and records its engine's state right before."""
 
     def __init__(self, rank: int, hook: str = "on_train_batch_start") -> None:
         self.rank = rank
@@ -56,7 +56,7 @@ class FailIn(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """Keeps what the engine holds when a resumed run starts."""
+    """Records the engine's state at the start of a resumed run."""
 
     def __init__(self) -> None:
         self.state: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def equal(states: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
 
 
 def fail_and_resume(rank: int, world: int, name: str, folder: str) -> tuple[Any, ...]:
-    """Fail while a checkpoint is written on exception, write one more, and resume from both."""
+    """Fail during the checkpoint on exception, write another one, and resume from both."""
     os.chdir(folder)
     failing, module = FailIn(1), DrawingModule()
     trainer = make_trainer(
@@ -146,7 +146,7 @@ def test_a_failed_fit_leaves_the_outer_state_and_says_what_it_is(
 
 
 def tear(rank: int, world: int, folder: str) -> tuple[list[str], list[str], bool]:
-    """Lose the fourth of five buckets of a round on worker 0; then save by all means."""
+    """Lose the fourth of five buckets of a round on worker 0; then save in every possible way."""
     os.chdir(folder)
     module = DrawingModule()
     module.model = torch.nn.Sequential(torch.nn.Linear(3, 1000), torch.nn.Linear(1000, 1))
@@ -181,7 +181,7 @@ def tear(rank: int, world: int, folder: str) -> tuple[list[str], list[str], bool
 
 
 def test_half_of_a_round_is_never_saved(pool: Pool, tmp_path: Path) -> None:
-    """With two pending buckets, the first has been applied when the fourth is lost."""
+    """With two pending buckets, the first one is already applied when the fourth is lost."""
     torn = "A round has failed while it was being applied"
     (errors, files, is_closed), others = pool.run(tear, str(tmp_path), world=2)
     in_callback, before, later = errors

@@ -29,7 +29,7 @@ RANKS = {"ranks": FAMILIES["rounds of ranks"], "gossip": FAMILIES["gossip of ran
 
 
 class Slow(pl.Callback):
-    """Gives fetches and signals time."""
+    """Slows steps down, so that fetches and signals can complete."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.002)
@@ -39,7 +39,7 @@ class Slow(pl.Callback):
 
 
 class Raises(Slow):
-    """Raises on worker 1."""
+    """Raises an error on worker 1."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_batch_start()
@@ -103,7 +103,7 @@ MORE_FAULTS = [
 
 
 class FailAt(FailIn):
-    """Fails in a phase, or in a part of a batch."""
+    """Fails in a phase of fit, or in a part of a batch."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(0.002)
@@ -175,7 +175,7 @@ def hear_an_error(rank: int, world: int) -> list[str]:
         found.append(str(caught.value))
         dist.barrier()
         if rank == 1:
-            group.watchdog.end()  # gives no sign of life, as a frozen process
+            group.watchdog.end()  # sends no heartbeats, like a frozen process
         else:
             with pytest.raises(RuntimeError) as caught, replica.errors_named("local step 6"):
                 raise RuntimeError("Application timeout caused pair closure")
@@ -189,17 +189,17 @@ def hear_an_error(rank: int, world: int) -> list[str]:
 
 
 def test_an_error_is_that_of_a_frozen_sibling_whatever_its_text(pool: Pool) -> None:
-    """Some of gloo's texts do not say that they are its own."""
+    """Some of gloo's error messages do not show that they come from gloo."""
     own, of_sibling = pool.run(hear_an_error, world=SIZE)[0]
     assert own == "shapes cannot be multiplied"
     assert "from worker 0, place 1 (rank 1) (no sign of life)" in of_sibling
 
 
-# ---------------------------------------------------- ranks of one worker that are not alike
+# ------------------------------------------------- ranks of one worker that differ
 
 
 class WaitsElsewhere(TinyModule):
-    """Its ranks wait for all others, each of a worker at another point."""
+    """Ranks at different places of a worker wait at different barriers."""
 
     def on_train_epoch_end(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -243,7 +243,7 @@ def test_ranks_of_one_worker_at_different_sync_points(pool: Pool) -> None:
 
 
 def test_a_rank_that_starts_the_next_epoch_alone_is_named(pool: Pool) -> None:
-    """It has fewer batches, and its sibling runs a round meanwhile."""
+    """It has fewer batches, and the other rank of its worker runs a round meanwhile."""
     texts = errors_of(pool, RANKS["ranks"], TinyModule(), [8, 8, 6, 8], {"timeout_s": 4}, 2)
     for rank, text in enumerate(texts):
         assert all(rank == other or name_of(other) in text for other in (2, 3)), text
@@ -273,11 +273,11 @@ def test_ranks_of_one_worker_with_different_numbers_of_batches(
     assert name != "ranks" or any("the same number of batches" in text for text in texts)
 
 
-# ------------------------------------------------------------------------------ a stop
+# ----------------------------------------------------------------------------- stops
 
 
 class StopLater(Slow):
-    """Asks one rank to stop, which is not the first of its worker."""
+    """Asks one rank to stop, not the first of its worker."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_batch_start()
@@ -291,7 +291,7 @@ def fit_until_stopped(rank: int, world: int, name: str) -> tuple[int, bool]:
     class WithoutSave(StopLater):
         def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
             strategy = trainer.strategy
-            # In place of a save, which waits for the others as well.
+            # Instead of a save, which waits for the others as well.
             strategy.checkpoints.save_interrupted = lambda *_: strategy.sync_point("a stop")
 
     try:

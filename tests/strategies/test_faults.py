@@ -61,7 +61,7 @@ def script(
     max_steps: int = 3000,
     ckpt_path: str | None = None,
 ) -> str:
-    """Return the command of the script with these settings."""
+    """Return the command that runs the script with these settings."""
     return SCRIPT.format(
         event=event,
         sync_every=sync_every,
@@ -87,7 +87,7 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
         assert time.monotonic() - started < 30
         assert code != 0
     assert "AssertionError: the sky fell" in output
-    if worker == 0:  # the launcher kills the children of a dead child, but not those of a dead main
+    if worker == 0:  # the launcher kills children of a dead child, but not of a dead main process
         assert "WorkerFailure: Worker 0 failed:" in output
 
 
@@ -96,7 +96,7 @@ KILLED = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), si
 
 @pytest.mark.soak
 def test_after_a_kill_the_launcher_ends_all(tmp_path: Path) -> None:
-    """Lightning's checks its processes every 5 s, and kills all if one has died."""
+    """Lightning's launcher checks its processes every 5 s, and kills all if one has died."""
     with running(tmp_path, KILLED) as program:
         program.wait_for("five batches done")
         code, output = program.finish(30)
@@ -125,9 +125,9 @@ SYNC_EVERY = 150
 
 @pytest.mark.soak
 def test_interrupted_run_equals_uninterrupted_run(pool: Pool, tmp_path: Path) -> None:
-    """After a stop between two rounds the losses are the same as without it.
+    """After a stop between two rounds, the losses equal those of an uninterrupted run.
 
-    Workers agree on it within some tens of steps, long before the next round.
+    Workers agree on the stop within some tens of steps, long before the next round.
     """
     event = "if (trainer.global_rank, batch_idx) == (1, 163): os.kill(os.getpid(), signal.SIGTERM)"
     with running(tmp_path, event, sync_every=SYNC_EVERY, max_steps=400) as program:
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
 
 
 def losses(output: str) -> dict[int, list[float]]:
-    """Return the losses that each worker has printed."""
+    """Return the losses printed by each worker."""
     return {
         int(worker): [float(value) for value in values.split(",")]
         for worker, values in re.findall(r"worker (\d) losses \[([^\]]*)\]", output)

@@ -1,4 +1,4 @@
-"""Callbacks that write the final weights: these are kept, and are a mean over the workers."""
+"""Callbacks that write the final weights: these are kept, as a mean over the workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DECAY = 0.9
 
 
 def methods(quick: set[str]) -> list[Any]:
-    """All methods; those that are not quick are in the soak."""
+    """Return all methods; slow ones run in the soak."""
     return [pytest.param(name, marks=[pytest.mark.soak] * (name not in quick)) for name in METHODS]
 
 
@@ -69,7 +69,7 @@ def make_strategy(method: str, **common: Any) -> Strategy:
 
 
 class AveragingModule(ValidatedModule):
-    """Averages its local weights by hand, and records which weights are validated."""
+    """Averages its local weights by hand, and records the validated weights."""
 
     def __init__(self, decay: float | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class AveragingModule(ValidatedModule):
 
 
 class RecordAverages(Callback):
-    """Records the averages by hand right before every validation."""
+    """Records the hand-made averages right before every validation."""
 
     def __init__(self) -> None:
         self.averages: list[Tensor] = []
@@ -148,7 +148,7 @@ def fit_averaging(
 def test_the_average_of_all_workers_is_validated_saved_and_final(
     pool: Pool, tmp_path: Path, method: str, kind: str
 ) -> None:
-    world = 3 if "gasloc" in method else 2  # with neighbours, or all of them
+    world = 3 if "gasloc" in method else 2  # with neighbours, or with all workers
     results = pool.run(fit_averaging, method, kind, str(tmp_path), world=world)
     expected = torch.stack([result["by hand"] for result in results]).mean(0)
     assert not torch.equal(results[0]["by hand"], results[1]["by hand"])
@@ -212,7 +212,7 @@ def test_with_a_remote_optimizer_the_average_of_the_worker_with_the_most_data_is
 
 
 def fit_twice(rank: int, world: int, folder: str) -> list[Tensor]:
-    """Return the final weights of a run, and of one that is resumed after its first epoch."""
+    """Return the final weights of a run, and of one resumed after its first epoch."""
     found = []
     for resume in (None, f"{folder}/epoch=0.ckpt"):
         saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
@@ -237,7 +237,7 @@ def test_a_resumed_run_continues_the_average(pool: Pool, tmp_path: Path) -> None
 
 
 class NormModule(TinyModule):
-    """With statistics of BatchNorm, or without."""
+    """A module with or without BatchNorm."""
 
     def __init__(self, has_norm: bool) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) ->
 
 
 class RecordMasks(Callback):
-    """Records the masks of each worker, before a checkpoint makes them equal."""
+    """Records each worker's masks before a checkpoint makes them equal."""
 
     def __init__(self) -> None:
         self.masks = torch.zeros(0)
@@ -344,14 +344,14 @@ def test_pruning_keeps_its_zeros(
     saved = torch.load(next((tmp_path / "own").glob("last*.ckpt")), weights_only=True)["state_dict"]
     for state in (first, second, saved):
         assert set(state) == set(expected)
-        assert count_zeros(state) == count_zeros(expected) == 15  # of 20, half of them twice
+        assert count_zeros(state) == count_zeros(expected) == 15  # of 20, pruned by half twice
     for name, value in first.items():
         if value.is_floating_point():
             assert torch.equal(value, second[name]), name
 
 
 class WritesAtTheEnd(Callback):
-    """A callback that writes into the model when training ends."""
+    """Writes into the model when training ends."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for parameter in pl_module.parameters():

@@ -1,4 +1,4 @@
-"""Trainer.fit with several workers on one GPU, over gloo and over NCCL itself."""
+"""Trainer.fit with several workers on one GPU, with gloo and with NCCL."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_strategy(name: str, world: int, backend: str) -> Strategy:
 
 
 def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Path) -> Run:
-    """Train two epochs with validations; on a GPU resume the second from a checkpoint."""
+    """Train two epochs with validations; on a GPU, resume the second one from a checkpoint."""
     let_nccl_share_the_gpu(rank)
     path = folder / "saved.ckpt"
     parts = [(1, None), (2, str(path))] if gpu else [(2, None)]

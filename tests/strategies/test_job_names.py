@@ -1,4 +1,4 @@
-"""Names of jobs, by which jobs that share a store by mistake are detected."""
+"""Names of jobs, which detect jobs that share a store by mistake."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_fit_equals_that_on_gloo(pool: Pool, tmp_path: Path, name: str) -> Non
 
 
 class Fault(Callback):
-    """Kills or freezes worker 1 within a phase, after some complete rounds."""
+    """Kills or freezes worker 1 in a phase, after some complete rounds."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -115,7 +115,7 @@ class Fault(Callback):
 
 
 def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, float]:
-    """Return the error of a worker, and how long after the fault it was raised."""
+    """Return the error of a worker, and the seconds from the fault to the error."""
     fault = Fault(how)
     with late_messages():
         trainer = make_trainer(
@@ -131,7 +131,7 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
         assert lasted_s < LATEST_S
         raise RuntimeError(
             str(raised.value)
-        )  # the pool returns no results without that of worker 1
+        )  # the pool returns no results without the result of worker 1
     return str(raised.value), lasted_s
 
 

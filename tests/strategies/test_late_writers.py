@@ -1,4 +1,4 @@
-"""A worker that was suspended, or another run, does not damage later saves to its path."""
+"""A worker that was suspended, or another run, cannot damage later saves to its path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WAYS = {
 
 @dataclasses.dataclass
 class OnlyWorker(WorkerGroup):
-    """Calls a function instead of one of its agreements, and then finds the others gone."""
+    """Calls a function instead of one of its agreements, and then raises that worker 1 is gone."""
 
     number: int = 1
     then: Callable[[], object] = bool
@@ -59,7 +59,7 @@ def save(
     way: str = "shared",
     with_side_files: bool = True,
 ) -> None:
-    """Save the state of worker 0; without side files if not ``with_side_files``."""
+    """Save the state of worker 0, with side files or without."""
     io, stamp = WholeFileIO(), new_stamp(step)
     files = SideFiles(io, path)
     main = {"step": step, **({KEY: {"stamp": stamp}} if with_side_files else {})}
@@ -116,7 +116,7 @@ def test_main_file_is_replaced_only_after_another_agreement(tmp_path: Path, numb
 def test_a_save_between_any_two_changes_remains_complete(
     tmp_path: Path, way: str, with_side_files: bool, subtests: pytest.Subtests
 ) -> None:
-    """Make a newer save before each fault point of an older one that was agreed on."""
+    """Make a newer save before each fault point of an older save that was agreed on."""
     reached: list[str] = []
     save(tmp_path / "count.ckpt", 1, way=way)
     with on_reach(reached.append):
@@ -162,7 +162,7 @@ def test_main_file_alone_leaves_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_side_files", [True, False])
 def test_a_folder_is_complete_before_each_change(tmp_path: Path, with_side_files: bool) -> None:
-    """Whenever a process is killed that replaces a folder, the folder is the old or the new one."""
+    """Wherever the process that replaces a folder is killed, the old or the new one exists."""
     folder, states = tmp_path / "run", tmp_path / "states"
     folder.mkdir()
     path = folder / "last.ckpt"
@@ -192,7 +192,7 @@ def test_a_folder_is_complete_before_each_change(tmp_path: Path, with_side_files
 
 
 def test_a_folder_of_lightning_can_be_replaced(tmp_path: Path) -> None:
-    """Also a copy in which links have become folders, and one that is only linked."""
+    """Also a copy with folders instead of links, and one that is itself a link."""
     path = tmp_path / "last.ckpt"
     for step in (1, 2):
         save(path, step, way="main folder")
@@ -218,7 +218,7 @@ def test_the_side_folder_may_be_on_another_disk(tmp_path: Path, other_disk: Path
 
 @dataclasses.dataclass
 class WithOneElsewhere(WorkerGroup):
-    """Worker 1; worker 0 has the same saves on its disk, and names another file."""
+    """Worker 1; worker 0 has the same saves on its disk, and uses another file name."""
 
     def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
         return ["/elsewhere/other.ckpt" if isinstance(value, str) else value, value]

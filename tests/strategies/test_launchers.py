@@ -28,13 +28,13 @@ def script(folder: Path, start_method: str = "popen", *changes: str) -> list[str
 
 
 def expected_weights() -> Tensor:
-    """The mean of two workers on a ring, in one process; no round follows the last step."""
+    """Compute two workers on a ring in one process; no round follows the last step."""
     rounds = launched.STEPS // launched.SETTINGS["sync_every"]
     return simulate(GASLoC(), 2, rounds, last_round=False, **launched.SETTINGS)[-1, 0]
 
 
 def assert_trained(folder: Path, environment: str, launcher: str, num_nodes: int = 1) -> None:
-    """With several nodes, each is a worker."""
+    """Check the weights; with several nodes, each node is a worker."""
     size, num_ranks = (1 if num_nodes == 1 else 2), 2 * num_nodes
     results: list[dict[str, Any]] = [
         torch.load(folder / f"worker{rank}.pt") for rank in range(num_ranks)
@@ -72,7 +72,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def slurm_variables(rank: int, port: int, num_nodes: int) -> dict[str, str]:
-    """Return the environment of a task of ``srun --ntasks-per-node=2``; all nodes are this one."""
+    """Return variables of a task of ``srun --ntasks-per-node=2``; all nodes are this machine."""
     return {
         "SLURM_JOB_ID": "123456",
         "SLURM_JOB_NAME": "train",
@@ -119,5 +119,5 @@ def test_mpirun_without_mpi4py_is_refused(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
     with pytest.raises(ValueError, match="MPI has started 5 processes .OMPI_COMM_WORLD_SIZE=5."):
         quiet_trainer(strategy=strategy(), devices=5)
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the script says which rank this is, or Lightning does
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the rank comes from the script, or from Lightning
     assert quiet_trainer(strategy=strategy(), devices=5).world_size in (4, 5)

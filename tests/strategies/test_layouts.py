@@ -1,4 +1,4 @@
-"""Runs of more workers, and of workers of more ranks, than a pool of four has."""
+"""Runs with more workers, or more ranks per worker, than a pool of four processes has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.strategies.test_workers_of_ranks import TRAINING, VALIDATED
 
 pytestmark = [
     pytest.mark.soak,
-    # Of a layer that is sharded by both: PyTorch warns of in-place operations; there are none.
+    # From a layer that both shard: PyTorch warns about in-place operations, but there are none.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
 ]
 ROUNDS = 50

@@ -1,7 +1,7 @@
-"""Private names of Lightning's classes are used, and overwritten, in one module only.
+"""Only one module uses or overrides private names of Lightning's classes.
 
-Ruff (SLF001) finds ``trainer._x``; it does not see that ``self._x`` in a subclass of a class of
-Lightning is Lightning's.
+Ruff (SLF001) detects ``trainer._x``, but not that ``self._x`` in a subclass of a Lightning
+class belongs to Lightning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_private(name: str) -> bool:
 
 
 def own_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of each private attribute of ``self``, and of those read by ``getattr``."""
+    """Return line and name of each private attribute of ``self``, including ``getattr`` calls."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
@@ -45,7 +45,7 @@ def own_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_of_lightning(kind: type) -> frozenset[str]:
-    """Private names in the classes of Lightning that a class builds on."""
+    """Return private names in the Lightning classes that a class derives from."""
     found: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
@@ -55,13 +55,13 @@ def names_of_lightning(kind: type) -> frozenset[str]:
 
 @functools.cache
 def names_in(kind: type) -> frozenset[str]:
-    """Private names that the source of a class has."""
+    """Return private names in the source of a class."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     return frozenset(name for _, name in own_attributes(tree))
 
 
 def violations(module: str, text: str) -> list[str]:
-    """Where the classes of a module use a private name of the Lightning classes below them."""
+    """Return uses of private names of Lightning's base classes in the classes of a module."""
     found = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):

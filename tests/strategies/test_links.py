@@ -23,7 +23,7 @@ OPTIONS = {"sync_every": 6, "fragments": 2, "fetch_probability": 1.0}
 
 
 class Watch(Callback):
-    """Makes steps long enough for a fetch, and sees what the link delays."""
+    """Makes steps long enough for a fetch, and records what the link delays."""
 
     seconds = 0.0
     is_delayed = False

@@ -1,4 +1,4 @@
-"""Local steps under Lightning: nothing is read from the parameters, and no graph is kept."""
+"""Local steps with Lightning: no parameter values are read, and no graph is kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NoReads(TinyModule):
 
 
 class Watched(Callback):
-    """Records reads in steps without a round; rounds by the clock would wait there."""
+    """Records reads in steps without a round; rounds by the clock would wait in them."""
 
     def __init__(self, case: Case) -> None:
         self.by_clock = case.by_clock
@@ -72,7 +72,7 @@ def fit(
     watched = Watched(case)
     at_once = dataclasses.replace(
         case, delay=0
-    )  # a step in which a result is applied is not only local
+    )  # a step that applies a result is not only a local step
     strategy = at_once.strategy(SYNC_EVERY)
     trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
     trainer.fit(module(), make_loader(rank, STEPS))

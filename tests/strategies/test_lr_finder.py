@@ -1,4 +1,4 @@
-"""The learning rate finder, which trains within ``fit``, has no effect on the run after it."""
+"""The learning rate finder, which trains within ``fit``, does not affect the following run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of methods agrees with classes, configurations and pages; a new method is a row."""
+"""The table of methods agrees with classes, configurations and pages; a new method adds a row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_measured_gaps_are_those_of_their_page(subtests: pytest.Subtests) -> Non
         page = (ROOT / row.source).read_text(encoding="utf-8")
         compressed = (ROOT / "docs" / "results" / "compressed.md").read_text(encoding="utf-8")
         rows = re.findall(r"^\| ([^|]+?) \| ([\d.]+) \|", page + compressed, re.MULTILINE)
-        losses = {title: float(loss) for title, loss in reversed(rows)}  # the first of each title
+        losses = {title: float(loss) for title, loss in reversed(rows)}  # first of each title
         for key, gap in row.gaps.items():
             with subtests.test(name, key=key):
                 if key == "sparse":
@@ -112,7 +112,7 @@ def test_rows_of_codecs_are_those_of_their_classes(subtests: pytest.Subtests) ->
                 assert given[field.name] == getattr(codec, field.name)
 
 
-# ---------------------------------------------------------------------- a method that is new
+# ---------------------------------------------------------------- a new method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ assert loco.BlendStrategy("star", 5, 0.25, timeout_s=3).settings.topology == "st
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the package with one more method."""
+    """Return a copy of the package with an additional method."""
     for folder in ("lightning_loco", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__py*"))
     shutil.copy(ROOT / "train.py", tmp_path)

@@ -1,4 +1,4 @@
-"""A worker whose parameters are not finite is left out of the round, with every algorithm."""
+"""Workers with non-finite parameters are excluded from the round, with every algorithm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LR = 0.05
 
 
 class NaNModule(TinyModule):
-    """One batch of chosen workers holds NaN."""
+    """Gives chosen workers a batch with NaN."""
 
     def __init__(self, broken: tuple[int, ...], model: nn.Module, optimizer: str) -> None:
         super().__init__(lr=LR, optimizer=optimizer)
@@ -81,13 +81,13 @@ def fit_with_nan(
 
 
 def restarted(algorithm: Algorithm, start: Tensor, state: State) -> Tensor:
-    """Reset to the start of the round; its message has no effect without a state."""
+    """Reset to the start of the round; without a start in the state, the message is zero."""
     remembered = algorithm.round_start(state)
     return torch.zeros_like(start) if remembered is None else remembered.clone()
 
 
 def leave_out(case: Case, broken: int, world: int) -> Tensor:
-    """Compute the mean after three phases if a worker is left out of the first of two rounds."""
+    """Compute the mean after three phases if a worker is excluded from the first of two rounds."""
     model = make_model()
     start = flat(model)
     algorithm = case.prepared(world)
@@ -97,7 +97,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def apply() -> None:
-        """Apply the results, and add the progress since the messages were sent."""
+        """Apply the results, and add the progress made since the messages were sent."""
         for worker, (message, received, sent_params) in enumerate(pending):
             own = message if len(message) == len(start) else params[worker]
             result = algorithm.update(

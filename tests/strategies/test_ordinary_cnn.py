@@ -1,4 +1,4 @@
-"""An ordinary image classifier with every strategy: its curve, best checkpoint, and final model."""
+"""An ordinary image classifier with every strategy: loss curve, best checkpoint, final model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = 4
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Make images with the pattern of their class, shifted and with noise."""
+    """Make images that contain their class's pattern, shifted, with noise."""
     patterns = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -38,7 +38,7 @@ def make_images(count: int, seed: int) -> TensorDataset:
 
 
 class Classifier(LightningModule):
-    """Convolutions with a normalization, OneCycle, and an accuracy of torchmetrics."""
+    """Convolutions with normalization, OneCycle, and an accuracy of torchmetrics."""
 
     def __init__(self, normalization: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Classifier(LightningModule):
 
 
 class Curve(EarlyStopping):
-    """Records the monitored values."""
+    """Records monitored values."""
 
     def __init__(self) -> None:
         super().__init__("val_loss", patience=2)
@@ -148,7 +148,7 @@ def test_an_ordinary_classifier(
             assert len(set(losses)) == EPOCHS
             for before, after in zip(losses, losses[1:], strict=False):
                 assert after < before + 0.1
-            # How often peers are read depends on the speed of this machine.
+            # The number of fetches depends on the speed of this machine.
             assert losses[-1] < (0.9 if name == "pairwise_gossip" else 0.7) * losses[0]
             assert first["best"] == min(losses)
             assert first["of best"] == pytest.approx(first["best"], rel=1e-4)
@@ -158,7 +158,7 @@ def test_an_ordinary_classifier(
 
 
 class ConstantRate(Classifier):
-    """The classifier with AdamW alone."""
+    """The classifier with AdamW and no schedule."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -182,7 +182,7 @@ def fit_at_defaults(rank: int, world: int, name: str, epochs: int) -> dict[str, 
 
 
 def test_defaults_on_a_first_run(pool: Pool, subtests: pytest.Subtests) -> None:
-    """No method sends more than DDP; one whose rounds are too far apart for the run says so."""
+    """No method sends more than DDP; a method warns if its rounds are too rare for the run."""
     for name in METHODS:
         with subtests.test(name):
             epochs = 13 if name == "eager_diloco" else 6  # a shorter run is refused

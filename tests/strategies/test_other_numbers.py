@@ -1,4 +1,4 @@
-"""Resuming with another number of workers, other settings, or another algorithm."""
+"""Resume with another number of workers, other settings, or another algorithm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
 
 class RecordStart(pl.Callback):
-    """Records the state before the first step, and saves after some step."""
+    """Records the state before the first step, and saves after a given step."""
 
     def __init__(self, path: str | None, save_at: int) -> None:
         self.path = path
@@ -96,7 +96,7 @@ def fit(
     save_at: int = SAVED_AT,
     sync_every: int = 4,
 ) -> Start:
-    """Train, from a checkpoint if there is one, and save if asked; each worker has its own data."""
+    """Train, optionally from a checkpoint, and optionally save; each worker has different data."""
     recorder = RecordStart(path, save_at)
     torch.manual_seed(1000 + rank)
     module = TinyModule(lr=0.01, optimizer="Adam")
@@ -114,7 +114,7 @@ def fit(
 
 
 def fit_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[Start]:
-    """Make several runs in one job."""
+    """Run several fits in one job."""
     return [fit(rank, world, *run) for run in runs]
 
 
@@ -132,7 +132,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cas
 
 
 class Files(NamedTuple):
-    """The content of a checkpoint."""
+    """The contents of a checkpoint."""
 
     main: dict[str, Any]
     shared: dict[str, Any]
@@ -230,7 +230,7 @@ def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
 
 
 def check_warning(case: Case, saved: Files, starts: list[Start]) -> None:
-    """Check that there is one warning, on worker 0, with all changes."""
+    """Check that there is a single warning, on worker 0, that lists all changes."""
     assert [len(start.warnings) for start in starts] == [1] + [0] * (len(starts) - 1)
     (text,) = starts[0].warnings
     algorithm, before, now = type(case.algorithm).__name__, len(saved.workers), len(starts)
@@ -266,7 +266,7 @@ Resume = Callable[..., tuple[Files, list[Start]]]
 
 @pytest.fixture
 def resumed(pool: Pool, saved: Callable[[str], Path]) -> Resume:
-    """Return what two workers saved, and how two workers with other settings resume it."""
+    """Return what two workers saved, and what two workers with other settings resume."""
 
     def resume(before: str, now: Case | str, sync_every: int = 4) -> tuple[Files, list[Start]]:
         path = saved(before)
@@ -317,7 +317,7 @@ def check_another_algorithm(
 def test_other_settings_of_the_same_algorithm_drop_nothing(
     pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
-    """Everything is as each worker saved it, without a warning."""
+    """Every value is as each worker saved it, without a warning."""
     rows = {
         "learning rate": ("diloco", Case(DiLoCo(0.5, 0.7))),
         "overlap": ("diloco", CASES["async_diloco_momentum"]),
@@ -432,7 +432,7 @@ def test_statistics_and_schedules_are_resumed(
         assert sorted(outcome.losses) == list(range(10, 14))
         assert torch.isfinite(outcome.state).all()
         if before != "async_model_average" and now != "async_model_average":
-            assert torch.equal(outcome.state[:-1], found[0].state[:-1])  # last: own batches
+            assert torch.equal(outcome.state[:-1], found[0].state[:-1])  # last: local batches
 
 
 # ------------------------------------------------------------------ plain Lightning

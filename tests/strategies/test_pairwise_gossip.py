@@ -1,4 +1,4 @@
-"""PairwiseGossipStrategy, for the ranks of one job and for separate Trainers."""
+"""PairwiseGossipStrategy with the ranks of one job and with separate Trainers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.harness.sources import ROOT
 
 
 class Slow(Callback):
-    """Makes each step take a few milliseconds, so that fetches can complete."""
+    """Makes each step a few milliseconds long, so that fetches can complete."""
 
     def on_train_batch_start(self, *args: Any) -> None:
         time.sleep(0.005)
@@ -166,7 +166,7 @@ def test_compressed_ranks_train_and_resume(
 
 
 class Gan(LightningModule):
-    """Lightning's recipe for GANs: manual optimization with two optimizers, no loss returned."""
+    """Lightning's GAN recipe: manual optimization with two optimizers and no returned loss."""
 
     def __init__(self, loss: Tensor | None = None) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Worker:
         return self.steps[-1][1] if self.steps else 0
 
     def wait_for_blends(self, count: int, timeout_s: float = 60.0) -> None:
-        """Wait until it has made ``count`` more blends."""
+        """Wait for ``count`` more blends."""
         goal = self.blends + count
         deadline = time.monotonic() + timeout_s
         while self.blends < goal:
@@ -328,7 +328,7 @@ class Worker:
             time.sleep(0.02)
 
     def longest_pause_s(self, since: float) -> float:
-        """Return the longest time between two steps that ended after ``since``."""
+        """Return the longest time between two steps, of those that ended after ``since``."""
         times = [now for _, _, now in self.steps if now >= since]
         return max(b - a for a, b in zip(times, times[1:], strict=False))
 

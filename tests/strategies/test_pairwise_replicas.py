@@ -1,4 +1,4 @@
-"""PairwiseGossipStrategy with workers of several ranks, of which the first one fetches."""
+"""PairwiseGossipStrategy with workers of several ranks; the first rank of a worker fetches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 12
 
 
 def fetch_in_lock_step(engine: PairwiseEngine) -> None:
-    """Let every fetch of two workers bring what the peer has published in the same local step."""
+    """Let every fetch of two workers return what the peer published in the same local step."""
     if engine.worker.group.place > 0:
         return
     group, node = engine.worker.group, engine.node
@@ -62,7 +62,7 @@ class LockStep(pl.Callback):
 
 
 class Recorder(pl.Callback):
-    """Records the parameters after every local step, and what the engine has counted."""
+    """Records the parameters after every local step, and the engine's counters."""
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
@@ -194,14 +194,14 @@ def test_two_ranks_are_one_worker_of_a_plain_loop(pool: Pool, rule: str) -> None
 
 
 class Slow(pl.Callback):
-    """Gives fetches time to end."""
+    """Slows steps down, so that fetches can complete."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.002)
 
 
 class Normalized(ValidatedModule):
-    """With BatchNorm, whose statistics are blended as well."""
+    """A module with BatchNorm, whose statistics are blended as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_uneven_workers_with_validations_and_accumulated_gradients(pool: Pool) -
 
 
 class Gan(TinyModule):
-    """Manual optimization with several local steps in a batch, and no loss."""
+    """Manual optimization with several local steps in a batch, and no returned loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_single_worker_of_two_ranks(pool: Pool) -> None:
 
 
 class LossOfNaN(TinyModule):
-    """One rank has a loss of NaN once, and the optimizer would keep it."""
+    """One rank has a NaN loss once, which would stay in the optimizer."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="Adam", lr=0.01)
@@ -262,7 +262,7 @@ class LossOfNaN(TinyModule):
 
 @pytest.mark.recovery
 def test_a_worker_with_nan_takes_the_parameters_of_its_peer(pool: Pool) -> None:
-    """The mean of the gradients brings NaN to all of its ranks."""
+    """The mean of the gradients spreads NaN to all ranks of the worker."""
     results = pool.run(fit, SIZE, {}, LossOfNaN, world=4)
     finite = [[bool(p.isfinite().all()) for p in result.params] for result in results]
     assert finite[0] == finite[1] == [step not in (3, 4) for step in range(STEPS)]
@@ -274,7 +274,7 @@ def test_a_worker_with_nan_takes_the_parameters_of_its_peer(pool: Pool) -> None:
 
 
 class WritesNaN(pl.Callback):
-    """Writes NaN into the parameters of one rank, which is not the first of its worker."""
+    """Writes NaN into the parameters of one rank, not the first of its worker."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         if (trainer.global_rank, trainer.global_step) == (1, 3):
@@ -323,7 +323,7 @@ def test_peers_are_workers(pool: Pool) -> None:
 
 
 class SaveOnce(pl.Callback):
-    """Saves after some local steps."""
+    """Saves after a given number of local steps."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -334,7 +334,7 @@ class SaveOnce(pl.Callback):
 
 
 class Start(pl.Callback):
-    """Records what a worker starts from."""
+    """Records the initial state of a worker."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -398,7 +398,7 @@ def test_one_worker_of_four_ranks_begins_at_the_consensus_of_two(
 
 
 class Peer(pl.Callback):
-    """Serves other parameters on rank 0, as another node would."""
+    """Serves other parameters on rank 0, like another node."""
 
     def __init__(self, nodes: list[Any]) -> None:
         self.nodes = nodes

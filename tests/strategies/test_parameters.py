@@ -55,7 +55,7 @@ def fit_in_precision(
     module = FloatModule()
     loader = DataLoader(FloatData(rank, 12), batch_size=None)
     settings: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":  # Lightning itself offers it on GPUs only
+    if precision == "16-mixed":  # Lightning offers it on GPUs only
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         settings = {"plugins": [PoolEnvironment(), plugin]}
@@ -114,7 +114,7 @@ def test_bfloat16_parameters_are_averaged_in_float32(pool: Pool) -> None:
 
 
 class Branches(nn.Module):
-    """A worker uses one branch only; the gradients of the other one are None."""
+    """A worker uses only one branch, so gradients of the other one are None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_parameters_without_gradient_on_some_workers(pool: Pool) -> None:
 
 
 class FrozenModule(TinyModule):
-    """The first layer is frozen, and differs between the ranks before training."""
+    """The first layer is frozen, and differs between ranks before training."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(lr=LR)
@@ -187,7 +187,7 @@ def test_frozen_parameters_are_neither_sent_nor_changed(pool: Pool) -> None:
     for frozen, trained, bytes_sent in pool.run(fit_frozen, world=2):
         assert torch.equal(frozen, flat(make_model()[0]))
         torch.testing.assert_close(trained, simulate(2, 2, make=make), rtol=0, atol=1e-12)
-        rows_bytes = 2 * WorkerStatus.width(0) * 8  # the statuses of the two workers
+        rows_bytes = 2 * WorkerStatus.width(0) * 8  # statuses of the two workers
         assert (
             bytes_sent == trained.nbytes + rows_bytes
         )  # 2 (N - 1) / N times the trainable parameters
@@ -263,7 +263,7 @@ def test_channels_last_is_kept_and_gives_the_same_result(pool: Pool) -> None:
 
 
 class MixedNet(nn.Module):
-    """Layers in three floating-point types."""
+    """Layers of three floating-point types."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Our own traffic carries no pickles: the source has no way to read one, and no fit takes one."""
+"""The package's messages contain no pickles: its source cannot read one, and no fit does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GIVES_TO_LIGHTNING = {
 
 
 def findings(module: str, source: str) -> Iterator[str]:
-    """What reads a pickle, or may, and in which line."""
+    """Return the expressions that read a pickle, or may, with their lines."""
     for node in ast.walk(ast.parse(source)):
         if any((_imports(node), _reads(node), _loads(node), _gives(module, node))):
             yield f"{module}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def test_tensors_and_weights_are_none() -> None:
 
 
 class Call(NamedTuple):
-    """Of something that pickles: its name, and the file from which it is called."""
+    """A call of a function that pickles: its name, and the file of the caller."""
 
     name: str
     file: str
@@ -129,7 +129,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """All calls of what pickles for others, or reads a pickle, while they go through."""
+    """Record all calls that write or read a pickle, and execute them."""
     calls: list[Call] = []
 
     def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def fit(rank: int, world: int, strategy: Strategy, folder: Path) -> list[Call]:
-    """Train with validations and checkpoints, and go on from one where the same group allows it."""
+    """Train with validations and checkpoints, and resume where the same group allows it."""
     with recorded() as calls:
         for number in (1, 2):
             saves = ModelCheckpoint(folder / str(number), monitor="val_loss", filename="saved")
@@ -203,7 +203,7 @@ def test_a_fit_sends_and_reads_no_pickle_but_those_of_lightning(
     results = pool.run(fit, STRATEGIES[name], tmp_path, world=3)
     for calls in results:
         assert not [call for call in calls if call.is_ours]
-    # Lightning's, of a path: the record is kept.
+    # Lightning loads from a path; the record is kept.
     assert "broadcast_object_list" in {call.name for call in results[0]}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of workers with a disk each: no file is visible to two workers."""
+"""Checkpoints of workers with separate disks: no file is visible to two workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.strategies.save_and_resume import (
 
 WORLD = 3
 STEPS = 14
-PATH = "folder/one.ckpt"  # another file for each worker
+PATH = "folder/one.ckpt"  # a different file for each worker
 SAVE = SaveEvery(10, PATH)
 pytestmark = [
     pytest.mark.recovery,
@@ -52,7 +52,7 @@ def run_on(
     max_steps: int = STEPS,
     io: CheckpointIO | None = None,
 ) -> Run:
-    """Describe a run in which each worker has its disk."""
+    """Return a run in which each worker has a separate disk."""
     settings = {"checkpoint_folder": "private", "checkpoint_io": io, "timeout_s": 30}
     return Run(CASES[name], disks, callbacks, max_steps, strategy=settings)
 
@@ -63,7 +63,7 @@ def disks_in(folder: Path, world: int = WORLD) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return three disks, by method: each has the save of its worker after ten steps."""
+    """Return three disks for each method; each has its worker's save after ten steps."""
 
     @functools.cache
     def folder_of(name: str) -> Path:
@@ -133,7 +133,7 @@ def test_workers_may_share_disks(pool: Pool, tmp_path: Path, disk_of: tuple[int,
 
 
 class KillingIO(WholeFileIO):
-    """Kills one worker when it starts to write a file of this name for the n-th time."""
+    """Kills a worker when it starts to write a file of this name for the n-th time."""
 
     def __init__(self, worker: int, name: str, count: int) -> None:
         super().__init__()
@@ -150,14 +150,14 @@ class KillingIO(WholeFileIO):
 
 
 def die_in_turn(counter: Any, worker: int) -> None:
-    """Count down, and kill this process at zero if it is this worker's."""
+    """Count down; kill this process at zero if it belongs to this worker."""
     counter.count -= 1
     if counter.count == 0 and torch.distributed.get_rank() == worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DieAt(pl.Callback):
-    """Kills one worker when it reaches a fault point for the n-th time."""
+    """Kills a worker when it reaches a fault point for the n-th time."""
 
     def __init__(self, worker: int, point: str, count: int) -> None:
         self.worker = worker
@@ -167,7 +167,7 @@ class DieAt(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_rank == self.worker:
             self.watch = on_reach(self.on_point)
-            self.watch.__enter__()  # until it dies
+            self.watch.__enter__()  # until it is killed
 
     def on_point(self, point: str) -> None:
         if point == self.point:
@@ -207,7 +207,7 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
     whole, resumed = zip(*results, strict=True)
     assert first_steps(resumed) == [step] * WORLD
     check_resumed(whole, resumed, f"{name}, killed {moment}")
-    for worker, disk in enumerate(disks):  # the files of the killed save are deleted
+    for worker, disk in enumerate(disks):  # files of the interrupted save are deleted
         files = files_in(Path(disk))
         own = f"{PATH}.loco/S/worker_{worker:05d}.pt"
         assert [file for file in files if "worker" in file] == [own]
@@ -219,7 +219,7 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
 
 
 def check_no_common_save(pool: Pool, disks: Sequence[str], *texts: str) -> None:
-    """Check that the error of all workers lists what is on the disks."""
+    """Check that the error of all workers lists the saves on each disk."""
     with pytest.raises(PoolError, match="no checkpoint") as error:
         pool.run(fit, run_on(disks, "diloco"), PATH, world=len(disks))
     assert sorted(error.value.failures) == [*range(len(disks))]
@@ -252,7 +252,7 @@ def test_workers_on_swapped_disks_are_refused(pool: Pool, disks: list[str]) -> N
 
 
 def test_disks_of_different_ages_resume_from_the_common_save(pool: Pool, tmp_path: Path) -> None:
-    """One disk was restored from an older copy, and another one still has both saves."""
+    """One disk was restored from an older copy; another one still has both saves."""
     disks, old = disks_in(tmp_path, 2), disks_in(tmp_path / "old", 2)
     save = SaveEvery(5, PATH)
     run, older = run_on(disks, "diloco", save), run_on(old, "diloco", save, max_steps=5)
@@ -329,7 +329,7 @@ def test_a_worker_without_a_file_resumes_from_the_path_of_others(
 
 @pytest.mark.soak
 def test_a_numbered_name_may_differ_between_workers(pool: Pool, tmp_path: Path) -> None:
-    """After a kill during the second requeue of SLURM, one worker finds only the first file."""
+    """After a kill during SLURM's second requeue, one worker finds only the first file."""
     disks, whole_disks = disks_in(tmp_path / "killed", 2), disks_in(tmp_path / "whole", 2)
     callbacks = [SaveEvery(5, "folder/hpc_ckpt_{}.ckpt"), DieAt(1, BEFORE_MAIN, 2)]
     with pytest.raises(PoolError):

@@ -24,7 +24,7 @@ def test_all_generators_are_restored() -> None:
 
 
 def test_an_unused_gpu_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context on a GPU needs hundreds of megabytes, even for a run on CPUs."""
+    """A GPU context takes hundreds of megabytes, even for a run on CPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("woke the GPU"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: pytest.fail("woke the GPU"))

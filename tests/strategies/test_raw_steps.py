@@ -1,4 +1,4 @@
-"""Steps that bypass Lightning are counted; parameters that change without a step are an error."""
+"""Steps that bypass Lightning are counted; parameter changes without a step raise an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 9
 
 
 class ManualSteps(TinyModule):
-    """Steps in one of several ways."""
+    """Takes steps in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__(lr=0.05)
@@ -45,7 +45,7 @@ class ManualSteps(TinyModule):
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """Steps another optimizer in its own step, as Lookahead does."""
+    """Calls another optimizer in its step, like Lookahead."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -62,7 +62,7 @@ def fit(rank: int, world: int, name: str, ways: list[str]) -> list[tuple[Tensor,
         strategy = CASES[name].strategy(4, timeout_s=20)
         seen: list[int] = []
         module.on_train_batch_end = lambda *_, s=strategy, n=seen: n.append(s.engine.worker.steps)
-        # The Trainer does not count steps that bypass it, as under DDP.
+        # As with DDP, the Trainer does not count steps that bypass it.
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
         trainer.fit(module, make_loader(rank, STEPS))
         results.append((flat(module), strategy.statistics.rounds, seen[-1]))

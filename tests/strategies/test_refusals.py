@@ -265,7 +265,7 @@ def test_a_worker_on_parts_of_two_nodes_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=message):
         warn_of_straddling(2, 3, "replica_size=2")
     for size, per_node in ((2, 4), (4, 2), (3, 3)):
-        warn_of_straddling(size, per_node, "")  # a warning would be an error
+        warn_of_straddling(size, per_node, "")  # a warning would raise an error
 
 
 # --------------------------------------------------------- at the start of Trainer.fit
@@ -276,7 +276,7 @@ def of_rounds(rank: int) -> TinyModule:
 
 
 def with_model(make: Callable[[int], nn.Module]) -> Callable[[int], TinyModule]:
-    """Return a function that makes a module with a rank's model."""
+    """Return a function that creates a module with the model of a rank."""
 
     def of_rank(rank: int) -> TinyModule:
         module = TinyModule()
@@ -291,14 +291,14 @@ class Refusal:
     """A fit that ends with an error on every rank.
 
     Args:
-        text: What the message matches.
-        strategy: Makes the strategy.
-        module: Makes the module of a rank.
+        text: Pattern of the message.
+        strategy: Creates the strategy.
+        module: Creates the module of a rank.
         error: Class of the error.
-        family: Which data the ranks read.
+        family: Determines the data of the ranks.
         world: Number of ranks.
-        trainer: Makes more arguments of the Trainer.
-        in_a_step: Whether the mistake is seen only in a local step.
+        trainer: Creates further arguments of the Trainer.
+        in_a_step: Whether the mistake shows only in a local step.
     """
 
     text: str
@@ -312,7 +312,7 @@ class Refusal:
 
 
 def refuse(rank: int, world: int, names: Sequence[str]) -> list[tuple[type | None, str]]:
-    """Return the error that ends each of some fits before its first step."""
+    """Return the errors that end some fits before their first step."""
     found: list[tuple[type | None, str]] = []
     for name in names:
         row = REFUSED[name]
@@ -416,7 +416,7 @@ OF_STRATEGIES: dict[str, tuple[Callable[[], LocoStrategy], Errors, str]] = {
 
 
 class Net(nn.Sequential):
-    """A net with the inputs and outputs of the small model, and other layers in between."""
+    """A network with the inputs and outputs of the small model, and different layers in between."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(nn.Linear(3, 4), *layers, nn.Linear(4, 1))
@@ -533,14 +533,14 @@ OF_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 
 
 class OverAllRanks(ShardedModule):
-    """Sharded over a mesh that the module has made itself."""
+    """Sharded over a mesh that the module itself has created."""
 
     def configure_model(self) -> None:
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 class OtherLayout(ShardedModule):
-    """The second worker shards columns."""
+    """Sharded by columns on the second worker."""
 
     hidden = 8
 
@@ -554,7 +554,7 @@ class OtherLayout(ShardedModule):
 
 
 class OneWhole(ShardedModule):
-    """The second worker does not shard."""
+    """Not sharded on the second worker."""
 
     def shard(self, mesh: DeviceMesh) -> None:
         strategy: Any = self.trainer.strategy
@@ -580,7 +580,7 @@ class PartialSum(ShardedModule):
 
 
 class Fsdp1Layer(FullyShardedDataParallel):
-    """A real one needs a GPU."""
+    """Stands in for FSDP1, which needs a GPU."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -642,7 +642,7 @@ class Closure(TinyModule):
 
 
 class HiddenClosure(TinyModule):
-    """Its step needs a closure, although its signature has a default."""
+    """Its step requires a closure, although its signature has a default."""
 
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -669,7 +669,7 @@ class OwnMethods(TinyModule):
 
 
 class OwnStep(TinyModule):
-    """Steps the optimizer that it has made, not the one of Lightning."""
+    """Steps the optimizer that it has created, not the one from Lightning."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A remote optimizer under the Trainer: all tiers give the results of DDP."""
+"""A remote optimizer in the Trainer: all tiers give the results of DDP."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Scheduled(ValidatedModule):
-    """Has momentum, weight decay, two groups and optionally a schedule."""
+    """Has momentum, weight decay, two parameter groups and optionally a schedule."""
 
     def __init__(self, schedule: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A remote optimizer with compression, under the Trainer."""
+"""A remote optimizer with compression in the Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 8
 
 
 def decoded(module: TinyModule, full: Tensor) -> Tensor:
-    """Return what workers decode; the parameters are one bucket, the last one first."""
+    """Return the values that workers decode; parameters are one bucket, the last one first."""
     params = list(module.parameters())
     parts = list(reversed(full.split([param.numel() for param in params])))
     values = torch.cat(parts)
@@ -29,7 +29,7 @@ def decoded(module: TinyModule, full: Tensor) -> Tensor:
 
 
 class Wide(ValidatedModule):
-    """Has float32 parameters, and so many that the size of messages is negligible."""
+    """Has enough float32 parameters to make the sizes of other messages negligible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_worker_that_misses_steps_decodes_the_same_parameters(
 
 
 class Overwrites(TinyModule):
-    """All workers may overwrite one element, before a last step with learning rate zero."""
+    """Optionally overwrites an element on all workers, before a last step with learning rate 0."""
 
     def __init__(self, loads: bool) -> None:
         super().__init__()

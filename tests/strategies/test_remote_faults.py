@@ -1,4 +1,4 @@
-"""Lost ranks of a remote optimizer, and its stop, with one program for each rank."""
+"""A remote optimizer loses ranks or is stopped, with one program per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.strategies.families import fit_with, remote_or_ddp
 
 
 class Listing(torch.optim.SGD):
-    """Keeps a list in its state."""
+    """Has a list in its state."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

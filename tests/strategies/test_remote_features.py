@@ -37,7 +37,7 @@ STEPS = 8
 
 
 class Rates(Callback):
-    """Records the learning rate that a monitor would show."""
+    """Records the learning rate that a monitor would log."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -62,7 +62,7 @@ def train(
 
 
 class Plateau(ValidatedModule):
-    """Has a schedule that needs the validation's metric."""
+    """Has a schedule that depends on a validation metric."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -131,7 +131,7 @@ class Manual(TinyModule):
 
 
 class ReadInHooks(TinyModule):
-    """Records gradients and changes them in every hook that may."""
+    """Records gradients and changes them, in every hook where this is allowed."""
 
     def record_norm(self) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.3)
@@ -150,7 +150,7 @@ class ReadInHooks(TinyModule):
 
 
 class ReadWithGroups(ReadInHooks, Groups):
-    """Has a parameter without a gradient in every other step as well."""
+    """Also has a parameter without a gradient in every other step."""
 
 
 class ReadInStep(TinyModule):
@@ -176,7 +176,7 @@ class ReadByHand(Manual):
 
 
 class DropsNan(TinyModule):
-    """Has an infinite loss in a batch of one rank; a hook drops such a gradient."""
+    """Has an infinite loss in a batch of one rank; a hook drops this gradient."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -223,7 +223,7 @@ def test_hooks_see_the_mean_gradient_of_ddp(
     expected = pool.run(train, ReadInHooks(), None, {}, settings, world=2)
     for (weights, _, losses), of_ddp in zip(found[:2], expected, strict=True):
         assert torch.equal(weights, of_ddp[0])
-        assert losses == of_ddp[2]  # the norms are among them
+        assert losses == of_ddp[2]  # including the norms
 
 
 def test_hooks_see_a_mean_gradient_that_was_compressed(pool: Pool) -> None:
@@ -234,7 +234,7 @@ def test_hooks_see_a_mean_gradient_that_was_compressed(pool: Pool) -> None:
 
 
 class Norms(Callback):
-    """Records the norm of the gradients."""
+    """Records the gradient norm."""
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
@@ -260,7 +260,7 @@ class SkipsABatch(Manual):
 
 def log_on_one_rank(rank: int, world: int) -> tuple[list[Tensor], Tensor]:
     module, norms = SkipsABatch(), Norms()
-    data = make_loader(rank, 4 - rank)  # the first one makes the last step alone
+    data = make_loader(rank, 4 - rank)  # the first rank takes the last step alone
     fit_with(remote_or_ddp(2), module, data, callbacks=[norms] if rank == 0 else [])
     return norms.found, flat(module)
 
@@ -312,7 +312,7 @@ def test_two_servers_have_a_shard_each(pool: Pool, clip: float | None) -> None:
     assert torch.equal(found[0][0], expected)
     assert torch.equal(found[1][0], expected)
     start = flat(module)
-    for weights, _, _ in found[2:]:  # each has changed its shard only
+    for weights, _, _ in found[2:]:  # each rank has changed only its shard
         changed = weights != start
         assert 0 < changed.sum() < len(start)
         assert torch.equal(weights[changed], expected[changed])
@@ -331,7 +331,7 @@ def test_bfloat16_compression(pool: Pool, tmp_path: Path) -> None:
 
 
 def record_order(rank: int, world: int, path: str) -> list[str]:
-    """Return the sync points and changes of files while a checkpoint is saved."""
+    """Return the sync points and file changes while a checkpoint is saved."""
     done: list[str] = []
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=30)
@@ -355,7 +355,7 @@ def record_order(rank: int, world: int, path: str) -> list[str]:
 
 @pytest.mark.recovery
 def test_a_checkpoint_is_renamed_after_another_sync_point(pool: Pool, tmp_path: Path) -> None:
-    """So a worker 0 that was suspended until the others have ended replaces nothing."""
+    """So a worker 0 that was suspended until the others ended replaces no file."""
     first, second, _ = pool.run(record_order, str(tmp_path / "one.ckpt"), world=3)
     written = first.index("before a file is in its place")
     assert "before the main file is in its place" in first[written + 1 :]
@@ -528,7 +528,7 @@ class Noisy(TinyModule):
 def test_an_interrupted_run_resumes_exactly(
     pool: Pool, tmp_path: Path, num_tiers: int | None, compression: Any
 ) -> None:
-    """With other tiers than before; as plain DDP, which does not restore random states, nearly."""
+    """With other numbers of tiers; nearly exact with DDP, which does not restore random states."""
     settings, folder = (2, compression), str(tmp_path)
     world = 3 if compression is None else 1 + (num_tiers or 1)
     whole = pool.run(cut, folder, "whole", *settings, world=world)
@@ -536,7 +536,7 @@ def test_an_interrupted_run_resumes_exactly(
     content = torch.load(tmp_path / "cut.ckpt", weights_only=True)
     assert set(content["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     full = torch.cat([value.reshape(-1) for value in content["state_dict"].values()])
-    assert torch.equal(full, first[-1])  # in full precision
+    assert torch.equal(full, first[-1])  # with full precision
     assert torch.equal(full, first[0]) == (compression is None)
     if num_tiers is None:
         rest = pool.run(cut, folder, "second", None, world=2)
@@ -549,7 +549,7 @@ def test_an_interrupted_run_resumes_exactly(
 
 
 def fit_again(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Fit with two trainers and strategies, one after the other."""
+    """Fit twice, with two trainers and strategies."""
     weights = []
     with all_ranks() as environment:
         for _ in range(2):

@@ -188,7 +188,7 @@ def test_clipping_weights_does_not_round_other_elements(pool: Pool) -> None:
 
 
 class ClippedOnOne(TinyModule):
-    """Changes the weights of one worker, or those of each worker differently."""
+    """Changes the weights of one worker, or differently on each worker."""
 
     def __init__(self, which: tuple[int, ...]) -> None:
         super().__init__()

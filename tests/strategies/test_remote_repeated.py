@@ -1,4 +1,4 @@
-"""Fits with a remote optimizer, one after another in the same processes."""
+"""Repeated fits with a remote optimizer in the same processes."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def test_fits_leave_no_threads_and_connections(
     for found in pool.run(fit_again_and_again, num_workers, options, world=world):
         threads, files = zip(*found, strict=True)
         assert len(set(threads)) == 1, found
-        assert files[-1] - files[0] < FITS, found  # others may still close theirs to the store
+        assert files[-1] - files[0] < FITS, found  # other ranks may still close theirs to the store

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class SlowIO(TorchCheckpointIO):
-    """Is slow, and may raise."""
+    """Saves slowly, and may raise an error."""
 
     def __init__(self, error: OSError | None) -> None:
         self.error = error
@@ -86,7 +86,7 @@ def test_a_run_without_steps_can_be_continued(pool: Pool, tmp_path: Path) -> Non
 
 
 class Fails(TinyModule):
-    """Raises after two steps on one rank."""
+    """Raises an error after two steps on one rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(optimizer="AdamW")
@@ -122,7 +122,7 @@ def save_on_exception(
 @pytest.mark.recovery
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_save_after_an_exception(pool: Pool, tmp_path: Path, failing: int) -> None:
-    """The optimizer's rank still answers worker 0 if that one raises, and nothing else if not."""
+    """The optimizer's rank answers the save only if worker 0 itself has raised the error."""
     found = pool.run(save_on_exception, str(tmp_path), failing, world=3)
     for error, _, _ in found:
         assert "bad sample" in error

@@ -106,7 +106,7 @@ def test_frozen_complex_parameters_are_allowed(pool: Pool) -> None:
 
 
 class SlowHook(TinyModule):
-    """Takes longer than the timeout in a hook before training, on workers or service ranks."""
+    """Exceeds the timeout in a hook before training, on workers or service ranks."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
