@@ -49,7 +49,7 @@ WORLD = 4
 STEPS = 12
 SAVED_AT = 10
 EXACT = 1e-11
-INT8 = {"compression": Int8(8)}  # of a block that several of the few parameters fill
+INT8 = {"compression": Int8(8)}  # with blocks that span several of the few parameters
 FEEDBACK = {"compression": ErrorFeedback(Int8(8))}
 pytestmark = [
     pytest.mark.recovery,
@@ -80,18 +80,18 @@ METHODS = {
 
 
 class OwnRandomNumbers(pl.Callback):
-    """Lets each rank draw other random numbers."""
+    """Gives each rank a different random seed."""
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         torch.manual_seed(100 + trainer.global_rank)
 
 
 class OwnInterrupt(Interrupt, OwnRandomNumbers):
-    """Interrupts such a run."""
+    """Interrupts a run with :class:`OwnRandomNumbers`."""
 
 
 def run_of(method: str, folder: Path | Sequence[str], *callbacks: pl.Callback, **more: Any) -> Run:
-    """Describe a run of workers of two ranks, which saves at the points of the callbacks."""
+    """Return a run of workers of two ranks, which saves at the points of the callbacks."""
     case, settings = METHODS[method]
     strategy = {"replica_size": SIZE, "timeout_s": 30, **settings, **more}
     where = str(folder) if isinstance(folder, Path) else folder
@@ -123,7 +123,7 @@ def pending_in(path: Path) -> bool:
 def test_resumed_run_equals_uninterrupted_run(
     pool: Pool, tmp_path: Path, method: str, point: str
 ) -> None:
-    """Within a round; with dropout, BatchNorm, AdamW, a schedule and shuffled data."""
+    """During a round; with dropout, BatchNorm, AdamW, a schedule and shuffled data."""
     again = run_of(method, tmp_path)
     run = run_of(method, tmp_path, SaveAt(point))
     results = pool.run(train_save_resume, run, [f"{point}.ckpt"], again, world=WORLD)
@@ -150,7 +150,7 @@ def test_the_end_of_an_epoch_with_validations(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_stopped_saves_and_resumes(pool: Pool, tmp_path: Path) -> None:
-    """A rank that is not the first of its worker gets the signal."""
+    """One rank gets the signal, not the first of its worker."""
     run = replace(run_of("async_diloco", tmp_path), max_steps=24)
     interrupt = OwnInterrupt(signal.SIGTERM, 9, 3)
     pool.run(fit_interrupted, run, None, interrupt, world=WORLD)
@@ -181,7 +181,7 @@ def test_model_checkpoint_keeps_and_deletes_whole_saves(pool: Pool, tmp_path: Pa
 
 
 def test_averaging_by_the_clock_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """It cannot be repeated, but the ranks of a worker stay equal."""
+    """The run cannot be repeated exactly, but the ranks of a worker stay equal."""
     again = run_of("by the clock", tmp_path)
     run = run_of("by the clock", tmp_path, SaveEvery(9))
     results = pool.run(train_save_resume, run, ["often.ckpt"], again, world=WORLD)
@@ -201,7 +201,7 @@ def test_weights_alone_have_no_side_files(pool: Pool, tmp_path: Path) -> None:
 
 
 def fit_rows(rank: int, world: int, method: str, size: int, path: str) -> None:
-    """Train on the same rows with workers of some ranks, and save within a round."""
+    """Train on the same rows with a given number of ranks per worker, and save during a round."""
     case, settings = METHODS[method]
     trainer = make_trainer(
         case.strategy(4, replica_size=size, timeout_s=30, **settings),
@@ -292,7 +292,7 @@ class RecordStart(pl.Callback):
 
 
 def start(rank: int, world: int, size: int, method: str, path: str) -> Start:
-    """Resume with workers of some ranks; return the state before the first step."""
+    """Resume with workers of several ranks; return the state before the first step."""
     case, settings = METHODS[method]
     recorder = RecordStart()
     trainer = make_trainer(
@@ -308,13 +308,13 @@ def start(rank: int, world: int, size: int, method: str, path: str) -> Start:
 
 
 def starts_of(pool: Pool, numbers: tuple[int, int], method: str, path: Path) -> list[Start]:
-    """Resume with so many workers of so many ranks; return the start of each rank."""
+    """Resume with ``numbers`` of workers and of ranks per worker; return the start of each rank."""
     workers, size = numbers
     return pool.run(start, size, method, str(path), world=workers * size)
 
 
 def of_workers(starts: Sequence[Start], size: int) -> list[Start]:
-    """Check that the ranks of each worker start alike; return that of the first one."""
+    """Check that the ranks of each worker start equal; return the starts of the first ranks."""
     for rank, one in enumerate(starts):
         first = starts[rank - rank % size]
         assert torch.equal(one.params, first.params)
@@ -327,7 +327,7 @@ def of_workers(starts: Sequence[Start], size: int) -> list[Start]:
 def saved(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, tuple[int, int]], Path]:
-    """Return the checkpoint of a method, by the numbers of workers and of their ranks."""
+    """Return the checkpoint of a method, by the numbers of workers and of ranks per worker."""
 
     @functools.cache
     def path_of(method: str, numbers: tuple[int, int]) -> Path:
@@ -344,7 +344,7 @@ Saved = Callable[[str, tuple[int, int]], Path]
 def check_like_one_rank(
     pool: Pool, path: Path, method: str, now: tuple[int, int]
 ) -> tuple[list[Start], list[Start]]:
-    """Check that workers of several ranks start as workers of one rank do."""
+    """Check that workers of several ranks start like workers of one rank."""
     workers, size = now
     ranks = starts_of(pool, now, method, path)
     found, expected = of_workers(ranks, size), starts_of(pool, (workers, 1), method, path)
@@ -365,7 +365,7 @@ def check_like_one_rank(
 def test_two_workers_may_have_another_number_of_ranks(
     pool: Pool, saved: Saved, method: str
 ) -> None:
-    """With the states that they have saved, also of a pending round."""
+    """With the saved states, including a pending round."""
     path = saved(method, (2, 2))
     assert pending_in(path)
     files = files_of(path)
@@ -429,7 +429,7 @@ def test_the_warning_names_random_numbers_of_new_and_removed_ranks(
 
 
 def test_a_pending_round_is_dropped_by_blocking_rounds(pool: Pool, saved: Saved) -> None:
-    """And other settings are another run, of which each rank takes what it owns."""
+    """Other settings make it another run; each rank takes the elements that it owns."""
     found, _ = check_like_one_rank(pool, saved("async_diloco", (2, 2)), "diloco", (2, 2))
     assert "a pending round is dropped" in found[0].warnings[0]
     assert "the residual of the compression is dropped" in found[0].warnings[0]
@@ -491,11 +491,11 @@ def test_no_sample_is_skipped_or_repeated(
             assert samples == list(range(SAMPLES))
 
 
-# ----------------------------------------------------------------- disks of their own
+# ----------------------------------------------------------------- separate disks
 
 
 def run_on(disk_of: Sequence[Path], *callbacks: pl.Callback, **more: Any) -> Run:
-    """Describe a run in which each rank sees one of several disks."""
+    """Return a run in which each rank has one of several disks."""
     folders = [str(disk) for disk in disk_of]
     return run_of("diloco", folders, *callbacks, checkpoint_folder="private", **more)
 
@@ -544,11 +544,11 @@ def test_a_worker_on_several_nodes_needs_a_shared_folder(pool: Pool) -> None:
 
 
 class Position:
-    """Neither a tensor nor a plain value."""
+    """A value that is neither a tensor nor a plain value."""
 
 
 class OwnState(StatefulDataLoader[Any]):
-    """A loader whose state no other process can read."""
+    """A loader with a state that other processes cannot read."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": Position()}
@@ -589,7 +589,7 @@ class FailingIO(WholeFileIO):
 
 
 class FailAt(pl.Callback):
-    """Lets one rank fail in the save after some step."""
+    """Makes one rank fail in the save after a given step."""
 
     def __init__(self, rank: int, step: int, kind: str) -> None:
         self.rank = rank

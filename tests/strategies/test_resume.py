@@ -40,8 +40,8 @@ from tests.strategies.save_and_resume import (
 )
 
 WORLD = 2
-LATEST_S = 0.03  # after the start of a step that is followed by twelve or more
-LET_IT_BE_HEARD_S = 1.5  # the watchdogs of the workers check for a stop once a second
+LATEST_S = 0.03  # after the start of a step that is followed by at least twelve steps
+LET_IT_BE_HEARD_S = 1.5  # the workers' watchdogs check for a stop every second
 ALGORITHMS = (
     "local_sgd", "sparta", "async_diloco", "gasloc", "streaming_diloco", "delayed_nesterov",
     "noloco",
@@ -72,14 +72,14 @@ pytestmark = [
 
 
 class Interrupt(pl.Callback):
-    """Sends a signal, once: to one worker, or the one that cannot be caught to all of them.
+    """Sends a signal once: SIGKILL to all workers, other signals to ``worker`` only.
 
     Args:
         number: Number of the signal.
         step: Local steps before it.
         worker: The worker that sends it.
-        moment: The start of the next step, the end of its backward pass, in the next round, in the
-            next validation, in the next writing of a file, or some milliseconds later.
+        moment: When it is sent: start of the next step, end of its backward pass, next round, next
+            validation, next write of a file, or some milliseconds later.
     """
 
     def __init__(self, number: int, step: int, worker: int, moment: str = "start") -> None:
@@ -91,7 +91,7 @@ class Interrupt(pl.Callback):
         self.processes: list[Any] = []
 
     def send(self, moment: str) -> None:
-        """Send the signal, if it is due on this worker at this moment."""
+        """Send the signal if it is due on this worker at this moment."""
         if not self.is_due or self.worker != dist.get_rank() or self.moment != moment:
             return
         self.is_due = False
@@ -100,7 +100,7 @@ class Interrupt(pl.Callback):
             os.kill(process, self.number)
 
     def on_point(self, point: str) -> None:
-        """Send the signal in a round or before a file is written: at a fault point."""
+        """Send the signal at a fault point, in a round or before a file is written."""
         if point in OF_POINTS:
             self.send(OF_POINTS[point])
 
@@ -127,7 +127,7 @@ class Interrupt(pl.Callback):
 
 
 def run_of(validation: str, algorithm: str, dropout: float, folder: Path) -> Run:
-    """Describe a run with validations at given times."""
+    """Return a run with validations at given times."""
     return Run(
         CASES[algorithm],
         str(folder),
@@ -172,7 +172,7 @@ def test_resumed_run_equals_uninterrupted_run(
     dropout: float,
     points: list[str] | None,
 ) -> None:
-    """Resume from some points of a run, or from each."""
+    """Resume from some points of a run, or from each point."""
     validated = [point for point, found in VALIDATION_POINTS.items() if validation in found]
     points = points or [*SAVE_POINTS, *validated]
     paths = [f"{point}.ckpt" for point in points]
@@ -187,7 +187,7 @@ def test_resumed_run_equals_uninterrupted_run(
 def fit_interrupted(
     rank: int, world: int, run: Run, every: int | None, interrupt: Interrupt
 ) -> Outcome:
-    """Run until the interruption, and save every few steps."""
+    """Train until the interruption, and save every few steps."""
     save = [] if every is None else [SaveEvery(every)]
     with on_reach(interrupt.on_point):
         return fit(rank, world, replace(run, callbacks=[*save, interrupt]))
@@ -234,7 +234,7 @@ def check_resumes(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
 
 
 def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -> None:
-    """The stop is after the first batch of the next epoch, but all agree on it before a save."""
+    """The stop is requested in the next epoch's first batch, but all agree on it before a save."""
     run = run_of("every epoch", "local_sgd", 0.3, tmp_path)
     interrupt = Interrupt(signal.SIGTERM, 11, 0)
     (broken,) = pool.run(fit_interrupted, run, 2 * BATCHES, interrupt, world=1)
@@ -275,7 +275,7 @@ def test_pending_fragments_are_resumed_at_each_step_of_a_phase(
 
 
 class StopApart(pl.Callback):
-    """Asks for a stop when worker 1 is five steps ahead of worker 0."""
+    """Requests a stop when worker 1 is five steps ahead of worker 0."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == (3, 8)[dist.get_rank()]:
@@ -308,7 +308,7 @@ def stop_apart_and_resume(rank: int, world: int, method: str, folder: str) -> tu
 
 
 class StopInLastBatch(pl.Callback):
-    """Asks for a stop after the last batch of worker 0's epoch; worker 1 is a batch behind."""
+    """Requests a stop after the last batch of worker 0's epoch; worker 1 is a batch behind."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -335,12 +335,12 @@ def stop_at_the_end_of_one_epoch(rank: int, world: int, folder: str) -> tuple[in
 def test_a_worker_whose_epoch_ends_with_the_last_step_stops_with_the_others(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """It waits at the end of the epoch, where the others never come."""
+    """It waits at the end of the epoch, which the others do not reach."""
     assert pool.run(stop_at_the_end_of_one_epoch, str(tmp_path), world=2) == [(3, True)] * 2
 
 
 class FirstStep(pl.Callback):
-    """Keeps the step at which training starts."""
+    """Records the step at which training starts."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.step = trainer.global_step
@@ -348,7 +348,7 @@ class FirstStep(pl.Callback):
 
 @pytest.mark.parametrize("method", FREE)
 def test_workers_that_do_not_wait_stop_at_one_step(pool: Pool, tmp_path: Path, method: str) -> None:
-    """Otherwise they would meet again at different saves and validations."""
+    """Otherwise workers would meet at different saves and validations."""
     first, second = pool.run(stop_apart_and_resume, method, str(tmp_path), world=WORLD)
     step, *rest = first
     assert step >= 8

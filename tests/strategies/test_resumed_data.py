@@ -33,7 +33,7 @@ SAVED_AT = 10
 
 
 class RecordingModule(TinyModule):
-    """Records what it reads; asks for the number of steps as OneCycle schedules do."""
+    """Records the batches that it reads; needs the number of steps, like OneCycle schedules."""
 
     def __init__(self, asks: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class RecordingModule(TinyModule):
 def read(
     rank: int, world: int, name: str, asks: bool, folder: str, ckpt_path: str | None = None
 ) -> list[float]:
-    """Return what a worker reads of three epochs, from a checkpoint if there is one."""
+    """Return the batches that a worker reads in three epochs, optionally from a checkpoint."""
     module = RecordingModule(asks)
     generator = torch.Generator().manual_seed(0)
     inputs, target = (
@@ -89,7 +89,7 @@ def test_the_position_in_the_data(pool: Pool, tmp_path: Path, name: str, asks: b
 
 
 class Numbers(IterableDataset[Tensor]):
-    """Every second number from ``first`` on, without a length; knows where it is."""
+    """Every second number from ``first`` on, without a length; has a state with its position."""
 
     def __init__(self, first: int) -> None:
         self.first, self.position = first, 0
@@ -143,7 +143,7 @@ def read_numbers(rank: int, world: int, folder: str) -> list[list[float]]:
 def test_data_without_length_resume_at_the_next_batch(
     pool: Pool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """Lightning reads one batch in advance, which was not trained on when the state is saved."""
+    """Lightning prefetches one batch, which has not been trained on when the state is saved."""
     for rank, (whole, *resumed) in enumerate(pool.run(read_numbers, str(tmp_path), world=2)):
         assert whole == [rank + 2.0 * n for n in range(14)] * 2
         for point, again in zip(SAVES, resumed, strict=True):
@@ -152,7 +152,7 @@ def test_data_without_length_resume_at_the_next_batch(
 
 
 class ChangingData(pl.LightningDataModule):
-    """Makes other data whenever the loaders are made."""
+    """Creates different data whenever the loaders are created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class ChangingData(pl.LightningDataModule):
 def reload_data(
     rank: int, world: int, folder: str, every: int
 ) -> list[tuple[list[float], list[float]]]:
-    """Return what is trained and validated in six epochs; then again from the end of each."""
+    """Return the data of six epochs for training and validation, and again from the end of each."""
     os.chdir(folder)
     found = []
     for point in ("", *(f"epoch={epoch}.ckpt" for epoch in range(5))):
@@ -197,7 +197,7 @@ def reload_data(
 
 
 class RecordingValidation(RecordingModule):
-    """Records what it validates, too."""
+    """Also records the data of validations."""
 
     def __init__(self) -> None:
         super().__init__(asks=False)

@@ -30,7 +30,7 @@ def run_trainer(rank: int, world: int, case: Case) -> Tensor:
 
 
 def run_both(rank: int, world: int, case: Case, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the engine's parameters after each round, and those of the Trainer at the end."""
+    """Return the engine's parameters after each round, and the Trainer's at the end."""
     return run_engine(rank, world, case.algorithm, ROUNDS, settings), run_trainer(rank, world, case)
 
 

@@ -1,4 +1,4 @@
-"""If a process or the disk fails during a save, the checkpoint before it is intact."""
+"""If a process or the disk fails during a save, the previous checkpoint remains intact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.strategies.kill_before_write import Death
 
 WORLD = 2
-MEGABYTES = 4.0  # large enough to take some time to write
+MEGABYTES = 4.0  # large enough that writing takes some time
 ROOT_ID, NOBODY_ID = 0, 65534
 pytestmark = [
     pytest.mark.recovery,
@@ -117,7 +117,7 @@ def fit(
 
 
 def write_process(trainer: pl.Trainer) -> None:
-    """Write the process to kill to a file, after the first checkpoint."""
+    """Write the id of the process to kill to a file, after the first checkpoint."""
     path = Path(trainer.callbacks[0].path)  # type: ignore[attr-defined]
     file = path.parent / f"process{trainer.global_rank}"
     if not file.exists():
@@ -126,7 +126,7 @@ def write_process(trainer: pl.Trainer) -> None:
 
 
 class Killer(threading.Thread):
-    """Kills the workers at some time after the first checkpoint."""
+    """Kills the workers at a given time after the first checkpoint."""
 
     def __init__(self, path: Path, in_the_copy: bool, draw: random.Random) -> None:
         super().__init__(name="killer")
@@ -157,7 +157,7 @@ class Killer(threading.Thread):
 
 
 def is_of_main(part: Path) -> bool:
-    """Return whether a temporary file is that of a main file."""
+    """Return whether a temporary file belongs to a main file."""
     return part.name.startswith(f".{hashlib.sha256(b'main.ckpt').hexdigest()[:16]}")
 
 
@@ -204,7 +204,7 @@ def test_kill_while_saving_leaves_a_checkpoint(
 
 
 class SaveAndDie(SaveEachStep):
-    """Overwrites one checkpoint after each step, and may be killed the second time."""
+    """Overwrites one checkpoint after each step; the second time it may be killed."""
 
     def __init__(self, path: str, death: Death) -> None:
         super().__init__(path)
@@ -216,7 +216,7 @@ class SaveAndDie(SaveEachStep):
 
 
 class KeepNewestAndDie(ModelCheckpoint):
-    """Saves to another path after each step, then removes the previous one."""
+    """Saves to a new path after each step, then removes the previous checkpoint."""
 
     def __init__(self, path: str, death: Death) -> None:
         folder = os.path.dirname(path)
@@ -233,7 +233,7 @@ WRITTEN, SHARED = ["write", "sync"], ["write", "sync", "replace shared.pt", "wri
 FILES = ["shared.pt", "worker_00000.pt", "worker_00001.pt"]
 REMOVED = ["remove main.ckpt", "remove S", *(f"remove {name}" for name in FILES)]
 OWN = [[*WRITTEN, f"replace worker_{worker:05d}.pt"] for worker in range(WORLD)]
-CHANGES = {  # the changes of a save, and in any order those that remove the previous one
+CHANGES = {  # changes of a save, and, in any order, of removing the previous one
     ("shared", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
     ("shared", 1): (OWN[1], []),
     ("private", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
@@ -273,7 +273,7 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
     kills_all: bool,
     chosen: tuple[str, ...] | None,
 ) -> None:
-    """At half of a file, before it is synced or renamed, and while old files are deleted."""
+    """At half of a file, before a sync or a rename, and while old files are deleted."""
     temporary, log = tmp_path / "temporary", tmp_path / "changes"
     temporary.mkdir()
     monkeypatch.setenv("FOR_TEMPORARY_FILES", str(temporary))
@@ -317,14 +317,14 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
         assert torch.equal(torch.load(last)["state_dict"]["weight"], expected["weight"]), change
         assert os.listdir(temporary) == []
         assert len(os.listdir(f"{last}.loco")) == 1
-        if way != "newest":  # side files that no main file names may remain
+        if way != "newest":  # side files without a main file may remain
             assert sorted(os.listdir(folder)) == ["same.ckpt", "same.ckpt.loco"]
     assert all_changes[: len(ordered)] == ordered
     assert sorted(all_changes[len(ordered) :]) == sorted(others)
 
 
 def test_killed_requeue_resumes_from_the_previous_one(pool: Pool, tmp_path: Path) -> None:
-    """Lightning mistakes side files without a main file for the newest checkpoint of a requeue."""
+    """Lightning takes side files without a main file for the newest checkpoint of a requeue."""
     for number, steps in ((2, 1), (10, 2)):
         pool.run(fit, str(tmp_path / f"hpc_ckpt_{number}.ckpt"), steps, world=WORLD)
     lost = tmp_path / "hpc_ckpt_11.ckpt"
@@ -360,7 +360,7 @@ def limit_files_to_2_mb(trainer: pl.Trainer) -> None:
 
 
 def fit_and_fail(rank: int, world: int, *args: Any) -> str:
-    """Return the error message; check that the files are unchanged after it."""
+    """Return the error message; check that the files are unchanged afterwards."""
     try:
         fit(rank, world, *args)
     except OSError as error:
@@ -436,7 +436,7 @@ def test_a_file_that_was_not_replaced_keeps_its_side_files(pool: Pool, tmp_path:
 
 
 class OldFormatIO(CheckpointIO):
-    """A user's CheckpointIO: the old format of torch.save, which is not an archive."""
+    """A user's CheckpointIO with torch.save's old format, which is not an archive."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -454,7 +454,7 @@ class OldFormatIO(CheckpointIO):
 
 
 class FolderIO(OldFormatIO):
-    """A user's CheckpointIO: a checkpoint is a folder."""
+    """A user's CheckpointIO that writes a folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -490,7 +490,7 @@ def fit_in_memory(rank: int, world: int) -> list[str]:
 
 
 def test_remote_addresses_work(pool: Pool, tmp_path: Path) -> None:
-    """In one process: memory is not shared."""
+    """In one process, because the memory file system is not shared."""
     (names,) = pool.run(fit_in_memory, world=1)
     assert names[0] == "/folder/same.ckpt"
     assert [os.path.basename(name) for name in names[1:]] == ["shared.pt", "worker_00000.pt"]
@@ -511,7 +511,7 @@ def test_files_are_written_atomically(tmp_path: Path) -> None:
 
 
 def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Two runs share a folder: the file is always that of one of them, and complete."""
+    """Two runs share a folder: the file is always complete and from one of them."""
     path = tmp_path / "last.ckpt"
     found = []
 
@@ -550,7 +550,7 @@ def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
 def test_content_is_synced_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power failure the old file or the new one is complete."""
+    """After a power failure either the old or the new file is complete."""
     done: list[tuple[str, str]] = []
     sync, replace = os.fsync, Path.replace
 

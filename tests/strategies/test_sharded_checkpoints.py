@@ -1,4 +1,4 @@
-"""Checkpoints of workers whose ranks shard the model: exact resume, and with other ranks."""
+"""Checkpoints of workers whose ranks shard the model: exact resume, also with other ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = [
 
 
 class SaveAfter(pl.Callback):
-    """Saves a checkpoint after some batches."""
+    """Saves a checkpoint after a given number of batches."""
 
     def __init__(self, path: str, batches: int) -> None:
         self.path, self.batches = path, batches
@@ -56,12 +56,12 @@ class SaveAfter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         if trainer.global_step == self.batches:
             trainer.save_checkpoint(self.path)
-            trainer.save_checkpoint(self.path)  # replaces the one before
+            trainer.save_checkpoint(self.path)  # replaces the previous one
             self.params = whole(module)
 
 
 class StateAtStart(pl.Callback):
-    """Keeps the parameters of the worker as training starts."""
+    """Records the worker's parameters at the start of training."""
 
     params: Tensor | None = None
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
 
 
 class PartlyUsed(nn.Sequential):
-    """Leaves the layer ``unused`` out."""
+    """Does not use the layer ``unused``."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         for name, layer in self.named_children():
@@ -149,7 +149,7 @@ class PartlyUsed(nn.Sequential):
 
 
 class WithUnused(ShardedModule):
-    """Has a layer that never gets gradients, so that Adam has no state of it."""
+    """Has a layer without gradients, so that Adam has no state for it."""
 
     def build(self) -> nn.Module:
         model = PartlyUsed(*super().build())
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_and_without_copies_of_shards(
 
 
 def start_plainly(rank: int, world: int, path: str) -> Tensor:
-    """Load a checkpoint by Lightning's own strategy."""
+    """Load a checkpoint with Lightning's own strategy."""
     strategy = ModelParallelStrategy(world, 1)
     start = StateAtStart()
     trainer = make_trainer(strategy, max_steps=9, use_distributed_sampler=False, callbacks=[start])
@@ -278,7 +278,7 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, method: str,
 def test_a_run_goes_on_with_shards_of_another_number(
     tmp_path: Path, before: int, after: int
 ) -> None:
-    """Two workers, whose shards are then of unequal sizes."""
+    """The shards of the two workers have unequal sizes afterwards."""
     path = str(tmp_path / "folder.ckpt")
     with closing(Pool(6)) as ranks:
         saved = ranks.run(fit, "diloco", (before, 1), path, 7, {}, world=2 * before)
@@ -293,7 +293,7 @@ def test_a_run_goes_on_with_shards_of_another_number(
 
 
 class Evaluated(ShardedModule):
-    """SGD without momentum has no state."""
+    """Uses SGD without momentum, which has no state."""
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("test_loss", loss_of(self.model, batch), sync_dist=True)
@@ -487,7 +487,7 @@ def test_addresses_that_are_not_on_a_file_system_are_refused(pool: Pool, tmp_pat
 
 
 def fit_whole(rank: int, world: int, path: str, save_after: int | None) -> int:
-    """The same method with ranks that hold the whole model."""
+    """Train with the same method, with ranks that hold the whole model."""
     strategy = DiLoCoStrategy(sync_every=3, replica_size=2, timeout_s=30)
     callbacks = [SaveAfter(path, save_after)] if save_after is not None else []
     trainer = make_trainer(
@@ -516,7 +516,7 @@ NUM_SAMPLES = 48
 
 
 class Reading(ShardedModule):
-    """Records which samples were read."""
+    """Records the samples that were read."""
 
     def __init__(self) -> None:
         super().__init__()

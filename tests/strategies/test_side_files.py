@@ -1,4 +1,4 @@
-"""Side files that are damaged, missing or of another worker are refused; the error names them."""
+"""Side files that are damaged, missing or from another worker are refused; the error names them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_refused(
 
 
 def change(path: Path, **entries: Any) -> None:
-    """Set entries of a file, or delete those that are None."""
+    """Set entries of a file; delete entries that are None."""
     content = torch.load(path)
     for name, value in entries.items():
         content[name] = value
@@ -132,7 +132,7 @@ def test_file_of_a_worker_is_not_accepted_as_the_shared_one(pool: Pool, checkpoi
 
 
 def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
-    """Return what worker 1 reads, or the error."""
+    """Return the state that worker 1 reads, or the error."""
     try:
         return files.load(stamp, 1, True), ""
     except ValueError as error:
@@ -142,7 +142,7 @@ def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("worker", [1, None], ids=["worker_00001.pt", "shared.pt"])
 def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
-    """None of 200 flipped bits changes what is read; those in padding have no effect."""
+    """None of 200 flipped bits changes the values that are read; bits in padding have no effect."""
     stamp = folder_of(checkpoint).name
     files = SideFiles(WholeFileIO(), checkpoint)
     name = Path(files.path_of(stamp, worker))
@@ -247,7 +247,7 @@ def test_impossible_entries_of_the_main_file_are_refused(
 
 @pytest.mark.parametrize("world", [2, 1])
 def test_missing_file_of_a_worker_is_named(pool: Pool, checkpoint: Path, world: int) -> None:
-    """Also if there is no such worker now."""
+    """Also if there is no such worker any more."""
     (folder_of(checkpoint) / "worker_00001.pt").unlink()
     texts = "worker_00001.pt, which does not exist", "Keep the folder one.ckpt.loco beside"
     check_refused(pool, checkpoint, *texts, world=world)
@@ -280,7 +280,7 @@ def flipped(tensor: Tensor) -> Tensor:
     ],
 )
 def test_files_of_every_kind_are_checked(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """With a flipped bit, of another worker, and with an entry missing; then the original."""
+    """A flipped bit, a file of another worker, a missing entry, and finally the original."""
     checkpoint = tmp_path / "one.ckpt"
     pool.run(fit, str(checkpoint), False, kind, world=WORLD)
     folder = folder_of(checkpoint)

@@ -1,4 +1,4 @@
-"""Rounds change parameters between local steps only, also when a training step communicates."""
+"""Rounds change parameters only between local steps, also if a training step communicates."""
 
 from __future__ import annotations
 

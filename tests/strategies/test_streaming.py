@@ -41,7 +41,7 @@ Make = Callable[[], LocoStrategy]
 
 
 def streaming() -> StreamingDiLoCoStrategy:
-    """Two layers; the second one is sent before the result of the first one is received."""
+    """Two layers; the second layer is sent before the result of the first one is received."""
     return StreamingDiLoCoStrategy(6, 2, 4, 0.25, outer_lr=0.5, outer_momentum=0.6)
 
 
@@ -50,10 +50,10 @@ def in_order() -> StreamingDiLoCoStrategy:
 
 
 def by_hand(world: int) -> Tensor:
-    """Compute the mean of the workers at the end, before due rounds start or are applied."""
+    """Compute the workers' mean at the end, before due rounds start or are applied."""
     models = [make_model() for _ in range(world)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    layers = [[0, 1], [2, 3]]  # the parameters of the first linear layer and of the second one
+    layers = [[0, 1], [2, 3]]  # parameters of the first linear layer, and of the second one
     outer = [p.detach().clone() for p in models[0].parameters()]
     momentum = [torch.zeros_like(p) for p in outer]
     pending_rounds: dict[int, tuple[int, list[Tensor]]] = {}
@@ -87,7 +87,7 @@ def by_hand(world: int) -> Tensor:
 
 
 def fit(rank: int, world: int, make: Make, folder: str = "", resume: str | None = None) -> Tensor:
-    """Train; with a folder, validate every 4 steps and save every 5."""
+    """Train; if there is a folder, validate every 4 steps and save every 5."""
     checkpoint = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1
     )
@@ -145,7 +145,7 @@ def streaming_even() -> LocoStrategy:
 
 @pytest.mark.parametrize("make", [streaming, pytest.param(in_order, marks=pytest.mark.soak)])
 def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None:
-    """With validations and checkpoints in between, too, which change no bit."""
+    """Also with validations and checkpoints in between, which change no bit."""
     plain = pool.run(fit, make, world=3)
     seen = pool.run(fit, make, str(tmp_path), world=3)
     for result, with_sync_points in zip(plain, seen, strict=True):

@@ -1,4 +1,4 @@
-"""The summary of a run at its end."""
+"""The summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) 
 
 
 def fit_with_reports(rank: int, world: int, folder: Path) -> tuple[list[str], str]:
-    """The summary, and the table of ``train.py``."""
+    """Return the summary, and the table of ``train.py``."""
     module = TinyModule()
     with messages_of(RANK_ZERO) as texts:
         trainer = make_trainer(

@@ -1,4 +1,4 @@
-"""Each save, each validation and the end of training make one sync point of all workers."""
+"""Each save, each validation and the end of training are one sync point of all workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DURING = ["checkpoint", "barrier Trainer.save_checkpoint", "validation", "the en
 
 
 def record_sync_points(engine: AnyEngine) -> list[str]:
-    """Return a list to which the purpose of each further sync point is added."""
+    """Return a list that collects the purpose of each further sync point."""
     purposes: list[str] = []
     sync_point = engine.sync_point
 
@@ -38,14 +38,14 @@ def record_sync_points(engine: AnyEngine) -> list[str]:
 
 
 class ValidatedModule(TinyModule):
-    """Its validation makes no collective."""
+    """Its validation runs no collective."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
 
 
 class RecordsSyncPoints(pl.Callback):
-    """Records the purpose of each sync point; saves after two batches, and after the training."""
+    """Records the purpose of each sync point; saves after two batches, and after training."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ def fit(
 def test_one_sync_point_for_each_purpose(
     pool: Pool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """With ``finalize="keep"`` a save after the training needs one; else the model is the mean."""
+    """A save after training needs one with ``finalize="keep"``; otherwise the model is the mean."""
     keep: dict[str, Any] = {"finalize": "keep"}
     rows: list[tuple[str, dict[str, Any], list[str]]] = [
         ("diloco", {}, []),
@@ -113,7 +113,7 @@ def test_in_plain_loops_the_consensus_and_the_end_make_their_own(
         with subtests.test(name), closing(make(nn.Linear(1, 1))) as engine:
             purposes = record_sync_points(engine)
             engine.show_consensus("a validation")
-            engine.show_consensus("a validation")  # the model holds it already
+            engine.show_consensus("a validation")  # the model holds the consensus already
             engine.worker.show_local()
             engine.finish()
             assert purposes == ["a validation", "the end of training"]

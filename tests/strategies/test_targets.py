@@ -1,4 +1,4 @@
-"""Parameters that are in no optimizer: teachers and targets that a module updates by hand."""
+"""Parameters in no optimizer: teachers and targets that a module updates by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def strategy_of(name: str) -> EngineStrategy:
 
 
 class TeacherModule(TinyModule):
-    """A teacher follows the weights after every batch; it may require gradients, too.
+    """A teacher follows the weights after every batch; optionally it requires gradients.
 
     Args:
         kind: "frozen", "in place" or "replaced" (a new copy of the network at every batch).
@@ -104,7 +104,7 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     for own, validated, unwritten, final in results:
         for before, (start, ended) in zip(own, unwritten[1:], strict=False):
             assert torch.equal(before, start)
-            assert torch.equal(start, ended)  # no round has changed it
+            assert torch.equal(start, ended)  # no round has changed the teacher
         for seen, mean in zip(validated, (means[4], means[9]), strict=True):
             torch.testing.assert_close(seen, mean, rtol=0, atol=1e-12)
         torch.testing.assert_close(final, means[9], rtol=0, atol=1e-12)
@@ -112,9 +112,9 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
 
 
 def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
-    """Return the last batches of an uninterrupted run and of one that is resumed in its middle,
+    """Return states of an uninterrupted run and of one that is resumed in its middle.
 
-    then the worker's teacher in the middle, and the one that was saved there.
+    Both runs' last batches, then the worker's teacher in the middle, and the saved teacher.
     """
     found = []
     for path in (None, f"{folder}/middle.ckpt"):
@@ -151,7 +151,7 @@ def test_a_resumed_run_restores_the_teacher_of_each_worker(
         assert not torch.equal(saved, own)
 
 
-# ------------------------------------------------------------------ what is exchanged no more
+# -------------------------------------------------------- parameters that are replaced
 
 
 class ReplacingModule(TinyModule):

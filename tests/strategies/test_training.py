@@ -1,4 +1,4 @@
-"""Training loops as Lightning users write them: rounds are made after the same local steps."""
+"""Training loops in the style of Lightning users: rounds follow the same local steps."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_gradients_are_clipped_locally(pool: Pool, by: str) -> None:
 
 
 def is_skipped(worker: int, step: int) -> bool:
-    """Return whether a step has no effect; two of worker 1's do not."""
+    """Return whether a step has no effect, as two steps of worker 1."""
     return worker == 1 and step in (1, 2)
 
 
@@ -189,7 +189,7 @@ def skipping_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> N
 
 
 class OverflowingModule(TinyModule):
-    """Has infinite gradients in some steps, as with float16."""
+    """Has infinite gradients in some steps, like float16."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = loss_of(self.model, batch)
@@ -217,7 +217,7 @@ def test_a_step_skipped_by_the_gradient_scaler_does_not_shift_rounds(pool: Pool)
 
 
 class ScheduledModule(TinyModule):
-    """The learning rate is halved after every second local step."""
+    """Halves the learning rate after every second local step."""
 
     def __init__(self) -> None:
         super().__init__(lr=LR)
@@ -279,7 +279,7 @@ def fit_five(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
-# ------------------------------------------------------------- local steps of its own each
+# ------------------------------------------------- different local steps on each worker
 
 
 def fit_unequal(rank: int, world: int) -> tuple[Tensor, int, int, int]:

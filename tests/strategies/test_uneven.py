@@ -1,4 +1,4 @@
-"""Workers with different numbers of batches end cleanly, or with an error that explains it."""
+"""Workers with different numbers of batches end cleanly, or with an error that explains why not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fit_weighted(rank: int, world: int) -> Tensor:
 
 
 def test_the_final_model_is_the_mean_whatever_the_numbers_of_steps(pool: Pool) -> None:
-    """After the common round only worker 0 makes steps."""
+    """After the common round, only worker 0 takes steps."""
     results = pool.run(fit_weighted, world=2)
     module = TinyModule()
     start = pool.run(_common_round, world=2)[0]
@@ -100,7 +100,7 @@ def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path
         pool.run(fit_diverging, str(tmp_path), world=2)
     for failure in error.value.failures.values():
         assert "worker 0 at validation after 5 local steps" in failure.message
-        # Before it saves, Lightning 2.6 reduces, and older versions broadcast.
+        # Lightning 2.6 reduces before it saves, and older versions broadcast.
         where = r"worker 1 at (reduce|broadcast) after 7 local steps"
         assert re.search(where, failure.message)
         assert "limit_train_batches" in failure.message
@@ -108,7 +108,7 @@ def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path
 
 
 class WithoutLength(IterableDataset[Any]):
-    """The batches of worker 0; none on others."""
+    """The batches of worker 0; no batches on others."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Workers of several ranks, by DDP, FSDP2, tensor parallelism or both, train as whole ones."""
+"""Workers of several ranks train like workers of one: DDP, FSDP2, tensor parallelism or both."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from tests.strategies.families import (
 
 SIZE = 2  # ranks of a worker
 
-# Of a layer that is sharded by both: PyTorch warns of in-place operations, and there are none.
+# From a layer that both shard: PyTorch warns about in-place operations, but there are none.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
@@ -97,7 +97,7 @@ def test_ranks_train_as_one_worker_that_reads_all_their_rows(
 
 
 def one_of(named: tuple[str, Any]) -> Any:
-    """A row of a table as a parameter with the row's name."""
+    """Return a row of a table as a parameter with the row's name as id."""
     return pytest.param(named[1], id=named[0])
 
 
@@ -163,7 +163,7 @@ TRAINING: dict[str, Run] = {
 
 
 class SometimesUnused(TinyModule):
-    """A layer that only every other step uses."""
+    """A layer that is used in every other step only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Synchronized(TinyModule):
 
 
 class OwnWeights(TinyModule):
-    """Begins with other weights on each rank; a hook then writes those of the first rank alone."""
+    """Starts with different weights on each rank; a hook then writes weights on the first rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_a_list_of_sync_every(pool: Pool, method: str, layout: str) -> None:
 
 
 class CollectsInStep(ShardedModule):
-    """Waits for all ranks within a step, while the second worker makes two more rounds."""
+    """Waits for all ranks within a step, while the second worker runs two more rounds."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
@@ -283,7 +283,7 @@ class CollectsInStep(ShardedModule):
 
 
 class CollectsByHand(CollectsInStep):
-    """The same, in a step after which FSDP2 keeps whole parameters."""
+    """The same, in a step after which FSDP2 keeps unsharded parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class Compiled(ShardedModule):
 
 
 class Gathered(ShardedModule):
-    """No module drops the whole parameters after its forward pass."""
+    """No module reshards its parameters after its forward pass."""
 
     def shard(self, mesh: DeviceMesh) -> None:
         fully_shard(self.model[0], mesh=mesh, reshard_after_forward=False)
@@ -363,7 +363,7 @@ class Gathered(ShardedModule):
 
 
 class ByColumns(ShardedModule):
-    """Shards of matrices are columns."""
+    """Matrices are sharded by columns."""
 
     def shard(self, mesh: DeviceMesh) -> None:
         def columns(parameter: nn.Parameter) -> Shard | None:
@@ -447,7 +447,7 @@ def test_validations_do_not_change_the_training(pool: Pool, run: Run, layout: st
 
 
 def fit_and_save(rank: int, world: int, layout: str, folder: str) -> tuple[float, str]:
-    """Save the best validation, which has gathered the parameters of FSDP2."""
+    """Save the best validation, for which FSDP2's parameters were gathered."""
     saving = ModelCheckpoint(folder, monitor="val_loss")
     sizes = SHARDED[layout]
     run = Run(module=adam, validates=True)
@@ -487,7 +487,7 @@ class Predicting(ShardedModule):
 
 
 def evaluate(rank: int, world: int, sizes: tuple[int, int] | None, fits: int) -> list[Any]:
-    """Evaluate after each of some fits, or without one."""
+    """Evaluate after each of some fits, or without a fit."""
     run = Run(trainer={"num_sanity_val_steps": 0}, validates=True)
     settings: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
     trainer = make_trainer(run.strategy(sizes), max_epochs=1, **settings)
@@ -521,7 +521,7 @@ def test_evaluations_after_fits_and_without_one(pool: Pool, fits: int, layout: s
 
 
 class OwnStart(ShardedModule):
-    """Begins with other weights and buffers on each rank, as without a seed."""
+    """Starts with different weights and buffers on each rank, as without a seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -533,7 +533,7 @@ class OwnStart(ShardedModule):
 
 
 class NormModule(ShardedModule):
-    """With statistics of BatchNorm, and a buffer of each rank's own."""
+    """With BatchNorm, and a buffer that differs between ranks."""
 
     def build(self) -> nn.Module:
         layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)
@@ -545,7 +545,7 @@ class OwnNorm(NormModule, OwnStart):
 
 
 class SequenceNorm(SequenceModule):
-    """With a buffer that each rank changes, and of which tensor parallelism makes a ``DTensor``."""
+    """With a buffer that each rank changes; tensor parallelism turns it into a ``DTensor``."""
 
     def build(self) -> nn.Module:
         model = super().build()
@@ -652,7 +652,7 @@ def test_nan_in_a_shard_leaves_the_whole_worker_out(pool: Pool, method: Any, lay
     cover([DiLoCoStrategy, AsyncDiLoCoStrategy], ["fsdp", "tensor"], strength=1),
 )
 def test_compressed_messages(pool: Pool, method: Any, layout: str) -> None:
-    """The blocks of a rank are other ones, so that values are rounded in another way."""
+    """The blocks differ between layouts, so values are rounded differently."""
     run = Run(method, {"compression": ErrorFeedback(Int8(block=8))}, steps=24)
     found = run.compare(pool, layout, tolerance=0.05)
     exact = pool.run(fit, Run(method, steps=24), SHARDED[layout])
@@ -680,7 +680,7 @@ def test_averaging_by_the_clock_keeps_workers_together(
     pool: Pool, warmup_steps: int, layout: str
 ) -> None:
     arguments = {"interval_s": 0.0, "warmup_steps": warmup_steps}
-    # A round takes as many local steps as its thread needs: 30 had only two on a busy machine.
+    # A round lasts as many local steps as its thread needs: 30 steps had two on a busy machine.
     run = Run(average_by_time, arguments, {"max_epochs": 2}, steps=45, validates=True)
     first, *others = pool.run(fit, run, LAYOUTS[layout])
     assert first["rounds"] > 2
@@ -693,7 +693,7 @@ def test_averaging_by_the_clock_keeps_workers_together(
 
 
 class Narrow(ShardedModule):
-    """float32, of which FSDP2 makes bfloat16 for a pass."""
+    """float32, which FSDP2 casts to bfloat16 for a pass."""
 
     def build(self) -> nn.Module:
         return super().build().float()
@@ -725,7 +725,7 @@ def test_narrow_numbers(pool: Pool, precision: str, dtype: torch.dtype) -> None:
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
-# ---------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------- sent messages
 
 
 @pytest.mark.parametrize(("layout", "columns"), [("fsdp", 2), ("tensor", 2), ("both", 4)])
