@@ -26,26 +26,26 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(name: str, *arguments: str) -> str:
-    """What a benchmark prints."""
+    """Return the output of a benchmark."""
     ended = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,  # for fits on a busy machine
+        timeout=600,  # enough for fits on a busy machine
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def cells(output: str, row: str) -> list[str]:
-    """The cells of the table's row that starts with these words."""
+    """Return the cells of the table row that starts with these words."""
     line = next(line for line in output.splitlines() if line.startswith(f"{row} "))
     return re.split(r"\s{2,}", line)
 
 
 def value_and_bound(output: str, row: str, column: str) -> tuple[float, str]:
-    """What a row of the table says in this column, and in the one after it."""
+    """Return a row's value in this column, and the bound in the next one."""
     header = next(line for line in output.splitlines() if column in line)
     at = re.split(r"\s{2,}", header).index(column)
     value, bound = cells(output, row)[at : at + 2]
@@ -53,7 +53,7 @@ def value_and_bound(output: str, row: str, column: str) -> tuple[float, str]:
 
 
 def judge(value: float, bound: str) -> float:
-    """The bound, if it says rightly whether the value, which is rounded, keeps it."""
+    """Return the bound; check that its verdict on the value, which is rounded, is right."""
     found = re.fullmatch(r"<= (\d+\.\d+) (ok|MISSED)", bound)
     assert found is not None, bound
     most = float(found[1])
@@ -138,7 +138,7 @@ def test_peers_on_a_shaped_link() -> None:
         pytest.skip(output.splitlines()[-1])
     assert "shaped to 100mbit/s, 0.8M, 2 workers:" in output
     blocking_ms, _, sent_mb = cells(output, "lightning_loco DiLoCo")[1:4]
-    assert 3.2 < float(sent_mb) < 3.8  # 0.84 million parameters in float32
+    assert 3.2 < float(sent_mb) < 3.8  # 0.84 million float32 parameters
     assert float(blocking_ms) > 0.9 * 8 * float(sent_mb) / 100 * 1000
 
 
@@ -152,7 +152,7 @@ def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,  # for fits on a busy machine
+        timeout=600,  # enough for fits on a busy machine
     )
     assert ended.returncode == 1
     assert "the workers alone failed: not done within 1 s" in ended.stderr
@@ -161,7 +161,7 @@ def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment_of(file: Path) -> str:
-    """The variables of a process that may end meanwhile."""
+    """Return the variables of a process, or an empty text if it has exited."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -269,7 +269,7 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
 
     run("quality", *arguments, "--set", "outer_momentum=0.5")
     added = json.loads(file.read_text())
-    assert len(added) == 3  # the baseline has no such setting and is kept
+    assert len(added) == 3  # the baseline does not have this setting, and is kept
     assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
 
 
@@ -295,7 +295,7 @@ def test_the_checks_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
         "2 overlap": "PASS",
         "3 syncs": "SKIP",
         "4 memory": "SKIP",
-        "5 time": "SKIP",  # it runs, and is not judged
+        "5 time": "SKIP",  # it runs, without a verdict
         "6 failure": "PASS",
         "7 compiled": "PASS",
     }
@@ -368,7 +368,7 @@ def test_the_evidence_for_gasloc_has_a_table_a_file_and_a_figure(
     if part == "consensus":
         for record in records:
             measured, predicted = float(record["rate"]), float(record["predicted"])
-            # at the optimal momentum it is a double root, which is approached slowly
+            # the optimal momentum gives a double root, which is approached slowly
             assert measured == pytest.approx(predicted, abs=0.05)
     else:
         assert all(1.5 < float(record["loss"]) < 5.7 for record in records)

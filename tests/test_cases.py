@@ -1,4 +1,4 @@
-"""The table of test cases is complete, and every common test runs on all of it."""
+"""The table of test cases is complete, and every common test runs on all rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_loco.schedules import EveryInterval
 from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, params
 
-# Methods without rounds; each has its own tests.
+# Methods without rounds, which have separate tests.
 WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
 # The module of each common test, by its name in `rows(...)` and in the field `not_in`.
 TESTS = {
@@ -66,7 +66,7 @@ def test_the_row_of_a_method_has_the_settings_of_its_strategy(subtests: pytest.S
             if name == "streaming_diloco":
                 settings["delay"] = 5  # its default for a larger sync_every
             if name == "async_diloco":
-                settings["fragments"] = None  # with them it is streaming_diloco: test_streaming.py
+                settings["fragments"] = None  # fragments: see test_streaming.py
             assert strategy(**settings).settings == case.strategy(7).settings
 
 

@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, shows what it claims, and the batch script works."""
+"""Every example runs as its docstring describes, with the claimed results; so do batch scripts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REMOTE = EXAMPLES / "remote_optimizer"
 LIMIT_S = 120.0
 NUMBER = r"(\d+\.\d+)"
 
-# Stands for srun: it starts the tasks, with a few steps of a tiny model in place of the long run.
-# When asked to, it then does what SLURM does before the time is up.
+# Replaces srun: it starts the tasks, with a few steps of a tiny model instead of the long run.
+# On request it then acts like SLURM before the time limit.
 SRUN = """
 import os, pathlib, signal, subprocess, sys, time
 
@@ -60,7 +60,7 @@ TINY = f"{TINY_STEPS} algorithm.sync_every=4"
 
 
 def run(command: list[str], folder: Path, **environ: str) -> str:
-    """The output of a command that must succeed."""
+    """Return the output of a command that must succeed."""
     return Program(command, folder, **environ).succeed(LIMIT_S)
 
 
@@ -224,7 +224,7 @@ def test_the_remote_plain_loop_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """A checkout with an environment, and the variables of a job of two tasks on one machine."""
+    """Return a checkout with an environment, and the variables of a job with two tasks."""
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     programs = {
         ".venv/bin/activate": f"export PATH={tmp_path}/.venv/bin:$PATH\n",
@@ -339,10 +339,10 @@ def test_a_job_of_the_elastic_array_is_preempted_and_returns(
     lighthouse = Lighthouse(1)
     batch = ["bash", str(EXAMPLES / "slurm" / "elastic_array.sbatch")]
     job = remote_job(cluster, tasks=ranks)
-    del job["MASTER_PORT"]  # Lightning's depends on the job
+    del job["MASTER_PORT"]  # Lightning's port depends on the job
     environ = {
         "TORCHFT_LIGHTHOUSE": lighthouse.address,
-        # The one that remains waits, however long the other one takes to start again.
+        # The remaining one waits, however long the other one takes to start again.
         "CHANGES": f"{TINY} trainer.max_steps=200 trainer.log_every_n_steps=10 "
         "membership.min_workers=2",
     }

@@ -1,4 +1,4 @@
-"""What users may rely on: names, defaults, registry strings, version, types."""
+"""The public API: names, defaults, registry strings, version, types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
-# Arguments and defaults that stay; more may follow.
+# Stable arguments and defaults; further ones may follow.
 STRATEGIES = {
     "LocalSGDStrategy": ("local_sgd", {"sync_every": 100}),
     "DiLoCoStrategy": (
@@ -143,7 +143,7 @@ def test_a_trainer_takes_the_registry_string(subtests: pytest.Subtests) -> None:
 def test_the_variable_of_the_commands_does_not_unregister_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a process that inherits it, or for a user who has set it."""
+    """For example in a child process, or for a user who has set the variable."""
     monkeypatch.setenv("LIGHTNING_LOCO_LAZY", "1")
     code = "import lightning_loco, lightning.pytorch as pl; pl.Trainer(strategy='gasloc')"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

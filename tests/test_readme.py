@@ -1,4 +1,4 @@
-"""The README's first program runs, and its pictures can be drawn again."""
+"""The README's first program runs, and its pictures can be redrawn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_shows_what_travels_when_and_names_the_license() -> None:
 
 
 def first_step(rank: int, world: int) -> list[str]:
-    """What the quick start's first step says."""
+    """Run the first step of the quick start; return the logged messages."""
 
     def trainer(**settings: Any) -> Any:
         assert settings["devices"] == world

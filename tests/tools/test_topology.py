@@ -1,4 +1,4 @@
-"""``lightning-loco topology``: its numbers agree with the package, and errors name bad input."""
+"""``lightning-loco topology``: numbers agree with the package, and errors name invalid input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.sources import ROOT
 
 
 def rows(name: str, num_workers: int) -> dict[str, str]:
-    """The rows of the report by title."""
+    """Return the rows of the report by title."""
     lines = describe(get_topology(name), num_workers, name).splitlines()
     return {line[:20].strip(): line[20:] for line in lines if line[20:]}
 

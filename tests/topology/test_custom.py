@@ -1,4 +1,4 @@
-"""Custom matrices and graphs: what is accepted, and what is refused with which message."""
+"""Custom matrices and graphs: accepted ones, and error messages for the others."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_graph_with_edge_weights() -> None:
 
 
 def test_laplacian_weights(tmp_path: Path) -> None:
-    """The degrees minus the adjacency; without a weight an edge has 1."""
+    """The degrees minus the adjacency; an edge without a weight counts as 1."""
     ring, lopsided = nx.cycle_graph(6), weighted((0, 1, 2.0), (1, 2, 0.5), (1, 3, 1.0))
     path = tmp_path / "ring.edges"
     nx.write_edgelist(ring, path, data=False)

@@ -1,4 +1,4 @@
-"""Laws that hold for every topology, checked for all of them and N = 1..12."""
+"""Laws that hold for every topology, checked for N = 1..12."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ POWERS = (1, 2, 4, 8)
 
 
 def always(topology: Topology) -> tuple[Make, Sequence[int]]:
-    """The same topology for each number of workers that it supports."""
+    """Return the same topology for every number of workers that it supports."""
     sizes = POWERS if isinstance(topology, (Hypercube, Xor)) else UP_TO_12
     return lambda num_workers: topology, sizes
 
@@ -73,7 +73,7 @@ def rounds(topology: Topology, num_workers: int) -> range:
 
 @functools.cache
 def matrices_of(make: Make, num_workers: int) -> torch.Tensor:
-    """The mixing matrices of a period, or of 20 random rounds: ``(R, N, N)``."""
+    """Return the mixing matrices of a period, or of 20 random rounds: ``(R, N, N)``."""
     topology = make(num_workers)
     return torch.stack(
         [topology.mixing_matrix(num_workers, t) for t in rounds(topology, num_workers)]
@@ -106,7 +106,7 @@ def test_mixing_matrix_is_doubly_stochastic_and_symmetric(
 def test_repeated_rounds_reach_the_mean(
     make: Make, sizes: Sequence[int], subtests: pytest.Subtests
 ) -> None:
-    """The mean of all workers does not change, and all workers converge to it."""
+    """The mean of all workers is constant, and all workers converge to it."""
     for num_workers in sizes:
         with subtests.test(num_workers=num_workers):
             torch.manual_seed(0)

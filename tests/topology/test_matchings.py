@@ -1,4 +1,4 @@
-"""Pairs: XOR is exact; random matchings are uniform, the same everywhere, as fast as predicted."""
+"""Pairs: XOR is exact; random matchings are uniform, equal everywhere, as fast as predicted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def test_xor_is_exact_after_log2_rounds(subtests: pytest.Subtests) -> None:
-    """Gossip with step 0.5 on the pair Laplacian, as GASLoC does it."""
+    """Gossip with step 0.5 on the pair Laplacian, as in GASLoC."""
     for num_workers in (1, 2, 4, 8, 16, 64):
         with subtests.test(num_workers=num_workers):
             identity = torch.eye(num_workers)
@@ -49,7 +49,7 @@ def test_random_matching_is_an_involution(subtests: pytest.Subtests) -> None:
 
 
 def test_draws_never_change() -> None:
-    """Workers on other hosts, Python versions and hash seeds must draw the same pairs."""
+    """Workers with other hosts, Python versions and hash seeds must draw the same pairs."""
     assert [RandomMatching(5).partner(i, 9, 4) for i in range(9)] == [6, 7, 5, 4, 3, 2, 0, 1, 8]
     peers = [RandomTwoPeer(5).peers(i, 6, 1000) for i in range(6)]
     assert peers == [(3, 1), (2, 0), (1, 4), (0, 5), (5, 2), (4, 3)]
@@ -74,7 +74,7 @@ def test_rounds_and_seeds_differ() -> None:
 
 @pytest.mark.parametrize("num_workers", [5, 6])
 def test_all_matchings_are_equally_likely(num_workers: int) -> None:
-    """Five and six workers both have 15 matchings; 6000 draws, 5 standard deviations."""
+    """Five and six workers each have 15 matchings; 6000 draws, 5 standard deviations."""
     drawn = Counter(
         tuple(RandomMatching(1).partner(i, num_workers, t) for i in range(num_workers))
         for t in range(6000)
@@ -86,7 +86,7 @@ def test_all_matchings_are_equally_likely(num_workers: int) -> None:
 def contraction(
     topology: RandomMatching | RandomTwoPeer, num_workers: int, num_draws: int
 ) -> float:
-    """Mean over rounds of ``|W x|^2 / |x|^2``, averaged over all x of mean zero."""
+    """Return the mean over rounds of ``|W x|^2 / |x|^2``, averaged over all x with mean zero."""
     total = 0.0
     for t, worker in itertools.product(range(num_draws), range(num_workers)):
         row = topology.weights(worker, num_workers, t).values()
@@ -96,7 +96,7 @@ def contraction(
 
 
 def predicted(num_workers: int) -> float:
-    """The same for a random matching by the formula."""
+    """Return the formula's value for a random matching."""
     return 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
 
 

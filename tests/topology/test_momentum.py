@@ -1,4 +1,4 @@
-"""Gossip with momentum: optimal settings and stability limits, compared with simulation."""
+"""Gossip with momentum: optimal settings and stability limits, compared with simulations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def slopes_of_a_run(
 ) -> dict[str, float]:
     """Measure the factor per round of the recursion, between rounds 120 and 720, for each form.
 
-    After each round the mean, which rounding leaves, is subtracted and the state is normalized, so
+    After each round the mean, a rounding error, is subtracted and the state is normalized, so
     that neither affects the slope.
     """
     torch.manual_seed(3)

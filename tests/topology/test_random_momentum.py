@@ -1,4 +1,4 @@
-"""Momentum on random rounds: the mean-square radius against enumeration and Monte Carlo."""
+"""Momentum on random rounds: the mean-square radius, compared with enumeration and Monte Carlo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 def matching_radius(
     num_workers: int, gossip_step: float, momentum: float, form: str = "local"
 ) -> float:
-    """Factor per round of the expected square of the distance."""
+    """Return the factor per round of the expected squared distance."""
     return gossip_radius(RandomMatching(), num_workers, gossip_step, momentum, form) ** 2
 
 
@@ -65,7 +65,7 @@ def test_known_radii_of_matchings() -> None:
 def second_moment_radius(
     matrices: torch.Tensor, gossip_step: float, momentum: float, form: str
 ) -> float:
-    """Radius of ``E[M (x) M]`` on all second moments of the state, for equally likely rounds.
+    """Return the radius of ``E[M (x) M]`` on all second moments, for equally likely rounds.
 
     ``matrices`` holds the Laplacians ``Lambda`` of the rounds, ``(R, N, N)``.
     """
@@ -85,7 +85,7 @@ def second_moment_radius(
 
 
 def all_matchings(workers: list[int]) -> list[list[tuple[int, int]]]:
-    """All perfect matchings; with an odd number, each worker is left out in turn."""
+    """Return all perfect matchings; with an odd number, each worker is left out in turn."""
     if len(workers) % 2:
         rests = [[w for w in workers if w != idle] for idle in workers]
         return [pairs for rest in rests for pairs in all_matchings(rest)]
@@ -143,9 +143,9 @@ def test_two_peer_radius_against_all_pairs_of_matchings(
 
 
 def measured_radii(topology: Topology, rows: list[tuple[float, float, str]]) -> torch.Tensor:
-    """Measure the factor of the mean square per round, over 20 000 runs of 8 workers.
+    """Measure the factor of the mean square per round, in 20 000 runs of 8 workers.
 
-    ``rows`` holds gossip steps, momenta and forms, all of which see the same rounds.
+    ``rows`` holds gossip steps, momenta and forms, which all use the same rounds.
     """
     torch.manual_seed(0)
     drawn = torch.stack([topology.mixing_matrix(8, t) for t in range(1000)])

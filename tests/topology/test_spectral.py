@@ -1,4 +1,4 @@
-"""Rates and eigenvalues against simulation and closed forms."""
+"""Rates and eigenvalues, compared with simulations and closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed graphs against networkx and the closed forms of their spectra."""
+"""Fixed graphs, compared with networkx and closed forms of their spectra."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_loco.topology import (
 
 
 def numbered(graph: nx.Graph) -> nx.Graph:
-    """Nodes 0..N-1 in sorted order, without the loops that a side of 1 has in networkx."""
+    """Sort nodes to 0..N-1, and drop the self-loops that networkx adds for a side of 1."""
     graph = nx.convert_node_labels_to_integers(graph, ordering="sorted")
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     return graph

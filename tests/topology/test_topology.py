@@ -1,4 +1,4 @@
-"""The base class, for a topology that only defines its weights."""
+"""The base class, with a topology that defines only its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_loco.topology import Topology
 
 @dataclass(frozen=True)
 class Rows(Topology):
-    """Mixing matrices written out, one per round of the period."""
+    """Explicit mixing matrices, one for each round of the period."""
 
     cycle: tuple[tuple[tuple[float, ...], ...], ...]
 

@@ -1,4 +1,4 @@
-"""Certificates: holders of the file can connect, all others are refused immediately."""
+"""Certificates: holders of the file can connect; all others are refused immediately."""
 
 from __future__ import annotations
 
@@ -213,11 +213,11 @@ def test_a_key_file_that_is_not_valid_now_is_refused(
 def test_the_cause_of_a_refused_connection_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both sides: by a clock, not by the key file of the other one."""
+    """On both sides: the error names a clock, not the other side's key file."""
     early = read_certificate(key_file_with_dates(tmp_path / "early", 200, DAY_S))
     expired = key_file_with_dates(tmp_path / "expired", -DAY_S, -DAY_S / 2)
     real_time = time.time
-    with monkeypatch.context() as patch:  # it was valid when the run began
+    with monkeypatch.context() as patch:  # it was valid at the start of the run
         patch.setattr(time, "time", lambda: real_time() - 0.75 * DAY_S)
         late = read_certificate(expired)
     other, ours = (read_certificate(new_certificate(tmp_path, name)) for name in ("a", "b"))

@@ -1,4 +1,4 @@
-"""Floods and invalid messages: memory and files stay bounded, and honest clients are served."""
+"""Floods and invalid messages: memory and files are bounded, and honest clients are served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send_body(request: Request) -> None:
 
 
 def ask(client: Client) -> bool:
-    """Make a request; returns whether the whole reply was received."""
+    """Make a request; return whether the whole reply was received."""
     memory = bytearray(len(BODY))
     try:
         reply = client.request(b"ask", timeout_s=HARNESS_S)
@@ -54,7 +54,7 @@ def ask(client: Client) -> bool:
 
 
 class Largest:
-    """Largest growth of this process in bytes and open files while another process runs."""
+    """The largest growth of this process in bytes and open files while another process runs."""
 
     def __init__(self, during: subprocess.Popen[str]) -> None:
         before_bytes, before_files = resident_bytes(), open_files()
@@ -67,7 +67,7 @@ class Largest:
 
 @contextlib.contextmanager
 def honest_client(port: int, certificate: JobCertificate | None) -> Iterator[list[bool]]:
-    """A client that makes requests in a thread; yields whether each of them was answered."""
+    """Run a client that makes requests in a thread; yield whether each of them was answered."""
     answered: list[bool] = []
     ended = threading.Event()
 
@@ -86,7 +86,7 @@ def honest_client(port: int, certificate: JobCertificate | None) -> Iterator[lis
 
 
 def rows(*soak: tuple[str, bool]) -> list[object]:
-    """All kinds of floods, with and without a key file; those in ``soak`` are marked so."""
+    """Return all kinds of floods, with and without a key file; rows in ``soak`` are marked so."""
     return [
         pytest.param(*row, marks=[pytest.mark.soak] if row in soak else [])
         for row in itertools.product(KINDS, (False, True))
@@ -108,7 +108,7 @@ def rows(*soak: tuple[str, bool]) -> list[object]:
 def test_flooded_server_does_not_grow_and_serves_others(
     kind: str, has_key_file: bool, tmp_path: Path
 ) -> None:
-    """If there is a key file, the flooder has it, too."""
+    """If there is a key file, the flooder has it as well."""
     key_file = new_certificate(tmp_path) if has_key_file else None
     certificate = read_certificate(key_file) if key_file else None
     with (
@@ -168,7 +168,7 @@ def test_flooded_client_does_not_grow(kind: str, has_key_file: bool, tmp_path: P
 
 
 def invalid_messages(count: int) -> Iterator[bytes]:
-    """Messages that violate the protocol in various ways."""
+    """Return messages that violate the protocol in various ways."""
     draw = random.Random(0)
     good = message(b"head")
     for number in range(count):

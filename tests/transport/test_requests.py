@@ -117,7 +117,7 @@ def test_error_of_a_handler_is_logged_and_the_server_continues(
 
 
 def test_errors_of_a_handler_are_logged_20_times_only(caplog: pytest.LogCaptureFixture) -> None:
-    """Or a client that causes them could fill the log."""
+    """Otherwise a client that causes errors could fill the log."""
     num_calls = 0
 
     def fail(request: Request) -> None:
@@ -138,7 +138,7 @@ def test_errors_of_a_handler_are_logged_20_times_only(caplog: pytest.LogCaptureF
 
 def test_a_refused_thread_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
-        default = threading.stack_size(2**47)  # more memory than a process can have
+        default = threading.stack_size(2**47)  # more memory than a process can allocate
         try:
             with asking(server) as client, pytest.raises(ConnectionError):
                 client.request(b"head", timeout_s=60)
@@ -173,7 +173,7 @@ def test_unknown_host_raises_immediately() -> None:
 
 
 def interrupt(client: Client, clock: ManualClock, request: Future[object], abort: bool) -> None:
-    """Abort a request, or let its deadline pass, and check the error."""
+    """Abort a request or let its deadline pass, and check the error."""
     if abort:
         client.abort()
     else:
@@ -269,7 +269,7 @@ def test_idle_connections_are_evicted_first() -> None:
         found = [is_open(each) for each in [*first, *second]]
         assert found == [True, False, True, False, True, True, True]
         third = stack.enter_context(raw_connection(server.port))
-        assert is_open(third)  # all have sent requests, first[0] the longest ago
+        assert is_open(third)  # all have sent requests; the one of first[0] is the oldest
         assert [is_open(first[index]) for index in (0, 2)] == [False, True]
         assert len(threads_named("loco-server")) == 6
 
@@ -312,7 +312,7 @@ def test_single_bytes_do_not_extend_a_deadline(
             for byte in message(bytes(1000)):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.05)
-        assert time.monotonic() - started < SOON_S  # it would be 51 s
+        assert time.monotonic() - started < SOON_S  # otherwise it would be 51 s
 
 
 def test_close_ends_all_threads_and_frees_the_port() -> None:

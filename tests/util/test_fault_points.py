@@ -1,4 +1,4 @@
-"""Fault points: all are listed and reached, and do nothing outside of tests."""
+"""Fault points: all are listed and reached, and have no effect outside tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads of the package keep clear of the names that threading itself uses."""
+"""Threads of the package do not overwrite names that threading itself uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.sources import PACKAGE, module_name
 
-# Of Python 3.10 to 3.14, so that a name is refused on each of them, and what is met to be called.
+# Names of Python 3.10 to 3.14, so that all versions refuse the same ones, and names for callers.
 PUBLIC = {"daemon", "getName", "ident", "isDaemon", "is_alive", "join", "name", "native_id"}
 PUBLIC |= {"setDaemon", "setName", "start"}
 HIDDEN = {"_after_fork", "_args", "_block", "_bootstrap", "_bootstrap_inner", "_context"}
@@ -26,7 +26,7 @@ MEANT_TO_BE_REPLACED = {"__init__", "__doc__", "__module__", "run"}
 
 
 def names_of(kind: type) -> set[str]:
-    """What a class defines, or sets on ``self``."""
+    """Return the names that a class defines, or sets on ``self``."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     found = set(vars(kind))
     for node in ast.walk(tree):
@@ -36,7 +36,7 @@ def names_of(kind: type) -> set[str]:
 
 
 def threads() -> Iterator[type[threading.Thread]]:
-    """All kinds of threads in the package."""
+    """Return all kinds of threads in the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         if "Thread" in path.read_text(encoding="utf-8"):
             importlib.import_module(module_name(path))
@@ -59,7 +59,7 @@ class Shadowing(threading.Thread):
         self._handle = None
 
     def run(self) -> None:
-        """Meant to be overridden."""
+        """Override a method that is meant to be overridden."""
 
 
 def test_a_shadowed_name_is_found() -> None:

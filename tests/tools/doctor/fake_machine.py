@@ -1,4 +1,4 @@
-"""A fake machine, which joins a rendezvous with any facts that a test chooses."""
+"""A fake machine that joins a rendezvous with arbitrary facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 
 
 def facts_of(rank: int, world: int, **others: Any) -> Facts:
-    """Return facts of a machine with which nothing is wrong."""
+    """Return facts of a machine without faults."""
     values: dict[str, Any] = {
         "rank": rank,
         "world": world,
@@ -42,14 +42,14 @@ class FakeMachine(threading.Thread):
 
     Args:
         port: Port of the rendezvous.
-        facts: Facts that it sends.
-        leaves: Whether it disconnects as soon as it has joined.
+        facts: Facts to send.
+        leaves: Whether it disconnects right after it has joined.
         hangs: Whether it sends no results.
 
     Attributes:
         has_joined: Set when it has sent its facts.
         has_started: Set when it has received the facts of all machines.
-        reply: The last message that it has received, or None.
+        reply: The last received message, or None.
     """
 
     def __init__(self, port: int, facts: Facts, leaves: bool = False, hangs: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Find out in another process where gloo itself listens."""
+"""Find out, in another process, where gloo listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the doctor in processes, one for each machine, as users start it."""
+"""Run the doctor in processes, one per machine, as users start it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Output:
     seconds: float
 
     def rows(self, check: str) -> list[tuple[str, str]]:
-        """Return status and text of the findings of a check."""
+        """Return status and text of a check's findings."""
         pattern = rf"^{check} +(ok|warning|failed) +(.*)$"
         return re.findall(pattern, self.text, re.MULTILINE)
 
@@ -43,7 +43,7 @@ class Output:
 
 
 class Machines:
-    """Several machines on this one, with a free port for the rendezvous; a context manager.
+    """Several simulated machines on this one, with a free port for the rendezvous.
 
     Args:
         world: Number of machines that should join.
@@ -82,7 +82,7 @@ class Machines:
 
 
 def check_together(world: int, timeout_s: float = 10.0) -> dict[int, Output]:
-    """Run the doctor on machines with which nothing is wrong; return their output by rank."""
+    """Run the doctor on machines without faults; return their output by rank."""
     with Machines(world, timeout_s) as machines:
         for rank in range(world):
             machines.start(rank)

@@ -1,4 +1,4 @@
-"""Which machine this is, from the arguments and the variables of launchers."""
+"""The number of this machine, from arguments or from launchers' variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of connections to addresses that a test chooses."""
+"""Results of connections to addresses chosen by a test."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_other_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None
 
 @contextmanager
 def silent_socket() -> Iterator[socket.socket]:
-    """A port whose queue is full: Linux drops further connections, as a firewall does."""
+    """Yield a port whose queue is full: Linux drops further connections, like a firewall."""
     with socket.socket() as listener, ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -120,7 +120,7 @@ def silent_socket() -> Iterator[socket.socket]:
 
 @contextmanager
 def other_program(answer: bytes) -> Iterator[socket.socket]:
-    """A port of another program, which sends something else and then disconnects."""
+    """Yield a port of another program, which sends different data and then disconnects."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
 

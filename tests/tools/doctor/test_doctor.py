@@ -1,4 +1,4 @@
-"""Whole runs of the doctor: output, exit status, and clients that do not belong to the job."""
+"""Whole runs of the doctor: output, exit status, and clients from outside the job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_all_well() -> None:
 
 
 def test_bandwidth_is_measured_and_written(tmp_path: Path) -> None:
-    """Only machine 0 is asked for it. The file of links in it can be used for a run."""
+    """Only machine 0 writes the file. A run can use the links in it."""
     path = tmp_path / "machines.json"
     with Machines(3) as machines:
         machines.start(0, "--json", str(path))
@@ -189,7 +189,7 @@ class TestUnexpectedClients:
             machines.start(0)
             for data in garbage:
                 connection = stack.enter_context(connected(machines.port))
-                with suppress(OSError):  # the connection may already be closed
+                with suppress(OSError):  # the connection may be closed already
                     connection.sendall(data)
             machines.start(1)
             outputs = machines.finish()
@@ -313,7 +313,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def connected(port: int) -> socket.socket:
-    """Connect to a port of this machine, as soon as a process listens on it."""
+    """Connect to a port of this machine as soon as a process listens on it."""
     deadline = time.monotonic() + 30
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Facts about this machine, and where gloo listens, compared with gloo itself."""
+"""Facts about this machine, and gloo's address compared with gloo itself."""
 
 from __future__ import annotations
 

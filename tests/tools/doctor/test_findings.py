@@ -38,7 +38,7 @@ def machines(*changed: Facts) -> list[Facts]:
 def results(
     failures: dict[tuple[int, int], str] | None = None, world: int = WORLD
 ) -> list[Results]:
-    """Return the results of all machines, some of which cannot reach others."""
+    """Return the results of all machines; some of them cannot reach others."""
     failed = failures or {}
     return [
         Results(
@@ -210,7 +210,7 @@ class TestResults:
     def test_invalid(self, subtests: pytest.Subtests) -> None:
         right, other = ConnectionResult(1, "", 0.1), ConnectionResult(2, "", 0.1)
         for wrong in (
-            Results(1, (right, other), (), 0.0),  # of another machine
+            Results(1, (right, other), (), 0.0),  # from another machine
             Results(0, (right,), (), 0.0),
             Results(0, (right, right), (), 0.0),
             Results(0, (right, other, ConnectionResult(7, "", 0.1)), (), 0.0),
@@ -278,7 +278,7 @@ class TestJson:
         return content["links"]
 
     def test_a_machine_has_the_better_one_of_two_connections(self, tmp_path: Path) -> None:
-        """The slow link of machine 1 limits what 0 sends to 1 and what 1 sends to 2."""
+        """The slow link of machine 1 limits what 0 sends to 1, and what 1 sends to 2."""
         rates = (10.0, 11.0, 100.0)
         received = [
             replace(one, mbit_per_s=rate) for one, rate in zip(results(), rates, strict=True)

@@ -1,4 +1,4 @@
-"""The doctor on machines with their own network namespaces."""
+"""The doctor on machines in separate network namespaces."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_interface_without_an_address(network: Network) -> None:
         assert status == 1
         fault = "machine 1 (node-1): GLOO_SOCKET_IFNAME=br1: there is no interface br1 here"
         assert f"{fault} that is up and has an address; set it to one of eth0\n" in text
-        assert "all 6 are open" in text  # at the address by which it reaches machine 0
+        assert "all 6 are open" in text  # the address from which it reaches machine 0
 
 
 def test_ports_closed_by_a_firewall(network: Network) -> None:
@@ -127,7 +127,7 @@ def test_the_bandwidth_of_slow_links(network: Network, tmp_path: Path) -> None:
 
 
 def test_link_that_loses_large_packets(network: Network) -> None:
-    """Like a tunnel with too high an MTU: packets from machine 1 above 600 bytes are lost."""
+    """Like a tunnel with too large an MTU: packets above 600 bytes from machine 1 are lost."""
     network.narrow(1, 600)
     for one in check_all(network):
         assert one.status == 1
@@ -140,7 +140,7 @@ def test_link_that_loses_large_packets(network: Network) -> None:
 
 
 def test_name_server_that_does_not_answer(network: Network) -> None:
-    """The name server of machine 2 is machine 1, which drops its requests."""
+    """Machine 1 is the name server of machine 2, and drops its requests."""
     network.hosts(2, address(2))
     network.name_server(2, address(1))
     network.drop(1, "ipproto", "icmp")

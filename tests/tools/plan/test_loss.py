@@ -1,4 +1,4 @@
-"""The expected loss: the coefficients fit the table of the paper."""
+"""The expected loss: its coefficients fit the table of the paper."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_range_holds_the_losses_of_the_paper() -> None:
 
 
 def test_the_range_holds_what_the_demo_has_shown() -> None:
-    """docs/results.md: DiLoCo of 4 workers with 0.8M parameters and 10 local steps per round."""
+    """docs/results.md: DiLoCo with 4 workers, 0.8M parameters and 10 local steps per round."""
     found = gap(0.8e6, 4, 10)
     assert found.low < 3.3 < found.high
     assert len(found.outside) == 2

@@ -1,4 +1,4 @@
-"""Plans: their times agree with ``costs``, and the recommendations fit the clusters."""
+"""Plans: times agree with ``costs``, and recommendations suit the clusters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ddp_hides_its_all_reduce_behind_the_backward_pass(subtests: pytest.Subt
 
 
 def test_the_messages_of_a_remote_optimizer_queue_at_its_server() -> None:
-    """It is never recommended, even where all other methods have to wait."""
+    """It is never recommended, even if all other methods have to wait."""
     made = job(Link(1000), num_workers=4, tokens=10**10)
     row = option(make_plan(made), "Remote optimizer")
     assert row.step_s == pytest.approx(0.5 + 2 * 4 * 8e-6 * row.round_bytes / 1000)
@@ -100,7 +100,7 @@ def test_the_messages_of_a_remote_optimizer_queue_at_its_server() -> None:
 
 
 def test_no_more_local_steps_per_round_than_needed(subtests: pytest.Subtests) -> None:
-    """With the next smaller number, workers would compute less than asked for."""
+    """With the next smaller number, workers would compute for too small a share of the time."""
     made = dataclasses.replace(AT_HOME, utilisation=0.9)
     for one in make_plan(made).options:
         if one.fragments == 1 and not one.delay and one.sync_every > SYNC_EVERY[0]:
@@ -117,7 +117,7 @@ def test_a_rack_needs_no_other_method_than_ddp() -> None:
 
 
 def test_two_machines_in_a_building() -> None:
-    """DDP is slower than one machine; of equal losses and bytes the fastest is chosen."""
+    """DDP is slower than one machine; among equal losses and bytes the fastest option is chosen."""
     plan = make_plan(job())
     assert option(plan, "DDP").time_s > 4 * plan.job.one_worker_s
     assert plan.chosen.candidate.title == "Streaming DiLoCo, int8"

@@ -29,7 +29,7 @@ PLAN = "--parameters 124e6 --step-s 0.5 --tokens-per-step 16384"
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command in this process; returns its exit status and what it has printed."""
+    """Run the command in this process; return its exit status and its output."""
 
     def run_command(arguments: str) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["lightning-loco", "plan", *arguments.split()])
