@@ -55,7 +55,7 @@ SLOW = (
     "chunks",
 )
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
-"""The reasons for which a row is left out of a test; with any other reason it must fail there."""
+"""Reasons to leave a row out of a test; with any other reason the row must fail there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Case:
         algorithm: What a round computes.
         topology: Name of the topology.
         overlap: Apply a round's result one round later.
-        warm_start: With overlap, make the first round a blocking one.
+        warm_start: With overlap, run a blocking first round.
         fragments: Number of fragments, if the schedule is ``Staggered``.
         delay: Local steps after which their results are applied, at most one less than
             ``sync_every``.
@@ -287,8 +287,8 @@ CASES = {
 KINDS = (
     "local_sgd", "async_diloco", "streaming_diloco", "gasloc", "noloco", "async_model_average"
 )  # fmt: skip
-"""One method of each kind of round: of all workers, with overlap, of fragments, with neighbours, in
-random pairs, and by the clock. Enough for tests that do not depend on formulas."""
+"""One method of each kind of round: all workers, overlap, fragments, neighbours, random pairs, and
+rounds by the clock. Enough for tests that do not depend on formulas."""
 
 
 def rows(

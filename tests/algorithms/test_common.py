@@ -407,7 +407,7 @@ def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) 
 
 
 SMALLEST = 2.0**-7
-"""The smallest step that bfloat16 has right above 1."""
+"""The spacing of bfloat16 right above 1."""
 
 SMALL_STEPS = [
     pytest.param(DiLoCo(0.5, 0.0), False, id="diloco"),

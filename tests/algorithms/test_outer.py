@@ -25,7 +25,7 @@ from tests.harness.toys import (
 )
 
 UNIT_STEP = partial(SGD, lr=1.0)
-"""With it the pseudo-gradient of one local step is the gradient."""
+"""With this optimizer, the pseudo-gradient of one local step is the gradient."""
 
 ELEMENTWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=0.02),

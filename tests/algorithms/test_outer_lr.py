@@ -170,7 +170,7 @@ def test_the_last_correction_of_eager_diloco_takes_the_rate_of_the_last_step() -
 
 
 class Recorder(CommunicationMonitor):
-    """Records what is logged."""
+    """Records logged values."""
 
     def __init__(self) -> None:
         super().__init__(prog_bar=True)

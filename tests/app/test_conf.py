@@ -56,7 +56,7 @@ def names(group: str) -> list[str]:
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 BUILT = {"algorithm", "compression", "link", "topology"}
-"""Groups whose choices have a test of their own, which also builds them."""
+"""Groups whose choices have a separate test, which also builds them."""
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ def fit_unmonitored(rank: int, world: int, folder: Path) -> None:
     trainer.fit(ValidatedModule(), make_loader(rank, STEPS), make_loader(9, 2))
 
 
-# ------------------------------------------------------------------------ what is recorded
+# ------------------------------------------------------------------------ recorded values
 
 
 def test_every_worker_is_on_the_page(pool: Pool, tmp_path: Path) -> None:

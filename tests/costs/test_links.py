@@ -156,7 +156,7 @@ REPEATED = [
     f"&{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcdefg")
 ]
 MANY_TIMES = f"[&a [{', '.join('x' * 10)}], {', '.join(REPEATED)}]"
-"""A list whose aliases make ten million values of it."""
+"""A list whose aliases expand to ten million values."""
 
 
 def test_invalid_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:

@@ -96,7 +96,7 @@ def test_a_server_has_received_what_early_workers_have_sent() -> None:
 
 
 UNIT = Link(8e-6 * BUCKET_BYTES)
-"""A bucket takes a second."""
+"""Sending a bucket takes a second."""
 
 
 def test_a_server_receives_a_part_of_large_gradients_ahead(subtests: pytest.Subtests) -> None:

@@ -29,7 +29,7 @@ OF_A_ROUND = (
     "after confirming",
     "after receiving",
 )
-"""Points that tests/faults/table.py does not have."""
+"""Points that are not in tests/faults/table.py."""
 AT_A_JOIN = ("making the group", "before the state is sent", "sending the state")
 OF_A_CHECKPOINT = (
     "writing a checkpoint",

@@ -21,7 +21,7 @@ _processes = multiprocessing.get_context("forkserver")
 
 TIMEOUT_S = 60.0
 NUMEL = 2**26
-"""Elements of a message that takes longer than the member that dies stays alive."""
+"""Elements of a message that takes longer than the dying member stays alive."""
 
 
 def plan_of(rank: int, stores: tuple[str, ...]) -> QuorumPlan:

@@ -16,7 +16,7 @@ from tests.harness.programs import Program
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 ROUNDS = 40
-"""From the first one of three members on, however long the third worker takes to start."""
+"""Counted from the first round of three members, however long the third worker takes to start."""
 SETTINGS = [
     *("--numel=1000000", f"--rounds={ROUNDS}", "--from-members=3"),
     *("--min-workers=2", "--timeout-s=300"),

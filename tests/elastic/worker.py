@@ -35,7 +35,7 @@ def compression_of(name: str | None) -> str | ErrorFeedback | None:
 
 
 PULL = 0.05
-"""Part of the way to the worker's target, ``index + 1``, that one local step makes."""
+"""Fraction of the way to the worker's target, ``index + 1``, in one local step."""
 
 
 def checksum(engine: Engine) -> int:

@@ -111,7 +111,7 @@ def test_in_several_buckets_too(pool: Pool, subtests: pytest.Subtests) -> None:
 
 
 ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
-"""Ways whose rounds run like others."""
+"""Ways whose rounds are similar to others."""
 
 
 @pytest.mark.recovery
@@ -369,7 +369,7 @@ def gossip(rank: int, world: int, settings: RoundSettings, rounds: int) -> Tenso
 
 
 STEP = 2.0**-6
-"""A power of two: however many steps there are, their sum is not rounded."""
+"""A power of two, so that sums of any number of steps are exact."""
 
 
 def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.harness.pool import Pool
 
 ROUNDS = 4
 SIZES = (5, 3, 7, 5, 1)
-"""Messages of different lengths in one round, as chunks of a model are."""
+"""Messages of different lengths in one round, like the chunks of a model."""
 
 
 def message_of(worker: int, round_index: int, index: int, dtype: torch.dtype) -> Tensor:

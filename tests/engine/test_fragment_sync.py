@@ -26,7 +26,7 @@ from tests.harness.rounds import SMALL_BUCKET, Counting, approach, rounding
 from tests.harness.toys import Point, randn
 
 FITS = 2000
-"""Elements that two buckets of the smallest bucket hold."""
+"""Number of elements that fill two buckets of the smallest size."""
 
 # ------------------------------------------------------------- between real processes
 

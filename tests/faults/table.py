@@ -40,7 +40,7 @@ POINTS = {
 """Phases of a worker, and the fault point in each."""
 POINTS_OF_SERVERS = {"exchange": "summing", "outer step": "server step"}
 HOOKS = ("validation", "set-up", "start", "epoch end", "stop")
-"""Phases of a worker in which a callback fails; in the last one all others are asked to stop."""
+"""Phases of a worker in which a callback fails; in the last one all others must stop."""
 IN_SOAK = {"hangs", *HOOKS[1:]}
 
 

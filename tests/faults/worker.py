@@ -21,7 +21,7 @@ from tests.strategies.families import all_ranks, remote_trainer
 
 STEPS = 40
 SAVE_EVERY = {"checkpoint": 6, "validation": 20}
-"""Phases in which checkpoints are written, and after how many steps each."""
+"""Phases in which checkpoints are written, and the number of steps before each."""
 
 
 class StopLater(pl.Callback):

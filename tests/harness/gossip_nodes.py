@@ -129,7 +129,7 @@ def silent(peer: Peer) -> Iterator[socket.socket]:
 
 
 Replying = Callable[[ModelId], tuple[bytes, bytes]]
-"""Returns the header and the body of the reply to a request."""
+"""Called with a request; returns the header and the body of the reply."""
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 LONG_S = 60.0
-"""How long something would take that is not to be waited for."""
+"""Duration of something that a test must not wait for."""
 
 SOON_S = 20.0
-"""Who takes longer has waited for it."""
+"""Limit for a wait that ends soon; whatever takes longer has waited for ``LONG_S``."""
 
 HARNESS_S = 60.0
-"""Within which the others end after a worker is lost; tighter bounds are for the soak."""
+"""Limit in which other ranks exit after a worker is lost; the soak has tighter bounds."""
 
 
 def wait_until(condition: Callable[[], object], what: str = "the condition is still false") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
-"""The logger of messages of Lightning and this package on rank 0."""
+"""Logger of messages from Lightning and this package on rank 0."""
 
 
 class Messages(logging.Handler):

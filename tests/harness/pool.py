@@ -56,7 +56,7 @@ PRELOADED = [
     "torchft",
     "pytest",
 ]
-"""What is imported before a process of a test is forked."""
+"""Modules to import before a process for a test is forked."""
 
 Key = TypeVar("Key")
 
@@ -103,7 +103,7 @@ class Pool:
             *args: Sent by pickle.
             world: Number of ranks, 1 to `size`.
             timeout_s: Ranks that have not answered by then are killed and replaced.
-            grace_s: How long the other ranks may go on after one rank has failed.
+            grace_s: How long the other ranks may continue after one rank has failed.
 
         Returns:
             The results by rank.

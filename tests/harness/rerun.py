@@ -23,7 +23,7 @@ from tests.harness.sources import ROOT
 LOGS = ROOT / "build" / "test-logs"
 
 MOST = 10
-"""With more failures than this something is broken, and nothing runs again."""
+"""With more failures than this, nothing is repeated."""
 
 _FILE = "LOCO_FAILED_TESTS"
 _failed: set[str] = set()

@@ -26,7 +26,7 @@ from tests.harness.small_model import flat
 from tests.harness.toys import Point, randn
 
 LARGE = 5000
-"""Elements of a model that takes five buckets in the smallest bucket."""
+"""Elements of a model that needs five buckets of the smallest size."""
 SMALL_BUCKET = 4096
 
 Move = Callable[[nn.Module, int], None]

@@ -1,4 +1,4 @@
-"""The guards detect what a test leaves behind, and restore what can be restored."""
+"""Guards detect leftovers of a test, and restore what can be restored."""
 
 from __future__ import annotations
 

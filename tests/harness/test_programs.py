@@ -9,7 +9,7 @@ from tests.harness.guards import open_files
 from tests.harness.programs import free_ports
 
 SYSTEM_FIRST = 32768
-"""The first port that Linux gives to connections, as it comes."""
+"""The first port that Linux assigns to connections by default."""
 
 
 def test_ports_are_free_and_none_of_those_that_the_system_gives_away() -> None:

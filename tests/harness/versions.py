@@ -24,12 +24,12 @@ from tests.harness.sources import ROOT
 FOLDER = ROOT / ".versions"
 
 LIGHTNING = ("2.5.6", "2.6.6")
-"""The oldest that pyproject.toml allows, the last of each minor version; the last is the newest."""
+"""The oldest that pyproject.toml allows, then the last of each minor version, up to the newest."""
 
 PYTHON = ("3.10", "3.11", "3.12", "3.13")
 
 OLDER = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
-"""The LightningCLI of older versions calls what newer versions of jsonargparse warn of."""
+"""Older versions of LightningCLI use functions that newer versions of jsonargparse deprecate."""
 
 TESTS = (
     "tests/strategies",
@@ -37,14 +37,14 @@ TESTS = (
     "tests/app/test_command_line.py",
     "tests/util/test_threads.py",
 )
-"""Tests of what uses Lightning, and of threads."""
+"""Tests of code that uses Lightning, and of threads."""
 
 Outcome = str
 """One line: passed, FAILED, or why it was not run."""
 
 
 class NotInstalled(Exception):
-    """pip could not; the message is its last line."""
+    """pip failed; the message is the last line of its output."""
 
 
 def main() -> int:

@@ -28,10 +28,10 @@ Queues = list[list[str]]
 QueueOutcomes = tuple[list[str], list[Outcomes]]
 
 SHARED_S, ALONE_S = 60.0, 20.0
-"""Longest time for a row with several strategies, and with one, in seconds."""
+"""Time limits for a row with several strategies, and with one, in seconds."""
 
 SHOWN = 2000
-"""Characters of an error that are shown."""
+"""Number of characters of an error that are shown."""
 
 DIFFERENT = "workers end with different weights"
 

@@ -33,7 +33,7 @@ SYNC_EVERY = 2
 SAMPLES = WORKERS * BATCHES * 2
 
 Facts = dict[str, Any]
-"""What a row reports of a run; equal for DDP and a strategy that behaves like DDP."""
+"""Facts that a row reports of a run; equal for DDP and a strategy that behaves like DDP."""
 
 REMOTE = "remote_optimizer"
 DDP_INSIDE, FSDP_INSIDE = "diloco, DDP inside", "diloco, FSDP2 inside"
@@ -47,10 +47,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pairwise_gossip": {"fetch_probability": 1.0},
     REMOTE: {"num_workers": WORKERS},
 }
-"""Arguments by strategy; others make rounds every few steps."""
+"""Arguments by strategy; other strategies run rounds every few steps."""
 
 _ranks_per_worker = 1
-"""Of the run in this process."""
+"""Number of ranks per worker of the run in this process."""
 
 
 def make_strategy(name: str, ddp_arguments: dict[str, Any]) -> Strategy:

@@ -33,7 +33,7 @@ TIMEOUT_S = 2.0
 PROMPT_S = TIMEOUT_S + 6
 STEPS = 5
 EVENT_STEP = 3
-"""The step in which something happens."""
+"""The step with the events."""
 
 
 class Run(NamedTuple):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 REPORTING, WAITING, FROZEN, SERVER = range(4)
 TIMEOUT_S = 60.0
 LONGEST_S = 20.0
-"""From the report to the server's watchdog until the server has ended."""
+"""Seconds from the report to the server's watchdog until the server has ended."""
 
 
 def run_rank(rank: int, world: int) -> float | None:

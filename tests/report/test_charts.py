@@ -26,7 +26,7 @@ def points(count: int, num_bytes: int = 1000) -> list[Point]:
 
 
 HUGE = (-1.7e308, 1.7e308)
-"""Losses that have diverged, whose difference is infinite."""
+"""Diverged losses, whose difference is infinite."""
 
 
 @pytest.mark.parametrize("is_log", [False, True])

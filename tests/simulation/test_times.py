@@ -228,7 +228,7 @@ def test_a_simulation_is_the_same_for_the_same_seed() -> None:
     assert events(0) != events(1)
 
 
-# --------------------------------------------------------------------- what is recorded
+# --------------------------------------------------------------------- recorded values
 
 
 def test_the_timeline_of_a_worker_has_no_gaps_and_its_losses_have_times() -> None:

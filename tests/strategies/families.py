@@ -77,7 +77,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ShardedModule(ValidatedModule):
-    """A small model, with what a user writes in ``configure_model``.
+    """A small model whose layers are sharded in ``configure_model``, as by a user.
 
     Its last layer has one output: FSDP2 gives no elements of it to the second rank.
     """

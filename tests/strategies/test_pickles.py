@@ -32,7 +32,7 @@ COLLECTIVES = (
     "scatter_object_list",
     "send_object_list",
 )
-"""Of torch.distributed: they pickle what they are given, and unpickle what comes."""
+"""Functions of torch.distributed that pickle their arguments and unpickle received bytes."""
 
 # ------------------------------------------------------------------------------ the source
 
@@ -43,7 +43,7 @@ GIVES_TO_LIGHTNING = {
     "lightning_loco.callbacks.worker_logs",
     "lightning_loco.strategies.worker_strategy",
 }
-"""Who may call Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
+"""Allowed callers of Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
 
 
 def findings(module: str, source: str) -> Iterator[str]:

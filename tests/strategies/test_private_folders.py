@@ -215,7 +215,7 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
         assert steps_in(Path(disk, PATH)) == STEPS
 
 
-# ------------------------------------------------------------- what is on which disk
+# ------------------------------------------------------------- different saves on the disks
 
 
 def check_no_common_save(pool: Pool, disks: Sequence[str], *texts: str) -> None:

@@ -60,7 +60,7 @@ VALIDATION_POINTS = {
     "validation 12": {*VALIDATIONS} - {"every 3 epochs", "never"},
     "validation 18": {"every epoch", "every 3 epochs"},
 }
-"""Where validations end, and in which runs."""
+"""Where validations end, and the runs that have them."""
 LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and after it
 MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
 OF_POINTS = {"after sending": "round", "before a file is in its place": "file"}

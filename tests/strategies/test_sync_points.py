@@ -21,7 +21,7 @@ from tests.harness.small_model import TinyModule, make_loader
 
 METHODS = ("diloco", "async_diloco", "gasloc", "async_model_average", "pairwise_gossip")
 DURING = ["checkpoint", "barrier Trainer.save_checkpoint", "validation", "the end of training"]
-"""Lightning has a barrier of its own after each save."""
+"""Lightning calls another barrier after each save."""
 
 
 def record_sync_points(engine: AnyEngine) -> list[str]:
