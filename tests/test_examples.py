@@ -323,7 +323,7 @@ def test_the_remote_batch_script_goes_on_after_its_time_is_up(
 
 
 def remote_job(cluster: dict[str, str], tasks: int) -> dict[str, str]:
-    """The same job with more tasks."""
+    """Return the same job with more tasks."""
     return {**cluster, "SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
 
 

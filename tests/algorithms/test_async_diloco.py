@@ -74,7 +74,7 @@ class Workers:
 def file_order(
     world: int, phases: int, steps: int, inner: Any, warm: bool = False, outer: Any = TORCH_SGD
 ) -> Tensor:
-    """Local steps, pseudo-gradient, outer step with the previous mean, reset, launch.
+    """Run local steps, pseudo-gradient, outer step with the previous mean, reset, launch.
 
     Returns:
         ``(phases + 1, P)``: outer parameters after each phase, and after the last mean is applied.
@@ -99,7 +99,7 @@ def file_order(
 
 
 def printed_order(world: int, phases: int, steps: int, inner: Any) -> Tensor:
-    """The loop as printed: join the previous reduction first, then train and launch.
+    """Run the loop as printed: wait for the previous reduction first, then train and launch.
 
     Returns:
         ``(phases, P)``: outer parameters at the beginning of each phase.
@@ -136,7 +136,7 @@ def test_it_has_the_published_order(subtests: pytest.Subtests) -> None:
 
 
 def experiment(*choice: str) -> RoundSettings:
-    """The settings of PCCL's example, with two local steps in each round."""
+    """Return the settings of PCCL's example, with two local steps in each round."""
     overrides = ["experiment=pccl_async_diloco", "algorithm.sync_every=2", "run_dir=/run", *choice]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         settings = build_strategy(compose("train", overrides)).settings

@@ -32,7 +32,7 @@ STARTS = randn(5, seed=1).expand(3, 5)
 def published_loop(
     gradients: Tensor, rate: float, momentum: float, every: int, between: float
 ) -> list[Tensor]:
-    """The published loop on given pseudo-gradients: the parameters after each."""
+    """Run the published loop on given pseudo-gradients; return the parameters after each."""
     moved = m = block_sum = torch.zeros_like(gradients[0])
     history = []
     for t, gradient in enumerate(gradients):

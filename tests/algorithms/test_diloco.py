@@ -41,7 +41,7 @@ TORCH = {
 
 
 def published_loop(world: int, rounds: int, steps: int, make_outer: Any, inner: Any) -> Tensor:
-    """The published loop: a torch optimizer whose gradients are mean(outer - local)."""
+    """Run the published loop: a torch optimizer whose gradients are mean(outer - local)."""
     outer_model = make_model()
     outer = make_outer(outer_model.parameters())
     models = [copy.deepcopy(outer_model) for _ in range(world)]

@@ -49,9 +49,9 @@ def plain_loop(
     nesterov: bool = True,
     rate: OuterLR = RATE,
 ) -> Tensor:
-    """Every worker with its own torch optimizer: ``(phases + 1, N, P)``; at the end, the mean.
+    """Run each worker with a separate torch optimizer: ``(phases + 1, N, P)``.
 
-    The last entry is after the last mean has arrived: momentum and parameters as if the last
+    The last entry follows the last mean: momentum and parameters are as if the last
     gradient had been the mean.
     """
     outer_sgd = partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
@@ -134,7 +134,7 @@ def test_blocking_rounds_are_diloco_bit_for_bit() -> None:
 
 
 def train_points(algorithm: EagerDiLoCo, rounds: int, drain: bool = True) -> tuple[Tensor, Tensor]:
-    """The workers' parameters at the end, and the sum of the mean progress of all phases."""
+    """Return the workers' final parameters, and the sum of the mean progress of all phases."""
     models = [Point(torch.zeros(4, dtype=torch.float64)) for _ in range(3)]
     targets = randn(3, 4)
     progress = torch.zeros(4, dtype=torch.float64)

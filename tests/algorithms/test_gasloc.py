@@ -187,7 +187,7 @@ def test_on_equal_quadratics_the_mean_is_diloco_with_nesterov(subtests: pytest.S
 
 
 def rounds_with_schedule(algorithm: Algorithm, rates: list[float]) -> Tensor:
-    """One worker's rounds on a quadratic, with a different outer_lr in each."""
+    """Run one worker's rounds on a quadratic, with a different outer_lr in each."""
     params = torch.ones(1, dtype=torch.float64)
     state = algorithm.init(params.clone())
     history = []
@@ -215,7 +215,7 @@ def test_a_schedule_of_the_outer_rate_differs_from_diloco() -> None:
 
 
 def nesterov_lookahead(worker: int, rate: float, momentum: float, rounds: int) -> Tensor:
-    """A single worker: torch's Nesterov SGD on slow - fast every 3 steps."""
+    """Train a single worker: torch's Nesterov SGD on slow - fast every 3 steps."""
     model = make_model()
     optimizer = ADAMW(model.parameters())
     slow = torch.nn.Parameter(flat(model))

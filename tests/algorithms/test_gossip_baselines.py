@@ -101,7 +101,7 @@ def test_choco_sgd(codec: Codec | None, gossip_step: float) -> None:
 
 
 def flow(x: Tensor, tilde: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """The equations of A2CiD2 between events for the time 1, by the exponential of their matrix."""
+    """Solve A2CiD2's equations between events, for time 1, by the exponential of their matrix."""
     matrix = torch.tensor([[-rate, rate], [rate, -rate]], dtype=torch.float64)
     (a, b), (c, d) = torch.linalg.matrix_exp(matrix)
     return a * x + b * tilde, c * x + d * tilde
@@ -132,7 +132,7 @@ def test_a2cid2_on_matchings(num_workers: int) -> None:
 
 
 def test_a2cid2_on_a_ring_with_the_numbers_of_the_paper() -> None:
-    """Smallest eigenvalue of a ring of n: (2 - 2 cos(2 pi / n)) / 3; resistance: 3 (n - 1) / n."""
+    """Ring of n: smallest positive eigenvalue (2 - 2 cos(2 pi / n)) / 3, resistance 3 (n-1) / n."""
     chi_1 = 3 / (2 - 2 * torch.cos(torch.tensor(2 * torch.pi / 5, dtype=torch.float64)))
     chi_2 = torch.tensor(3 * 4 / 5 / 2, dtype=torch.float64)
     rate, alpha_tilde = float(0.5 / (chi_1 * chi_2).sqrt()), (chi_1 / chi_2).sqrt()

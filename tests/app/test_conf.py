@@ -266,7 +266,7 @@ def test_sparseloco_has_its_authors_settings() -> None:
 
 
 def printed_gasloc(starts: Tensor, targets: Tensor, rate: float, steps: int) -> Iterator[Tensor]:
-    """The paper's update on a ring with lambda = 1: the stacked parameters after each round.
+    """Run the paper's update on a ring with lambda = 1; return the parameters after each round.
 
     The sum of the Laplacian contains each edge in both directions.
     """

@@ -60,7 +60,7 @@ class SaveOften(Callback):
 
 
 def main(arguments: list[str]) -> None:
-    """Fit."""
+    """Train as given by the command line."""
     parser = make_parser(timeout_s=60)
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--resume")

@@ -67,7 +67,7 @@ def test_all_members_open_the_same_group() -> None:
 
 
 def sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process."""
+    """Return the TCP sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family != socket.AF_UNIX:

@@ -164,7 +164,7 @@ def set_environment_of_rank(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Fit."""
+    """Train as given by the command line."""
     parser = make_parser()
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--stream", action="store_true")

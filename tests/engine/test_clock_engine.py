@@ -134,7 +134,7 @@ def test_neighbors_mix_with_the_rows_of_the_mixing_matrix(pool: Pool) -> None:
 
 
 def with_straggler(rank: int, world: int, topology: str | None) -> int:
-    """Worker 0 takes its first step after all steps of the others; return the rounds until then."""
+    """Let worker 0 take its first step after all steps of the others; return the rounds by then."""
     model, engine = start(rank, topology)
     store = engine.worker.group.own_store("test")
     if rank == 0:
@@ -157,7 +157,7 @@ def test_a_straggler_slows_no_other_worker(pool: Pool, topology: str | None) -> 
 
 
 def uneven(rank: int, world: int, topology: str | None) -> tuple[Tensor, int]:
-    """The last worker continues until it has seen some rounds, without changing its values."""
+    """Let the last worker continue, without changing its values, until it has seen some rounds."""
     model, engine = start(rank, topology)
     moves = 10 + 40 * rank
     while moves > 0 or (rank == world - 1 and engine.statistics.rounds < 4):

@@ -48,7 +48,7 @@ def settings_of(algorithm: Algorithm, codec: Codec) -> RoundSettings:
 
 
 def by_hand(codec: Codec, world: int, lr: float, momentum: float) -> Tensor:
-    """The formula of the class: every worker's parameters after each round, and their mean."""
+    """Compute the formula of the class: parameters after each round, and their mean."""
     outer, buffer = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     models = [small() for _ in range(world)]
     history = []
@@ -199,7 +199,7 @@ def test_a_worker_with_nan_goes_on_with_what_it_had_left(pool: Pool) -> None:
 
 
 def work_alone(rank: int, world: int) -> bool:
-    """Worker 0 takes no more steps, and serves the others' rounds."""
+    """Let worker 0 take no more steps, and serve the others' rounds."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(1.0, 0.0), Sparse(4, 16)))
     fragment = engine.fragments[0].memory

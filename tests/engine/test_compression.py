@@ -211,7 +211,7 @@ def written(codec: Codec, values: Tensor) -> Tensor:
 
 
 def diloco_by_hand(codec: Codec, num_workers: int, rounds: int, lr: float) -> Tensor:
-    """DiLoCo with outer SGD and error feedback, on each worker and for each shard's sum.
+    """Compute DiLoCo with outer SGD and error feedback, on each worker and for each shard's sum.
 
     With the mean over senders, a sum is divided by the number of workers that sent the value.
     """

@@ -194,7 +194,7 @@ def test_a_mean_may_leave_workers_out(pool: Pool) -> None:
 
 
 def keep_the_message(rank: int, world: int, name: str) -> list[list[float]]:
-    """A worker must not overwrite its own message while its neighbours read it."""
+    """Return a worker's message and result; it must not overwrite what its neighbours read."""
     group = WorkerGroup.create(timeout_s=20)
     exchange = NeighborExchange(group, Statistics(), get_topology(name))
     message = torch.full((4,), float(rank))

@@ -205,7 +205,7 @@ def raise_what_is_said(rank: int, world: int, name: str) -> None:
 
 
 def report(rank: int, world: int) -> tuple[str, float]:
-    """Worker 1 fails alone, and reports it."""
+    """Let worker 1 fail alone, and report it."""
     model = Point(torch.zeros(10, dtype=torch.float64))
     engine = StepEngine(model, DiLoCo(), sync_every=1, group=late_group(timeout_s=30))
     if rank == 1:
@@ -229,7 +229,7 @@ def test_a_reported_failure_ends_the_wait_at_once(pool: Pool) -> None:
 
 
 def leave(rank: int, world: int, name: str) -> float:
-    """Worker 0 gives up while a round is pending that worker 1 has not started."""
+    """Let worker 0 give up while a round is pending that worker 1 has not started."""
     engine = engine_of(name, Point(torch.zeros(10)), late_group())
     if rank == 0:
         engine.step()

@@ -104,7 +104,7 @@ def make_rounds(
 
 
 def check_seconds(seconds: list[float], predicted: float) -> None:
-    """Each round takes as long as predicted, including the few bytes besides the parameters."""
+    """Check that rounds take as long as predicted, including the few bytes besides parameters."""
     assert seconds == pytest.approx([predicted] * len(seconds), rel=1e-3)
 
 
@@ -179,7 +179,7 @@ def test_buckets_follow_each_other_on_the_link(pool: Pool) -> None:
 
 
 def make_late_round(rank: int, world: int) -> tuple[float, float]:
-    """Worker 1 starts its round half a second late; return start and end times."""
+    """Let worker 1 start its round half a second late; return start and end times."""
     group, clock = skipping_group()
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW, group=group)
     if rank == 1:

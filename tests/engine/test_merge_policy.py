@@ -231,7 +231,7 @@ def test_averaging_that_ends_at_once_is_local_sgd_bit_for_bit(pool: Pool) -> Non
 
 
 def serve_others_and_go_on(rank: int, world: int) -> float:
-    """Worker 0 finishes its first epoch early and takes part in the others' rounds."""
+    """Let worker 0 finish its first epoch early and take part in the others' rounds."""
     model = Point(torch.zeros(1, dtype=torch.float64))
     engine = StepEngine(model, NeighborAverage(), sync_every=2, overlap=True, topology="complete")
     for epoch_steps in (2 + 4 * rank, 4):

@@ -151,7 +151,7 @@ def test_a_backend_that_brings_data_late_gives_the_same_numbers(pool: Pool, dela
 
 
 def end_early(rank: int, world: int, settings: RoundSettings, late: bool) -> Tensor:
-    """Worker 0 has the fewest steps, and takes part in the others' rounds at its end."""
+    """Give worker 0 the fewest steps; it takes part in the others' rounds at its end."""
     return train(rank, world, settings, 5 + 4 * rank, (), False, late)[1]
 
 
@@ -315,7 +315,7 @@ def test_several_fragments_are_pending_at_once(pool: Pool) -> None:
 
 
 def lag(rank: int, world: int) -> float:
-    """Worker 1 is late for the second fragment when the first one's result has arrived."""
+    """Let worker 1 be late for the second fragment when the first one's result has arrived."""
     model = Layers()
     engine = Engine.from_settings(model, settings_of(4, 2, 3, 0.5))
     for step in range(1, 6):

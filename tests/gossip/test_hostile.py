@@ -78,7 +78,7 @@ def test_node_survives_a_thousand_invalid_messages(
 
 
 def test_readers_that_never_read_only_delay_newer_snapshots() -> None:
-    """Old readers hold the memory of the next snapshot, for at most twice the timeout."""
+    """Such readers hold the memory of the next snapshot, for at most twice the timeout."""
     numel = 5_000_000
     with two_nodes(numel, fetch_timeout_s=1.0) as (here, there), contextlib.ExitStack() as stack:
         for value in range(1, 7):

@@ -20,7 +20,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With `pytest -n`, no other test runs at the same time as one that is marked `alone`."""
+    """With `pytest -n`, run no other test at the same time as one that is marked `alone`."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     shared = Path(item.config.getoption("basetemp")).parent

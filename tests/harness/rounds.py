@@ -295,7 +295,7 @@ def simulate(
     make: Callable[[], nn.Module] = zeros,
     own: bool = False,
 ) -> Tensor:
-    """The same as :func:`train` in one process: ``(rounds + 1, N, P)``."""
+    """Do the same as :func:`train` in one process: ``(rounds + 1, N, P)``."""
     models = [make() for _ in range(world)]
     simulation = Simulation.from_settings(models, settings)
     for worker, state in enumerate(simulation.states if own else []):

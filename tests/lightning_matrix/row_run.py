@@ -249,7 +249,7 @@ class Outcome:
 
 @contextmanager
 def group_of_queue(rank: int, size: int = WORKERS) -> Iterator[ClusterEnvironment]:
-    """A context with a process group of some ranks of the pool's call, for the runs of a queue."""
+    """Create a process group of some ranks of the pool's call, for the runs of a queue."""
     queue, member = divmod(rank, size)
     store = dist.distributed_c10d._get_default_store()
     take_group_away()

@@ -175,7 +175,7 @@ LOWEST = torch.tensor([torch.finfo(torch.float64).min, 0.1], dtype=torch.float64
 
 
 def show_buffers(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
-    """One buffer differs, one has another shape on worker 1, and one is equal on both."""
+    """Show the consensus of a buffer that differs, one of unequal shapes, and one that is equal."""
     model = norm_model()
     model.register_buffer("mask", LOWEST.clone())
     worker = joined(model)

@@ -84,7 +84,7 @@ def encode_and_decode(values: list[Tensor], buckets: list[ParamBucket]) -> list[
 def in_one_process(
     rank: int, world: int, num_tiers: int, bucket_bytes: int, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """The reference: the optimizer's parameters, and the parameters that the workers decode."""
+    """Return the reference: the optimizer's parameters, and the parameters that workers decode."""
     full, decoded = Net(seed=0), Net(seed=1)
     inner = make_optimizer(full.parameters())
     buckets = plan_buckets(list(full.parameters()), bucket_bytes, CODEC)

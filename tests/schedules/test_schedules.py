@@ -123,7 +123,7 @@ def test_describe_and_str() -> None:
 
 
 def averaged_by_halves() -> Tensor:
-    """Local SGD of three workers, one half at a time: ``(ROUNDS + 1, N, P)``."""
+    """Compute local SGD of three workers, one half at a time: ``(ROUNDS + 1, N, P)``."""
     params = [torch.zeros(LARGE, dtype=torch.float64) for _ in range(3)]
     targets = [randn(LARGE, seed=10 * worker) for worker in range(3)]
     halves = [slice(0, MIDDLE), slice(MIDDLE, LARGE)]

@@ -45,7 +45,7 @@ class Death(NamedTuple):
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """A context in which changes are counted; all workers must enter it together."""
+        """Count changes in this context; all workers must enter it together."""
         processes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(processes, os.getpid())
         if dist.get_rank() != self.worker:

@@ -1,4 +1,4 @@
-"""AsyncModelAverageStrategy under the Trainer."""
+"""AsyncModelAverageStrategy in the Trainer."""
 
 from __future__ import annotations
 

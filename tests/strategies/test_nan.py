@@ -81,7 +81,7 @@ def fit_with_nan(
 
 
 def restarted(algorithm: Algorithm, start: Tensor, state: State) -> Tensor:
-    """Reset to the start of the round; without a start in the state, the message is zero."""
+    """Return the start of the round from the state, or zeros if the state does not have it."""
     remembered = algorithm.round_start(state)
     return torch.zeros_like(start) if remembered is None else remembered.clone()
 

@@ -67,7 +67,7 @@ def test_training_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> Non
 
 
 def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:
-    """Worker 0 has fewer batches, and misses steps."""
+    """Give worker 0 fewer batches, so that it misses steps."""
     module, seen = ValidatedModule(), Seen(f"{folder}/one.ckpt")
     strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
     data = make_loader(rank, STEPS if rank == 0 else STEPS + 3), make_loader(9, 2)

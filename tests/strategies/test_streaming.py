@@ -41,7 +41,7 @@ Make = Callable[[], LocoStrategy]
 
 
 def streaming() -> StreamingDiLoCoStrategy:
-    """Two layers; the second layer is sent before the result of the first one is received."""
+    """Return a strategy that sends the second layer before the first one's result arrives."""
     return StreamingDiLoCoStrategy(6, 2, 4, 0.25, outer_lr=0.5, outer_momentum=0.6)
 
 

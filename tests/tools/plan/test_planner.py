@@ -26,7 +26,7 @@ from lightning_loco.topology import RandomMatching, Ring
 
 
 def job(link: Any = "lan", **changes: Any) -> PlannedRun:
-    """Two machines in a building, and 124M parameters."""
+    """Return a job of two machines in a building, with 124M parameters."""
     links = as_links(link)
     assert links is not None
     values: dict[str, Any] = {
