@@ -127,7 +127,7 @@ def test_the_defaults_are_the_demo() -> None:
 
 
 def test_the_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> None:
-    """Every field of every method, in conf/, in the table and in the class of the algorithm."""
+    """Compares every field of every method in conf/, the table and the algorithm's class."""
     common = common_defaults()
     for name, strategy in METHODS.items():
         with subtests.test(name):

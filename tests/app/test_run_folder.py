@@ -1,4 +1,4 @@
-"""Folders of runs: one for all ranks of a run, and never the same for two runs."""
+"""Folders of runs: shared by all ranks of a run, and different for any two runs."""
 
 from __future__ import annotations
 

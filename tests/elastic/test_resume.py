@@ -1,4 +1,4 @@
-"""Runs that resume from the checkpoints of their jobs, with other numbers of jobs."""
+"""Runs that resume from the checkpoints of their jobs, with different numbers of jobs."""
 
 from __future__ import annotations
 

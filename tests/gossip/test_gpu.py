@@ -1,4 +1,4 @@
-"""Models on a GPU: local steps and blends do not wait for it, and the numbers are the same."""
+"""Models on a GPU: local steps and blends do not wait for it, and give the numbers of a CPU."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_no_reply_is_lost_among_thousands() -> None:
     here.close()
 
 
-# From settings to a node: nodes of a list, ranks of a job, and a single worker.
+# Settings that create a node: nodes of a list, ranks of a job, and a single worker.
 
 ALONE = WorkerGroup(worker=0, num_workers=1)
 

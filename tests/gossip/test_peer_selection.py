@@ -1,4 +1,4 @@
-"""Peer discovery in the store or in a list, and the scores by which peers are chosen."""
+"""Peer discovery in the store or in a list, and the scores that determine the chosen peers."""
 
 from __future__ import annotations
 

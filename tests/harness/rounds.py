@@ -120,7 +120,7 @@ class SignBlocks(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class SendingScalars(Algorithm):
-    """Outer steps whose length depends on the scalars of all workers.
+    """Takes outer steps whose length depends on the scalars of all workers.
 
     Each worker sends its state's ``"own"`` number, which a test sets, and its number of rounds.
     """

@@ -135,7 +135,7 @@ def must_fail(verdict: Verdict) -> bool:
 
 
 def problem(verdict: Verdict, outcomes: Outcomes, reference: Outcomes) -> str:
-    """Describe the difference from what is expected; empty if there is none.
+    """Describe the difference from the expected outcome; return an empty string if there is none.
 
     Args:
         verdict: The expected outcome.

@@ -227,7 +227,7 @@ class Data(LightningDataModule):
 
 
 def lightning_cli(run: RowRun) -> Facts:
-    """Fit with the Trainer that LightningCLI makes from arguments and defaults."""
+    """Fit with the Trainer that LightningCLI creates from arguments and defaults."""
     trainer = {
         "strategy": make_strategy(run.strategy_name, {}),
         "plugins": [run.environment],

@@ -120,7 +120,7 @@ class RowRun:
         return make_trainer(strategy, **{**defaults, **settings, "plugins": plugins})
 
     def facts(self, trainer: Trainer, module: Model, **more: Any) -> Facts:
-        """Return what every row compares; the weights must be equal on all workers, and finite.
+        """Return facts that every row compares; weights must be equal on all workers, and finite.
 
         Args:
             trainer: After its last call.

@@ -140,7 +140,7 @@ def test_different_settings_are_an_error(pool: Pool) -> None:
 
 
 class ManyKinds(nn.Module):
-    """Parameters and buffers of many kinds, with other values on every worker."""
+    """Parameters and buffers of many kinds, with different values on every worker."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

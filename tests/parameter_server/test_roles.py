@@ -57,7 +57,7 @@ def backward(net: Any, rank: int, step: int, use_all: bool) -> None:
 def train(
     rank: int, world: int, num_workers: int, name: str, clip: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the role of a rank; return the last parameters and those after each step."""
+    """Run the role of a rank; return the last parameters and the parameters after each step."""
     net = Net(seed=rank)
     history: list[Tensor] = []
 

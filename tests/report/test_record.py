@@ -34,7 +34,7 @@ def test_a_long_curve_keeps_its_mean_its_range_and_its_end() -> None:
             2048 * (number + 1),
         )
         assert (low, high) == (min(part), max(part))
-    # The values of the last, incomplete point are in the file.
+    # The file contains the values of the last, incomplete point.
     rest = curve.to_json()["points"][len(curve.points) :]
     assert [point[0] for point in rest] == ([64_000] if 64_000 % 1024 else [])
 

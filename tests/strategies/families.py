@@ -395,7 +395,7 @@ def take_group_away() -> None:
 
 @contextmanager
 def all_ranks(num_nodes: int = 1) -> Iterator[PortEnvironment]:
-    """Replace the pool's process group by an environment; destroy the groups made there."""
+    """Replace the pool's process group by an environment; destroy the groups created there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:

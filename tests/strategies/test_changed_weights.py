@@ -497,7 +497,7 @@ def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
 
 
 class Switching(torch.optim.SGD):
-    """Has other weights between eval() and train(), as schedule-free optimizers do."""
+    """Has different weights between eval() and train(), as schedule-free optimizers do."""
 
     @torch.no_grad()
     def _move(self, factor: float) -> None:

@@ -260,7 +260,7 @@ FUNCTIONS = (
 
 
 class CollectiveCounter:
-    """Counts calls of torch.distributed by name, and makes them."""
+    """Counts calls of torch.distributed by name, and forwards them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

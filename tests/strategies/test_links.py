@@ -1,4 +1,4 @@
-"""``link=...`` under the Trainer: strategies with rounds or fetches accept it."""
+"""``link=...`` in the Trainer: strategies with rounds or fetches accept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo data: the same on every worker, split by position, divided without overlap."""
+"""The demo data: equal on every worker, split by position, divided without overlap."""
 
 from __future__ import annotations
 
