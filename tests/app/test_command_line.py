@@ -574,7 +574,7 @@ class TestCommand:
             ("inner.tensor_parallel_size=0", "error: inner: tensor_parallel_size is a number of"),
             (
                 "trainer=fsdp trainer.devices=4 inner.data_parallel_size=3",
-                "error: inner: A worker has data_parallel_size=3 times tensor_parallel_size=1 = 3 ranks",
+                "error: inner: A worker has data_parallel_size=3 times",
             ),
             (
                 "trainer.devices=6 inner.data_parallel_size=2 topology=hypercube",
