@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -177,7 +177,9 @@ def interrupt(client: Client, clock: ManualClock, request: Future[object], abort
     if abort:
         client.abort()
     else:
-        clock.advance(11)
+        # Header and body have a deadline each, and that of the body may only start now.
+        while not wait([request], timeout=0.1).done and clock.now() < 110:
+            clock.advance(11)
     with pytest.raises(ConnectionAbortedError if abort else TimeoutError):
         request.result(HARNESS_S)
 
