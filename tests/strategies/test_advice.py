@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
@@ -126,18 +125,10 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
-class EndEarly(Callback):
-    """Ends a fit after its first batch, when all advice has been given."""
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.should_stop = True
-
-
 def advice_for(rank: int, world: int, name: str) -> list[str]:
     make, settings, _ = ROWS[name]
     with messages_of(RANK_ZERO) as texts:
         trainer = make_trainer(make(), **settings, use_distributed_sampler=False)
-        trainer.callbacks.append(EndEarly())  # type: ignore[attr-defined]
         module = ValidatedModule()
         module.lr = 1e-4
         module.model = nn.Sequential(nn.Linear(3, 1000), nn.Tanh(), nn.Linear(1000, 1)).double()

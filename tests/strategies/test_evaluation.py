@@ -14,7 +14,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from lightning_loco.algorithms import Algorithm
-from tests.cases import CASES, KINDS, Case, without_variants
+from tests.cases import CASES, Case, without_variants
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import (
     TinyModule,
@@ -160,13 +160,12 @@ def test_fit_returns_the_model_of_its_last_validation(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """With every method, during and between rounds, and with pending results."""
-    for index, name in enumerate(without_variants()):
+    for name in without_variants():
         case = CASES[name]
         if case.by_clock:  # rounds also start and end at sync points
             continue
         with subtests.test(name):
-            every_length = (9, 11, 12)
-            lengths = every_length if name in KINDS else (every_length[index % 3],)
+            lengths = (9, 11, 12)
             for same in pool.run(end_after, case, lengths, world=2):
                 assert same == [True] * len(lengths)
 
