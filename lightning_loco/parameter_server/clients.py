@@ -26,6 +26,7 @@ from lightning_loco.parameter_server.protocol import (
 
 _FAILURE_CHARACTERS = 300
 _MIN_TIMEOUT_S = 0.01  # gloo takes 0 for the timeout of the group
+_POLL_S = 0.01
 _FAILURE_S = 2.0
 _REPORTED_FAILURE_S = 0.5
 """Shorter for reports of a watchdog: the other ranks receive them from their own watchdogs."""
@@ -104,6 +105,24 @@ class Clients:
         requests, self._step_requests = self._step_requests, {}
         return requests
 
+    def raise_if_left(self, within_s: float = 0.0) -> None:
+        """Raise RuntimeError if a client has left although the step in progress needs it.
+
+        The gradients that it has not sent would be waited for until the timeout. If its connection
+        is lost, ``within_s`` lets its last request arrive first, which has the reason.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            for client, message in self._queue.arrived():
+                if client in self.in_progress:
+                    if isinstance(message, Exception):
+                        return
+                    if message.kind in FINAL_KINDS:
+                        self._process(client, message)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_S)
+
     def _receive_next(
         self, missing: Sequence[RankConnection], expected: str, timeout_s: float | None
     ) -> None:
@@ -143,7 +162,12 @@ class Clients:
             self.in_progress.remove(client)
 
     def _send_keep_alives(self) -> None:
-        for client in {*self.pending, *self.in_progress, *self._queue.waiting_clients()}:
+        arrived = [
+            client
+            for client, message in self._queue.arrived()
+            if isinstance(message, Message) and message.kind not in FINAL_KINDS
+        ]
+        for client in {*self.pending, *self.in_progress, *arrived}:
             client.send_keep_alive_to_client()
 
     def send_failure(
@@ -215,12 +239,10 @@ class RequestQueue:
                 continue
         return None
 
-    def waiting_clients(self) -> list[RankConnection]:
-        """Return clients with a request that has arrived and is not processed yet."""
+    def arrived(self) -> list[tuple[RankConnection, Message | Exception]]:
+        """Return what has arrived and is not processed yet."""
         with self._received.mutex:
-            received = list(self._received.queue)
-        messages = [(client, found) for client, found in received if isinstance(found, Message)]
-        return [client for client, message in messages if message.kind not in FINAL_KINDS]
+            return list(self._received.queue)
 
     def close(self) -> None:
         """Join the threads, with a short timeout for those that receive from a lost rank."""

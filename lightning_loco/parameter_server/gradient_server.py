@@ -17,7 +17,7 @@ from lightning_loco.costs.server_times import PREFETCH_BYTES
 from lightning_loco.parameter_server.backends import Backend
 from lightning_loco.parameter_server.buckets import Accumulator, ParamBucket
 from lightning_loco.parameter_server.clients import Clients
-from lightning_loco.parameter_server.keep_alive import KeepAlive
+from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
 from lightning_loco.parameter_server.protocol import (
     Message,
@@ -66,6 +66,7 @@ class GradientServer:
         # Not a method of self: a reference cycle would keep the process group alive.
         reply_directly = functools.partial(_reply_directly, backend)
         self._clients = Clients(clients, reply_directly, keep_alive, clients_send_keep_alives)
+        self._keep_alive = keep_alive
         self._buckets = buckets
         self._mean_gradient = MeanGradient(clients, buckets, accumulator)
         self._backend = backend
@@ -154,13 +155,22 @@ class GradientServer:
         sends: list[ClientSend] = []
         self._not_finite = None
         for index, bucket in enumerate(self._buckets):
-            mean, text = self._mean_gradient.reduce(index, messages)
+            mean, text = self._reduce(index, messages)
             self._not_finite = self._not_finite or text
             sends += _send(messages, bucket.as_sent(mean))
         for client in messages:
             client.send_reply({"missing": missing.missing})
         _wait_for_sends(sends)
         self._mean_gradient.start_receiving(messages)
+
+    def _reduce(self, index: int, clients: Iterable[RankConnection]) -> tuple[Tensor, str | None]:
+        """Average a bucket of the gradients; RuntimeError if a client leaves without sending it."""
+        with self._keep_alive.checking(self._clients.raise_if_left):
+            try:
+                return self._mean_gradient.reduce(index, clients)
+            except Unreachable:
+                self._clients.raise_if_left(JOIN_TIMEOUT_S)
+                raise
 
     def _make_step(self, messages: dict[RankConnection, Message]) -> None:
         """Reduce gradients, take the step and send parameters, bucket by bucket where possible."""
@@ -176,7 +186,7 @@ class GradientServer:
         not_finite, self._not_finite = self._not_finite, None
         for index in range(len(self._buckets)):
             reach("summing")
-            _, text = self._mean_gradient.reduce(index, messages)
+            _, text = self._reduce(index, messages)
             if text is not None:
                 raise RuntimeError(not_finite or text)
             sends += self._send_weights(messages, self._backend.add_bucket(index))

@@ -6,6 +6,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lightning_loco._util.background import BackgroundThread
 
@@ -31,13 +32,22 @@ class KeepAlive:
         self, timeout_s: float | None = None, check: Callable[[], object] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
-        self._check = check
+        self._checks = [check]
         self._senders: list[Callable[[], object]] = []
         self._last_sent_s = -math.inf
 
     def add_sender(self, send: Callable[[], object]) -> None:
         """Register a function that sends keep-alives to ranks that wait for this one."""
         self._senders.append(send)
+
+    @contextmanager
+    def checking(self, check: Callable[[], object]) -> Iterator[None]:
+        """Call ``check`` during waits within this context, too."""
+        self._checks.append(check)
+        try:
+            yield
+        finally:
+            self._checks.remove(check)
 
     def close(self) -> None:
         """Send no more keep-alives, and drop the references to all senders."""
@@ -64,7 +74,8 @@ class KeepAlive:
             left_s -= pause_s
 
     def _check_and_send(self) -> None:
-        self._check()
+        for check in self._checks:
+            check()
         now = time.monotonic()
         if self.timeout_s is not None and now >= self._last_sent_s + self.timeout_s / 4:
             self._last_sent_s = now

@@ -34,6 +34,7 @@ class ServerClient:
     def __init__(self, connection: RankConnection, shapes: Sequence[Tensor]) -> None:
         self.connection = connection
         self.shapes = shapes
+        self._has_left = False
 
     def request_weights(self, checksum: int) -> dict[str, Any]:
         """Request the parameters, which follow the reply.
@@ -81,7 +82,13 @@ class ServerClient:
 
     def leave(self, farewell: dict[str, Any]) -> None:
         """Notify the server that no more requests follow, and send final values."""
-        self.connection.send_request(Message(MessageKind.LEAVE, farewell))
+        self._send_last(Message(MessageKind.LEAVE, farewell))
+
+    def _send_last(self, message: Message) -> None:
+        """Send a last request; another one would not be received, so it is not sent."""
+        if not self._has_left:
+            self._has_left = True
+            self.connection.send_request(message)
 
     def wait_for_reply(self) -> dict[str, Any]:
         """Wait for the server's reply to the last request.
@@ -342,7 +349,7 @@ class ShardClient(ServerClient):
 
     def fail(self, text: str) -> None:
         """Notify the server that no more requests follow because of an error."""
-        self.connection.send_request(Message(MessageKind.FAIL, {"text": text}))
+        self._send_last(Message(MessageKind.FAIL, {"text": text}))
 
     def close(self) -> None:
         """End the thread that sends, if there is one."""

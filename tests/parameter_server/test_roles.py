@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -233,24 +234,42 @@ def test_different_sync_points_are_an_error_on_every_rank(pool: Pool) -> None:
         assert "worker 1 at checkpoint" in message.lower()
 
 
-def leave_within_a_step(rank: int, world: int) -> None:
-    net = nn.Linear(2, 2)
+def end_within_a_step(rank: int, world: int, has_failed: bool) -> None:
+    """Worker 0 ends after it has sent the first of two buckets."""
+    net = nn.Linear(2, 2), nn.Linear(2, 2)
+    params = [param for layer in net for param in layer.parameters()]
 
     def work(remote: RemoteOptimizer) -> None:
         remote.expect_backward()
-        net(torch.ones(1, 2)).sum().backward()
+        net[1](torch.ones(1, 2)).sum().backward()
         if rank == 1:
+            net[0](torch.ones(1, 2)).sum().backward()
+            dist.send(torch.zeros(1), 0, tag=10**6)
             remote.step()
+            return
+        dist.recv(torch.zeros(1), 1, tag=10**6)
+        time.sleep(0.1)  # now the server waits for the second bucket of worker 0
+        if has_failed:
+            raise ValueError("the first layer is wrong")
 
-    run_role(work, net.parameters(), OPTIMIZERS["SGD"], 2)
+    run_role(work, params, OPTIMIZERS["SGD"], 2, transport=Transport(bucket_bytes=24))
 
 
-def test_a_worker_that_leaves_within_a_step_is_named(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("has_failed", "reason"),
+    [
+        (False, "Worker 0 has left before the end of its step"),
+        (True, "Worker 0 failed: ValueError: the first layer is wrong"),
+    ],
+)
+def test_a_worker_that_ends_within_a_step_is_named(
+    pool: Pool, has_failed: bool, reason: str
+) -> None:
     with pytest.raises(PoolError) as caught:
-        pool.run(leave_within_a_step, world=3)
-    assert set(caught.value.failures) == {1, 2}
-    for failure in caught.value.failures.values():
-        assert "Worker 0 has left before the end of its step" in failure.message
+        pool.run(end_within_a_step, has_failed, world=3)
+    assert set(caught.value.failures) == {0, 1, 2} - ({0} if not has_failed else set())
+    for rank in (1, 2):
+        assert reason in caught.value.failures[rank].message
 
 
 def lose_worker(rank: int, world: int, victim: int) -> str:
