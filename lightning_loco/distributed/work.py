@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
 
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.statistics import Statistics
@@ -60,11 +58,12 @@ class PendingWork:
 
     def completes_within(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return whether all works have completed without an error."""
-        if not self._group.wait_blocks_host:
-            return self._poll_until(self._clock.now() + seconds)
+        blocks = self._group.wait_blocks_host
+        if not blocks and not self._poll_until(self._clock.now() + seconds):
+            return False
         try:
             for work in self._works:
-                work.wait(timedelta(seconds=seconds))
+                work.wait(timedelta(seconds=seconds)) if blocks else work.wait()
         except RuntimeError:
             return False
         self._works = []
@@ -135,10 +134,12 @@ class AllReduceSum:
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return whether the sum has arrived."""
-        if self._work is None:
-            return True
-        with self._timer:
-            return self._work.completes_within(seconds)
+        if self._work is not None:
+            with self._timer:
+                if not self._work.completes_within(seconds):
+                    return False
+            self._work = None  # so that wait has nothing left to wait for
+        return True
 
     def wait(self) -> Tensor:
         """Wait for the sum and return it; raises the errors of :meth:`PendingWork.wait`."""
@@ -150,13 +151,3 @@ class AllReduceSum:
 
     def release(self) -> None:
         """Do nothing: the memory belongs to the caller."""
-
-
-def labelled(name: str) -> AbstractContextManager[object]:
-    """Return a ``record_function`` context if ``torch.profiler`` is active, else an empty one.
-
-    Without a profiler, ``record_function`` would still cost more than packing a small tensor.
-    """
-    if profiler._is_profiler_enabled:
-        return profiler.record_function(name)
-    return nullcontext()

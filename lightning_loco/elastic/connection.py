@@ -39,7 +39,7 @@ from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.engine.engine import Engine, LoopPosition
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Handle
-from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
+from lightning_loco.engine.fragment_sync import FragmentSync, Round
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.ownership import Block
@@ -134,6 +134,7 @@ class ElasticConnection:
             if request.received is not None:
                 sync = self._add_pending_round(request)
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
+                    sync.make_writable()
                     sync.apply(worker.steps)
                     worker.replica.share()
                 worker.round_index += 1
@@ -333,8 +334,15 @@ class ElasticConnection:
         sync.began_at = int(position["steps"])
         statuses = MemberStatuses(request, engine.statistics, f"round {index}")
         handles: list[Handle] = [RoundHandle(request, engine, self._record)]
-        sync.pending = PendingRound(index, False, sync.began_at, statuses, handles)
-        sync.pending.is_overlapped = engine.settings.schedule.is_overlapped(index)
+        sync.pending = Round(
+            sync,
+            index,
+            sync.began_at,
+            valid=False,
+            is_overlapped=engine.settings.schedule.is_overlapped(index),
+            statuses=statuses,
+            handles=handles,
+        )
         for message in [bucket.message for bucket in sync.memory.buckets]:
             message.zero_()
         return sync

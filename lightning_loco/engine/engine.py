@@ -26,15 +26,12 @@ from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
-from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
+from lightning_loco.engine.fragment_sync import FragmentSync, HasArrived, Round
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor
 from lightning_loco.model.worker import Worker
 from lightning_loco.schedules import EveryInterval, StepInfo
-
-HasArrived = Callable[[], bool]
-"""Returns whether something has arrived; never waits."""
 
 _END = "the end of training"
 
@@ -107,7 +104,7 @@ class Engine:
         self._clock = worker.group.clock
         self._schedule = settings.schedule.of_worker(worker.group.worker)
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
-        self._has_progress = False
+        self._dues: list[tuple[bool, bool]] = []
         self._unrecorded: PendingStatuses | None = None
         self._dropped: list[Handle] = []
         self.statistics.staleness = self._schedule.staleness_of(worker.group.worker)
@@ -156,19 +153,23 @@ class Engine:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
         self.count_step()
-        if due := self.is_due:
+        if due := self.check_due():
             self.make_round()
         return due
 
     def count_step(self) -> None:
         """Count one local step without running a round."""
+        self._dues = []
         self.worker.count_step(self._schedule.positions_in_round(self.worker.round_index))
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a round is to begin or to end after the step that was counted last."""
-        dues = self._due()
-        return not self.paused and any(begins or ends for begins, ends in dues)
+    def check_due(self) -> bool:
+        """Find out whether a round is to begin or to end after the step that was counted last.
+
+        :meth:`make_round` runs what was found. All ranks of a worker must call it: without a number
+        of local steps, their clocks differ, and the first one decides.
+        """
+        self._dues = [] if self.paused else self._find_due()
+        return any(begins or ends for begins, ends in self._dues)
 
     @property
     def stop_agreed(self) -> str | None:
@@ -180,8 +181,8 @@ class Engine:
         """Index of the fragment whose round begins next."""
         return self.worker.round_index % len(self.fragments)
 
-    def _due(self) -> list[tuple[bool, bool]]:
-        """For each fragment whether a round begins, and whether its pending round ends."""
+    def _find_due(self) -> list[tuple[bool, bool]]:
+        """Return for each fragment whether a round begins, and whether its pending round ends."""
         worker, now_s = self.worker, self._clock.now()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
         dues = [
@@ -191,10 +192,10 @@ class Engine:
             for index, fragment in enumerate(self.fragments)
         ]
         if self._sync_every is None and worker.group.inner is not None:
-            # Clocks and arrivals differ between the ranks of a worker: the first one decides.
-            first = worker.group.agree([value for due in dues for value in due])[0]
-            numbers = iter(map(bool, first))
-            dues = [(next(numbers), next(numbers)) for _ in dues]
+            first = worker.group.agree([float(value) for due in dues for value in due])[0]
+            dues = [
+                (begins > 0, ends > 0) for begins, ends in zip(first[::2], first[1::2], strict=True)
+            ]
         return dues
 
     # --------------------------------------------------------------------- rounds
@@ -210,13 +211,15 @@ class Engine:
         It returns whether everything that the part needs has arrived. The caller may do something
         else until then, as the simulation does.
         """
+        dues, self._dues = self._dues, []
         if self.connection is not None:
-            self._record_statuses()
-        dues = self._due()
+            self._record_statuses()  # which may replace this worker's state, and its pending rounds
+            dues = []
+        dues = dues or self._find_due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, ends) in enumerate(dues):
             if ends and not (begins and index == self._turn):
-                yield from self._apply_in_parts(index)
+                yield from self._end(index)
         if begins:
             if self._unrecorded is not None:
                 yield self._unrecorded.has_arrived
@@ -224,62 +227,62 @@ class Engine:
             yield from self._begin(IN_ROUND, f"round {self.worker.round_index}")
 
     def _begin(
-        self, sync_point: float, label: str, statuses: PendingStatuses | None = None
+        self, sync_point: float, label: str, announced: list[WorkerStatus] | None = None
     ) -> Iterator[HasArrived]:
         """Begin a round, and end it at once if the schedule says so; in parts.
 
-        ``sync_point`` is where this worker waits, or ``IN_ROUND``; ``statuses`` are the statuses of
-        all workers, if they were exchanged already.
+        Args:
+            sync_point: Where this worker waits, or ``IN_ROUND``.
+            label: Name of the round in messages.
+            announced: Statuses of all workers at a sync point, some of whom run this round.
         """
-        worker, fragment = self.worker, self.fragments[self._turn]
-        began_at_s = self._clock.now()
+        worker, began_at_s = self.worker, self._clock.now()
         if self.connection is not None:
             for index in range(len(self.fragments)):
                 if index != self._turn:
                     # A worker that joins gets the state between two rounds.
-                    run_through(self._apply_in_parts(index))
+                    run_through(self._end(index))
         worker.check_trainable()
-        index, steps = worker.round_index, worker.steps
-        if statuses is None:
-            status = self._prepare(sync_point)
-            pending = fragment.start(index, steps, self._has_progress, status, label)
+        status = self._prepare(sync_point)
+        fragment = self.fragments[self._turn]
+        new = fragment.new_round(worker.round_index, worker.steps, valid=status.weight > 0)
+        if announced is None:
+            fragment.begin(new, status, label)
+        elif self._exchange.is_weighted:  # the others need this worker's weight
+            new.statuses = GatheredStatuses(worker.group, self.statistics, status, label)
+            new.statuses.wait()
         else:
-            pending = PendingRound(index, self._has_progress, steps, statuses)
-        self._unrecorded, pending.began_at_s = pending.statuses, began_at_s
-        self._measure_consensus(pending)
+            new.statuses = KnownStatuses(announced, label)
+        self._unrecorded, new.began_at_s = new.statuses, began_at_s
+        self._measure_consensus(new)
         before = fragment.pending
-        if self._schedule.is_overlapped(index):
-            if fragment.pending is not None:
-                yield fragment.has_received
-            has_changed = fragment.begin(pending)
-        elif not fragment.memory.holds_all:
-            has_changed = True
-            fragment.make_in_turn(pending)
-        else:
-            has_changed = True
-            fragment.begin(pending, is_overlapped=False)
-            yield fragment.has_received
-            if self.connection is not None:
-                self.connection.catch_up()
-                fragment = self.fragments[self._turn]
-            fragment.apply(steps)
-        if has_changed:
+        yield from fragment.run(new, self._replaced)
+        fragment = self.fragments[self._turn]
+        ended = [found for found in (before, new) if found not in (None, fragment.pending)]
+        if ended or new.restarts:
             self._share(self._turn)
-        is_over = fragment.pending is None
-        ended = [one for one in (before, pending if is_over else None) if one is not None]
         if ended:
             self._record_rounds(fragment, ended)
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
             worker.replica.restore_buffers(self.buffers_at_start)
-        if is_over:
+        if fragment.pending is None:
             worker.replica.running_statistics.record(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
-        if pending.statuses.has_been_read:
+        if new.statuses.has_been_read:
             self._record_statuses()
+
+    def _replaced(self, received: Round) -> Round:
+        """Return the round to apply: another one if this worker has fallen behind the members."""
+        if self.connection is None:
+            return received
+        self.connection.catch_up()
+        pending = self.fragments[self._turn].pending
+        assert pending is not None
+        return pending
 
     def _prepare(self, sync_point: float) -> WorkerStatus:
         """Do the local part of the next round, and return this worker's status."""
@@ -292,7 +295,6 @@ class Engine:
         finite, losses, squares = zip(*places, strict=True)
         fragment.is_finite = worker.was_finite = all(finite)
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
-        self._has_progress = worker.was_finite and has_moved
         if not worker.was_finite:
             for index, other in enumerate(self.fragments):
                 if other is not fragment:
@@ -301,7 +303,7 @@ class Engine:
                         other.restore_start()
                         self._share(index)
         return own._replace(
-            weight=self._has_progress,
+            weight=worker.was_finite and has_moved,
             finite=worker.was_finite,
             loss=sum(losses) / len(losses),
             squared_distance=sum_of_known(squares),
@@ -309,6 +311,8 @@ class Engine:
 
     def _share(self, index: int) -> None:
         """Copy the new values of a fragment to the other ranks of this worker."""
+        if self.worker.group.inner is None:
+            return
         fragment = self.fragments[index]
         fragment.is_torn = True
         self.worker.replica.share(index)
@@ -316,13 +320,11 @@ class Engine:
 
     def _status(self, sync_point: float) -> WorkerStatus:
         """This worker's status, without a look at its parameters."""
-        algorithm, fragment = self.settings.algorithm, self.fragments[self._turn]
-        numbers = algorithm.scalars(fragment.state)
-        steps = self.worker.steps - fragment.began_at
-        status = self.worker.status(sync_point)
-        return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
+        fragment = self.fragments[self._turn]
+        steps, status = self.worker.steps - fragment.began_at, self.worker.status(sync_point)
+        return status._replace(steps=steps, scalars=fragment.scalars())
 
-    def _record_rounds(self, fragment: FragmentSync, ended: Iterable[PendingRound]) -> None:
+    def _record_rounds(self, fragment: FragmentSync, ended: Iterable[Round]) -> None:
         """Record rounds of a fragment that have ended: when, and the norm of the outer gradient.
 
         In a worker of several ranks, also their bytes and seconds on the other ranks.
@@ -342,7 +344,7 @@ class Engine:
         statistics.other_ranks_bytes_sent = int(sum(sent)) - statistics.bytes_sent
         statistics.longest_wait_s = max(waited)
 
-    def _measure_consensus(self, pending: PendingRound) -> None:
+    def _measure_consensus(self, pending: Round) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
         every = (
             self.consensus_every if self._sync_every is not None and self.connection is None else 0
@@ -353,12 +355,13 @@ class Engine:
                 self.consensus_elements
             )
 
-    def _apply_in_parts(self, index: int) -> Iterator[HasArrived]:
-        """Apply the pending round of a fragment, if there is one."""
+    def _end(self, index: int) -> Iterator[HasArrived]:
+        """Apply the pending round of a fragment, if there is one; in parts."""
         fragment, statistics = self.fragments[index], self.statistics
         if (pending := fragment.pending) is None:
             return
         yield fragment.has_received
+        fragment.make_writable()
         fragment.apply(self.worker.steps)
         self._share(index)
         fragment.applied_at = self._clock.now()
@@ -379,7 +382,7 @@ class Engine:
             yield self._unrecorded.has_arrived
         self._record_statuses()
         for index in range(len(self.fragments)):
-            yield from self._apply_in_parts(index)
+            yield from self._end(index)
 
     def _record_statuses(self) -> None:
         """Record the statuses of the last round: losses, workers with NaN, consensus distance."""
@@ -423,18 +426,11 @@ class Engine:
             if statuses is None:
                 run_through(self._begin(sync_point, purpose))
             elif is_round(statuses):
-                self._join_round(sync_point, purpose, statuses)
+                run_through(self._begin(sync_point, purpose, statuses))
             else:
                 self.worker.record_statuses(statuses)
                 if self.worker.are_together(statuses, sync_point, purpose):
                     return statuses
-
-    def _join_round(self, sync_point: float, label: str, statuses: list[WorkerStatus]) -> None:
-        """Take part in a round of others, which the statuses at a sync point announce."""
-        status, group = self._prepare(sync_point), self.worker.group
-        if self._exchange.is_weighted:  # the others need this worker's weight
-            statuses = GatheredStatuses(group, self.statistics, status, label).wait()
-        run_through(self._begin(sync_point, label, KnownStatuses(statuses, label)))
 
     @torch.no_grad()
     def show_consensus(self, purpose: str = "the consensus") -> None:

@@ -122,16 +122,15 @@ class FragmentMemory:
         if sent_params is not None:
             sent_params = sent_params[params.start : params.stop]
         return BucketChunk(
-            params,
-            message,
-            self._algorithm,
-            state,
-            sent_params,
-            self._scratch,
-            self._compression,
-            residual,
-            self._is_partial,
+            params, message, state, residual, sent_params, self._scratch, self._round_start
         )
+
+    def _round_start(self, chunk: BucketChunk) -> Tensor | None:
+        start = self._algorithm.round_start(chunk.state)
+        if start is None or self._compression is None:
+            return start
+        params: Tensor = self._compression.local_params(start, chunk.residual)
+        return params
 
     def take_back_state(self) -> None:
         """Update the state from the first chunk's copies of entries that are not sliced.

@@ -1,72 +1,97 @@
-"""The rounds of one fragment: pack, propose, encode, exchange, decode, update, unpack.
+"""A round of one fragment: propose, send, receive, agree on who counts, apply.
 
-A round starts with :meth:`FragmentSync.start`, which sends the status of this worker, and with the
-messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
-:meth:`FragmentSync.apply`. In a blocking round both happen before the next local step; in an
-overlapped one, local steps lie in between.
+A round has three entries, all of them on one path:
 
-Everything has been received before ``apply`` changes anything. So a round that fails while it waits
-leaves the algorithm's state, and the parameters, as they were after ``begin``; in a blocking round
-these are the parameters before the round. Two kinds of rounds change some buckets while others are
-still to be sent or received: a blocking round that is larger than ``bucket_bytes``, and an
-overlapped one whose message is computed while the round before is applied. A failure in between
-marks the fragment as torn, and it is not saved.
+- :meth:`FragmentSync.end` only ends the pending round.
+- :meth:`FragmentSync.begin` sends the status of this worker, and :meth:`FragmentSync.run` the
+  messages, bucket by bucket. A blocking round is applied at once, an overlapped one later.
+- At a sync point the statuses are known before: :meth:`FragmentSync.begin` is left out.
+
+Everything has been received before anything changes. So a round that fails while it waits leaves
+the algorithm's state, and the parameters, as they were when the messages had been sent; in a
+blocking round these are the parameters before the round. Two kinds of rounds change some buckets
+while others are still to be sent or received: a blocking round that is larger than
+``bucket_bytes``, and an overlapped one whose message is computed while the round before is
+applied. A failure in between marks the fragment as torn, and it is not saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Restart, RoundInfo, State
-from lightning_loco.distributed.work import labelled
 from lightning_loco.distributed.worker_status import (
     KnownStatuses,
     PendingStatuses,
     WorkerStatus,
     total_weight,
 )
-from lightning_loco.engine.buckets import Bucket, BucketChunk
-from lightning_loco.engine.exchanges.exchange import Arrived, Exchange, Handle
+from lightning_loco.engine.buckets import BucketChunk
+from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.model.flat import are_finite
 
+HasArrived = Callable[[], bool]
+"""Returns whether something has arrived; never waits."""
 
-@dataclasses.dataclass
-class PendingRound:
+
+class Stage(enum.Enum):
+    """How far a round has come.
+
+    Attributes:
+        SENT: It has begun, and its results are on their way.
+        RECEIVED: All results are in the host's or the device's memory; nothing has changed.
+        REDUCED: They have been divided by the total weight, or combined, and decoded, and the
+            residuals have been updated, as for a checkpoint.
+    """
+
+    SENT = "sent"
+    RECEIVED = "received"
+    REDUCED = "reduced"
+
+
+@dataclasses.dataclass(eq=False)
+class Round:
     """A round that has begun and is not applied yet.
 
     Attributes:
+        fragment: The fragment whose parameters it exchanges.
         index: Number of the round.
-        valid: Whether this worker's message holds its own progress, with weight in a mean.
         began_at: Local steps of this worker when the round began.
+        valid: Whether this worker's message holds its own progress, with weight in a mean.
+        finite: Whether local steps taken since it began may be kept: whether this worker's
+            parameters are finite.
+        is_overlapped: Whether local steps continue while it is pending.
+        restarts: Whether they continue from other parameters once its messages are sent.
         statuses: Statuses of all workers.
         handles: Handles of the buckets that have been sent, in order.
-        received: Their results; None before :meth:`FragmentSync.wait`.
-        is_overlapped: Whether local steps continue while it is pending.
-        is_reduced: Whether ``received`` has been divided by the total weight, or combined, and
-            decoded, and the residuals have been updated.
-        finite: Whether this worker's parameters were finite when it began.
+        received: Their results, from :attr:`Stage.RECEIVED` on.
+        stage: How far it has come.
         began_at_s: When it began, in seconds of the engine's clock; None after a resume.
     """
 
+    fragment: FragmentSync
     index: int
-    valid: bool
     began_at: int
+    valid: bool
+    finite: bool = True
+    is_overlapped: bool = False
+    restarts: bool = False
     statuses: PendingStatuses = dataclasses.field(default_factory=KnownStatuses)
     handles: list[Handle] = dataclasses.field(default_factory=list)
-    received: list[Tensor] | None = None
-    is_overlapped: bool = False
-    is_reduced: bool = False
-    finite: bool = True
+    received: list[Tensor] = dataclasses.field(default_factory=list)
+    stage: Stage = Stage.SENT
     began_at_s: float | None = None
 
     def has_arrived(self) -> bool:
@@ -81,22 +106,26 @@ class PendingRound:
         return {**own, "statuses": [status.numbers for status in statuses]}
 
     @classmethod
-    def from_state(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> PendingRound:
+    def from_state(
+        cls, fragment: FragmentSync, saved: dict[str, Any], received: Sequence[Tensor]
+    ) -> Round:
         """A round from a checkpoint, which is only to be applied.
 
         Args:
+            fragment: The fragment.
             saved: Result of :meth:`state_dict`.
             received: By bucket, reduced.
         """
         return cls(
+            fragment,
             saved["index"],
-            saved["valid"],
             saved["began_at"],
-            KnownStatuses([WorkerStatus.of(numbers) for numbers in saved["statuses"]]),
-            handles=[Arrived(tensor) for tensor in received],
+            saved["valid"],
+            saved["finite"],
             is_overlapped=True,
-            is_reduced=True,
-            finite=saved["finite"],
+            statuses=KnownStatuses([WorkerStatus.of(numbers) for numbers in saved["statuses"]]),
+            received=list(received),
+            stage=Stage.REDUCED,
         )
 
 
@@ -124,28 +153,37 @@ class FragmentSync:
 
     def __init__(self, memory: FragmentMemory, settings: RoundSettings, exchange: Exchange) -> None:
         self.memory = memory
-        self.pending: PendingRound | None = None
+        self.pending: Round | None = None
         self.began_at, self.fresh_at, self.applied_at = 0, 0, -math.inf
         self.measure_gradient = False
         self.gradient_norm: float | None = None
         self.is_torn = False
+        self.is_finite = True
         self._algorithm = settings.algorithm
         self._merge_policy = settings.merge_policy or Restart()
+        self._keeps_progress = self._merge_policy.keeps_progress
         self._exchange = exchange
-        compression = settings.compression
-        self._averages_senders = compression is not None and compression.codec.averages_senders
-        self._knows_workers = settings.algorithm.exchange == "mean" or bool(
-            settings.algorithm.scalars(memory.state)
+        self._schedule = settings.schedule
+        self._compression = compression = settings.compression
+        self._is_partial, self._gathers = settings.is_partial, settings.algorithm.gathers
+        self._is_sum = exchange.is_weighted and not (
+            compression is not None and compression.codec.averages_senders
         )
-        self._is_overlapped = settings.schedule.is_overlapped
+        self._has_scalars = bool(settings.algorithm.scalars(memory.state))
+        self._knows_workers = settings.algorithm.exchange == "mean" or self._has_scalars
         self._squares: list[Tensor] = []
         self._is_proposed = False
-        self.is_finite = True
 
     @property
     def state(self) -> State:
         """The algorithm's state."""
         return self.memory.state
+
+    def scalars(self) -> tuple[float, ...]:
+        """The algorithm's own numbers, which this worker sends with its status."""
+        if not self._has_scalars:
+            return ()
+        return tuple(map(float, self._algorithm.scalars(self.memory.state)))
 
     # ----------------------------------------------------------- before a round
 
@@ -159,7 +197,7 @@ class FragmentSync:
         Args:
             index: Number of the round.
         """
-        self._make_writable()
+        self.make_writable()
         memory, sums = self.memory, [math.nan]
         self._is_proposed = memory.holds_all and self.pending is None
         if self._is_proposed:
@@ -172,7 +210,8 @@ class FragmentSync:
         )
         return self.is_finite
 
-    def _make_writable(self) -> None:
+    def make_writable(self) -> None:
+        """Let the parameters be read and written: a round does so before it begins and ends."""
         layout = self.memory.layout
         if layout.before_write is not None:
             layout.before_write()
@@ -196,130 +235,85 @@ class FragmentSync:
         if self.pending is not None:
             self.pending.finite = False
 
-    # ------------------------------------------------------- a round: the start
+    # ----------------------------------------------------------------- a round
 
-    def start(
-        self, index: int, began_at: int, valid: bool, status: WorkerStatus, label: str
-    ) -> PendingRound:
-        """Send this worker's status, with the first bucket if the exchange carries it.
+    def new_round(self, index: int, began_at: int, valid: bool) -> Round:
+        """Return the round that follows :meth:`prepare`; nothing has been sent yet.
 
         Args:
             index: Number of the round.
             began_at: Local steps of this worker.
             valid: Whether it has its own progress.
+        """
+        keeps_progress, is_overlapped = self._keeps_progress, self._schedule.is_overlapped(index)
+        is_first = is_overlapped and (self.pending is None or keeps_progress)
+        restarts = is_first and not (keeps_progress and self.is_finite)
+        return Round(self, index, began_at, valid, self.is_finite, is_overlapped, restarts)
+
+    def begin(self, new: Round, status: WorkerStatus, label: str) -> None:
+        """Send this worker's status, with the first bucket if the exchange carries it.
+
+        Args:
+            new: The round.
             status: To send.
             label: Name of the round in messages.
         """
-        exchange, pending = self._exchange, PendingRound(index, valid, began_at)
+        exchange, first = self._exchange, self.memory.buckets[0]
         if exchange.carries_status:
-            bucket = self.memory.buckets[0]
-            exchange.write_status(bucket, status, label)
-            handle = self._propose_and_send(bucket, pending)
-            pending.handles.append(handle)
-            pending.statuses = exchange.read_statuses(bucket, handle, status, label)
+            exchange.write_status(first, status, label)
+            self._send(new)
+            new.statuses = exchange.read_statuses(first, new.handles[0], status, label)
         else:
-            pending.statuses = exchange.send_status(status, label)
-        return pending
+            new.statuses = exchange.send_status(status, label)
 
-    def make_in_turn(self, pending: PendingRound) -> None:
-        """Send the other buckets, and apply each before the memory of a later one is needed.
+    def run(
+        self, new: Round, on_received: Callable[[Round], Round] = lambda received: received
+    ) -> Iterator[HasArrived]:
+        """Send the messages of a round, and apply what ends now; yield a function before each wait.
 
-        For a blocking round whose buckets share memory.
+        A blocking round ends now. When an overlapped one begins, the round before ends: first, if
+        the merge policy keeps progress. Otherwise the new message must hold the local steps taken
+        since that round began, so the message of each chunk is computed right before the result of
+        that round overwrites it.
+
+        Args:
+            new: The round.
+            on_received: Called when a blocking round has been received; returns the round to apply.
         """
-        sent, waiting = iter(pending.handles), deque[tuple[Bucket, Handle]]()
-        for bucket in self.memory.buckets:
-            if len(waiting) == PENDING_BUCKETS:
-                self._apply_bucket(pending, *waiting.popleft())
-            handle = next(sent, None) or self._propose_and_send(bucket, pending)
-            waiting.append((bucket, handle))
-        while waiting:
-            self._apply_bucket(pending, *waiting.popleft())
-        self._finish()
-
-    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> bool:
-        """Send the other buckets, and apply the round before, if one is pending.
-
-        Returns whether that has changed parameters.
-
-        With a merge policy that keeps progress, the round before is applied first. Otherwise the
-        new message must hold the local steps taken since that round began, so the message of each
-        chunk is computed right before the result of that round overwrites it.
-        """
-        before = self.pending
-        pending.is_overlapped, pending.finite = is_overlapped, self.is_finite
-        if before is not None and not self._merge_policy.keeps_progress:
-            self._apply(before, pending.began_at, True, pending)
-            return True
+        before, count = self.pending, len(self.memory.buckets)
+        ended: tuple[Round, RoundInfo] | None = None
         if before is not None:
-            self._apply(before, pending.began_at, pending.finite)
-        for bucket in self.memory.buckets[len(pending.handles) :]:
-            pending.handles.append(self._propose_and_send(bucket, pending))
-        if self.memory.has_uncut_state:
+            before.finite = before.finite and self.is_finite
+            yield self.has_received
+            statuses = self._receive(before)
+            info = self._info(before.index, statuses, new.began_at - before.began_at)
+            if self._keeps_progress:
+                self._apply(before, info)
+            else:
+                self._commit(before, range(count))
+                ended = before, info
+        # Without memory for all messages, each is applied before a later one needs its memory.
+        slots = count if self.memory.holds_all else PENDING_BUCKETS
+        for number in range(count):
+            if number >= slots:
+                self._apply_in_turn(new)
+            if number >= len(new.handles):
+                self._send(new, ended)
+        if ended is not None:
+            self._finish(ended[0])
+        elif self.memory.has_uncut_state:
             self.memory.take_back_state()
-        restarts = self._restarts(pending)
-        self.pending = pending
-        return restarts or before is not None
-
-    def _restarts(self, pending: PendingRound) -> bool:
-        """Whether local steps continue from other parameters once a message is sent."""
-        keeps_progress = self._merge_policy.keeps_progress and self.is_finite
-        is_first = self.pending is None and not keeps_progress
-        return is_first and self._is_overlapped(pending.index)
-
-    def _propose_and_send(self, bucket: Bucket, pending: PendingRound) -> Handle:
-        info = RoundInfo(pending.index)
-        if not (pending.valid and self._is_proposed):
-            with labelled("loco/propose"):
-                for chunk in bucket.chunks:
-                    self._propose(chunk, chunk.message, info, pending.valid)
-        if self._restarts(pending):
-            for chunk in bucket.chunks:
-                chunk.restart(info)
-        return self._send(bucket, pending.index)
-
-    def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
-        """Compute the message of a chunk; without valid progress, of the round's start."""
-        is_weighted = self._exchange.is_weighted
-        if valid or (self.is_finite and not is_weighted):
-            self._propose_local(chunk, into, info)
+        if new.is_overlapped or self.memory.holds_all:
+            self.pending = new
+        if new.is_overlapped:
             return
-        if chunk.sent_params is not None and self.is_finite:
-            chunk.pack_exact(chunk.sent_params)
-        if is_weighted and chunk.is_partial and not self.is_finite:
-            raise RuntimeError(
-                "The parameters hold NaN or infinity. This worker receives only a part of the "
-                f"others' parameters with {type(self._algorithm).__name__}, so it cannot recover. "
-                "Lower the learning rate, and go back to the last checkpoint."
-            )
-        if is_weighted:
-            into.zero_()
-        elif (start := chunk.round_start()) is not None:
-            packed = chunk.scratch if chunk.is_partial else into
-            chunk.propose(packed.copy_(start), into, info)
-        else:
-            raise RuntimeError(
-                "The parameters hold NaN or infinity, and the algorithm does not remember where "
-                "the round began. Lower the learning rate, or go back to the last checkpoint."
-            )
-
-    def _propose_local(
-        self, chunk: BucketChunk, into: Tensor, info: RoundInfo, total: Tensor | None = None
-    ) -> None:
-        packed = chunk.scratch if chunk.is_partial else into
-        chunk.pack_exact(packed)
-        if total is not None:
-            torch.sum(packed, 0, out=total)
-        if chunk.sent_params is not None:
-            chunk.sent_params.copy_(packed)
-        chunk.propose(packed, into, info)
-
-    def _send(self, bucket: Bucket, index: int) -> Handle:
-        reach("before sending")
-        handle = self._exchange.start(bucket, index)
-        reach("after sending")
-        return handle
-
-    # --------------------------------------------------------- a round: the end
+        if self.memory.holds_all:
+            yield self.has_received
+            on_received(new).fragment.apply(new.began_at)
+            return
+        while len(new.received) < count:
+            self._apply_in_turn(new)
+        self._finish()
 
     def apply(self, steps: int) -> None:
         """Wait for the pending round, if any, and apply its result as a whole, or not at all.
@@ -327,9 +321,9 @@ class FragmentSync:
         Args:
             steps: Local steps of this worker so far.
         """
-        if self.pending is not None:
-            self._make_writable()
-            self._apply(self.pending, steps, True)
+        if (pending := self.pending) is not None:
+            statuses = self._receive(pending)
+            self._apply(pending, self._info(pending.index, statuses, steps - pending.began_at))
 
     def wait(self) -> None:
         """Wait for the result of the pending round, without applying it."""
@@ -347,72 +341,103 @@ class FragmentSync:
     @property
     def is_receiving(self) -> bool:
         """Whether messages may still be on their way."""
-        return self.pending is not None and self.pending.received is None
+        return self.pending is not None and self.pending.stage is Stage.SENT
 
-    def _apply(
-        self,
-        pending: PendingRound,
-        steps: int,
-        keeps_local: bool,
-        following: PendingRound | None = None,
-    ) -> None:
-        """Apply a pending round; the messages of a following one are computed right before.
+    # ------------------------------------------------------------------ sending
 
-        Args:
-            pending: The round.
-            steps: Local steps of this worker so far.
-            keeps_local: Whether the local parameters may enter the merge policy.
-            following: A round that begins at the same time.
-        """
-        received, statuses = self._receive(pending)
-        info = self._info(pending.index, statuses, steps - pending.began_at)
-        self._commit()
-        for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
-            bucket.keep_lost(None if pending.is_reduced else handle.lost, pending.valid)
-        for bucket, whole in zip(self.memory.buckets, received, strict=True):
+    def _send(self, new: Round, ended: tuple[Round, RoundInfo] | None = None) -> None:
+        """Compute and send the next bucket, and apply a round that ends to the same chunks."""
+        info, number = RoundInfo(new.index), len(new.handles)
+        bucket = self.memory.buckets[number]
+        if ended is not None:
             with labelled("loco/apply"):
-                for chunk, part in self._reduced(pending, bucket, whole, info):
-                    next_message = None
-                    if following is not None:
-                        next_message = chunk.scratch
-                        self._propose(
-                            chunk, next_message, RoundInfo(following.index), following.valid
-                        )
-                    self._apply_chunk(pending, chunk, part, info, keeps_local, next_message)
-                    if following is not None:
-                        chunk.message.copy_(chunk.scratch)
-            if following is not None:
-                following.handles.append(self._send(bucket, following.index))
-        for handle in pending.handles:
-            handle.release()
-        self.pending = following
-        self._finish()
+                for chunk, received in self._reduced(ended[0], number, ended[1]):
+                    self._propose(chunk, chunk.scratch, info, new.valid)
+                    self._apply_chunk(ended[0], chunk, received, ended[1], chunk.scratch)
+                    chunk.message.copy_(chunk.scratch)
+        elif not (new.valid and self._is_proposed):
+            with labelled("loco/propose"):
+                for chunk in bucket.chunks:
+                    self._propose(chunk, chunk.message, info, new.valid)
+        for chunk in bucket.chunks if new.restarts else ():
+            start = self._algorithm.on_send(chunk.message, None, chunk.state, chunk.info_of(info))
+            if start is not None:
+                chunk.unpack(start)
+        reach("before sending")
+        new.handles.append(self._exchange.start(bucket, new.index))
+        reach("after sending")
 
-    def _apply_bucket(self, pending: PendingRound, bucket: Bucket, handle: Handle) -> None:
-        info = self._info(pending.index, self._statuses(pending), age=0)
-        with labelled("loco/exchange"):
-            received = self._wait_for(handle)
-        self._commit()
-        bucket.keep_lost(handle.lost, pending.valid)
-        with labelled("loco/apply"):
-            for chunk, part in self._reduced(pending, bucket, received, info):
-                self._apply_chunk(pending, chunk, part, info, True, None)
-        handle.release()
+    def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
+        """Compute the message of a chunk; without valid progress, of the round's start."""
+        is_weighted = self._exchange.is_weighted
+        if valid or (self.is_finite and not is_weighted):
+            self._propose_local(chunk, into, info)
+            return
+        if chunk.sent_params is not None and self.is_finite:
+            chunk.pack(chunk.sent_params)
+        if is_weighted and self._is_partial and not self.is_finite:
+            raise RuntimeError(
+                "The parameters hold NaN or infinity. This worker receives only a part of the "
+                f"others' parameters with {type(self._algorithm).__name__}, so it cannot recover. "
+                "Lower the learning rate, and go back to the last checkpoint."
+            )
+        if is_weighted:
+            into.zero_()
+        elif (start := chunk.round_start()) is not None:
+            packed = chunk.scratch if self._is_partial else into
+            self._write_message(chunk, packed.copy_(start), into, info)
+        else:
+            raise RuntimeError(
+                "The parameters hold NaN or infinity, and the algorithm does not remember where "
+                "the round began. Lower the learning rate, or go back to the last checkpoint."
+            )
 
-    def _receive(self, pending: PendingRound) -> tuple[list[Tensor], list[WorkerStatus]]:
+    def _propose_local(
+        self, chunk: BucketChunk, into: Tensor, info: RoundInfo, total: Tensor | None = None
+    ) -> None:
+        packed = chunk.scratch if self._is_partial else into
+        chunk.pack(packed)
+        if total is not None:
+            torch.sum(packed, 0, out=total)
+        if chunk.sent_params is not None:
+            chunk.sent_params.copy_(packed)
+        self._write_message(chunk, packed, into, info)
+
+    def _write_message(
+        self, chunk: BucketChunk, params: Tensor, into: Tensor, info: RoundInfo
+    ) -> None:
+        """Write the message that follows from ``params`` into ``into``; both may be the same."""
+        reach("packing")
+        message = self._algorithm.propose(params, chunk.state, chunk.info_of(info))
+        if message is not into:
+            if message.shape != into.shape:
+                raise RuntimeError(
+                    f"{type(self._algorithm).__name__}.propose has made a message of shape "
+                    f"{tuple(message.shape)} for {len(chunk)} parameters, and message_length says "
+                    f"{len(into)}."
+                )
+            into.copy_(message)
+        if self._compression is not None:
+            self._compression.prepare_message(into, chunk.residual)
+
+    # ---------------------------------------------------------------- applying
+
+    def _receive(self, pending: Round) -> list[WorkerStatus]:
+        """Wait for all results of a round, and return the statuses of all workers."""
         with labelled("loco/exchange"):
             # Statuses first: waiting for them calls workers that are at a sync point.
             statuses = self._statuses(pending)
-            if pending.received is None:
+            if pending.stage is Stage.SENT:
                 pending.received = [self._wait_for(handle) for handle in pending.handles]
-            return pending.received, statuses
+                pending.stage = Stage.RECEIVED
+        return statuses
 
     def _wait_for(self, handle: Handle) -> Tensor:
         received = handle.wait()
         reach("after receiving")
         return received
 
-    def _statuses(self, pending: PendingRound) -> list[WorkerStatus]:
+    def _statuses(self, pending: Round) -> list[WorkerStatus]:
         """The statuses of all workers; none if a worker waits for its neighbours only."""
         return pending.statuses.wait() if self._knows_workers else []
 
@@ -425,46 +450,91 @@ class FragmentSync:
             ages=(float(age),) * len(statuses),
         )
 
-    def _commit(self) -> None:
-        """Mark the fragment as torn until the round is applied; everything has been received."""
+    def _apply(self, ended: Round, info: RoundInfo) -> None:
+        """Apply a round that has been received."""
+        self._commit(ended, range(len(self.memory.buckets)))
+        for number in range(len(self.memory.buckets)):
+            self._apply_bucket(ended, number, info)
+        self._finish(ended)
+
+    def _apply_in_turn(self, ended: Round) -> None:
+        """Wait for the next bucket of a round, and apply it."""
+        number, info = len(ended.received), self._info(ended.index, self._statuses(ended), age=0)
+        with labelled("loco/exchange"):
+            ended.received.append(self._wait_for(ended.handles[number]))
+        self._commit(ended, [number])
+        self._apply_bucket(ended, number, info)
+        ended.handles[number].release()
+
+    def _commit(self, ended: Round, numbers: Iterable[int]) -> None:
+        """Mark the fragment as torn until the round is applied; the buckets have been received."""
         reach("outer step")
         self.is_torn = True
+        if ended.stage is not Stage.REDUCED:
+            self._keep_lost(ended, numbers)
+
+    def _keep_lost(self, ended: Round, numbers: Iterable[int]) -> None:
+        """Keep what compression has lost of the messages for the next round, if that is wanted."""
+        if self._compression is None:
+            return
+        for number in numbers:
+            if (lost := ended.handles[number].lost) is not None:
+                for chunk, part in self.memory.buckets[number].split(lost):
+                    self._compression.update_residual(part, chunk.residual, ended.valid)
 
     def _reduced(
-        self, pending: PendingRound, bucket: Bucket, received: Tensor, info: RoundInfo
+        self, ended: Round, number: int, info: RoundInfo
     ) -> Iterator[tuple[BucketChunk, Tensor]]:
-        """Yield each chunk with the mean, or the algorithm's combination of all messages."""
-        weight = 1.0
-        if self._exchange.is_weighted and not pending.is_reduced:
-            total = total_weight(info.weights, pending.statuses.label)
-            weight = 1.0 if self._averages_senders else total
-        ageless = dataclasses.replace(info, ages=())  # a checkpoint combines before the end
-        for chunk, part in bucket.split(received):
-            if self._algorithm.gathers and not pending.is_reduced:
-                yield chunk, chunk.combine(part, ageless)
-            else:
-                yield chunk, part if weight == 1 else part.div_(weight)
+        """Yield each chunk with its mean, decoded, or the combination of all messages."""
+        is_reduced, weight = ended.stage is Stage.REDUCED, 1.0
+        if self._exchange.is_weighted and not is_reduced:
+            total = total_weight(info.weights, ended.statuses.label)
+            weight = total if self._is_sum else 1.0
+        for chunk, part in self.memory.buckets[number].split(ended.received[number]):
+            if is_reduced:
+                yield chunk, part
+                continue
+            if self._gathers:
+                # A checkpoint combines before the round ends, so without ages.
+                ageless = dataclasses.replace(info, ages=())
+                part = self._algorithm.combine(part, chunk.info_of(ageless))
+            elif weight != 1:
+                part.div_(weight)
+            if self._compression is not None:
+                self._compression.add_reference(part, chunk.residual)
+            yield chunk, part
+
+    def _apply_bucket(self, ended: Round, number: int, info: RoundInfo) -> None:
+        with labelled("loco/apply"):
+            for chunk, received in self._reduced(ended, number, info):
+                self._apply_chunk(ended, chunk, received, info)
 
     def _apply_chunk(
         self,
-        pending: PendingRound,
+        ended: Round,
         chunk: BucketChunk,
         received: Tensor,
         info: RoundInfo,
-        keeps_local: bool,
-        next_message: Tensor | None,
+        next_message: Tensor | None = None,
     ) -> None:
-        if not pending.is_reduced:
-            chunk.decode(received)
-        chunk.record_received(received)
+        compression, own, info = self._compression, chunk.message, chunk.info_of(info)
+        if compression is not None:
+            compression.update_reference(received, chunk.residual)
         if self.measure_gradient:
             self._measure_gradient(chunk, received)
-        result = chunk.update(received, info, next_message)
-        is_merged = pending.is_overlapped and keeps_local and pending.finite
-        if is_merged and self._merge_policy.keeps_progress:
-            chunk.pack_exact(chunk.scratch)
+        if self._is_partial:
+            chunk.pack(own := chunk.scratch)
+        if next_message is None:
+            result = self._algorithm.update(own, received, chunk.state, info)
+        else:
+            start = self._algorithm.on_send(next_message, (own, received), chunk.state, info)
+            assert start is not None
+            result = start
+        if self._keeps_progress and ended.is_overlapped and ended.finite:
+            chunk.pack(chunk.scratch)
             result = self._merge_policy.merge(result, chunk.scratch, chunk.sent_params)
-        result = chunk.local_start(result)
+        if compression is not None:
+            result = compression.local_params(result, chunk.residual, out=chunk.scratch)
         chunk.unpack(result)
         if chunk.sent_params is not None and chunk.sent_params is not result:
             chunk.sent_params.copy_(result)
@@ -482,7 +552,11 @@ class FragmentSync:
             gradient = chunk.message - start
         self._squares.append(torch.linalg.vector_norm(gradient))
 
-    def _finish(self) -> None:
+    def _finish(self, ended: Round | None = None) -> None:
+        """End a round that has been applied; release the memory of ``ended``."""
+        for handle in ended.handles if ended is not None else ():
+            handle.release()
+        self.pending = None
         self.memory.take_back_state()
         self.is_torn = False
         if self._squares:
@@ -514,22 +588,18 @@ class FragmentSync:
         shared = {"state": dict(memory.state), "received": received}
         return shared, {"pending": pending, **memory.state_dict()}
 
-    def _received_and_reduced(self, pending: PendingRound) -> Tensor:
+    def _received_and_reduced(self, pending: Round) -> Tensor:
         """The result of a pending round, as it is applied later."""
-        received, statuses = self._receive(pending)
-        if not pending.is_reduced:
-            info = self._info(pending.index, statuses, age=0)
-            for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
-                bucket.keep_lost(handle.lost, pending.valid)
-            for index, bucket in enumerate(self.memory.buckets):
-                parts = []
-                for chunk, part in self._reduced(pending, bucket, received[index], info):
-                    chunk.decode(part)
-                    parts.append(part)
-                if self._algorithm.gathers:
-                    received[index] = torch.cat(parts)
-            pending.is_reduced = True
-        return self.memory.gather(received)
+        info = self._info(pending.index, self._receive(pending), age=0)
+        if pending.stage is not Stage.REDUCED:
+            numbers = range(len(self.memory.buckets))
+            self._keep_lost(pending, numbers)
+            for number in numbers:
+                parts = [part for _, part in self._reduced(pending, number, info)]
+                if self._gathers:
+                    pending.received[number] = torch.cat(parts)
+            pending.stage = Stage.REDUCED
+        return self.memory.gather(pending.received)
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Load a result of :meth:`state_dict`."""
@@ -544,7 +614,7 @@ class FragmentSync:
         if not memory.holds_all:
             raise ValueError("The checkpoint holds a pending round, but overlap is off.")
         received = memory.load_pending(shared["received"], pending.get("messages"))
-        self.pending = PendingRound.from_state(pending, received)
+        self.pending = Round.from_state(self, pending, received)
 
     def drop_pending(self) -> list[Handle]:
         """Forget the pending round; its handles are still to be released."""
@@ -570,7 +640,7 @@ class FragmentSync:
         info = self._info(pending["index"], statuses, max(0, steps - pending["began_at"]))
         for chunk, part, message in zip(memory.chunks, received, messages, strict=True):
             local = torch.empty_like(part)
-            chunk.pack_exact(local)
+            chunk.pack(local)
             before = chunk.round_start()
             if sent_params is not None:
                 before = sent_params[chunk.params.start : chunk.params.stop].to(local)
@@ -580,3 +650,13 @@ class FragmentSync:
             chunk.unpack(moved.add_(result) if moved is not None and is_sound else result)
         if memory.has_uncut_state:
             memory.take_back_state()
+
+
+def labelled(name: str) -> AbstractContextManager[object]:
+    """Return a ``record_function`` context if ``torch.profiler`` is active, else an empty one.
+
+    Without a profiler, ``record_function`` would still cost more than packing a small tensor.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return nullcontext()

@@ -110,8 +110,8 @@ class PairwiseEngine:
 
     In a worker of several ranks, whose gradients the caller averages, the first rank serves,
     fetches and blends for all of them. All ranks call the same methods. They gather a few numbers
-    once per local step, in :attr:`is_due`: their losses, and whether parameters have arrived at the
-    first rank. If so, the other ranks receive the blended parameters and buffers from it.
+    once per local step, in :meth:`check_due`: their losses, and whether parameters have arrived at
+    the first rank. If so, the other ranks receive the blended parameters and buffers from it.
 
     Args:
         model: The module to train.
@@ -392,7 +392,7 @@ class PairwiseEngine:
             Whether a fetch had ended; in a worker of several ranks, whether it had a result.
         """
         self.count_step()
-        if not self.is_due:
+        if not self.check_due():
             return False
         self.make_round()
         return True
@@ -401,9 +401,8 @@ class PairwiseEngine:
         """Count one local step."""
         self.worker.count_step()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a fetch has ended. Never waits for a peer.
+    def check_due(self) -> bool:
+        """Return whether a fetch has ended. Never waits for a peer.
 
         In a worker of several ranks, which must all ask after the same local steps: whether one has
         ended with a result. They gather a few numbers when they ask first after a local step.

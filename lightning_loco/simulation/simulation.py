@@ -20,8 +20,9 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.elastic import check_settings
 from lightning_loco.elastic.recovery import copy_state, position_of, resume_from_state
-from lightning_loco.engine.engine import Engine, HasArrived
+from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.fragment_sync import HasArrived
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.ownership import find_ownership
@@ -338,7 +339,7 @@ class Simulation:
             self._made[worker] += 1
             engine.count_step()
             self._timeline.add_loss(worker, engine.worker.steps, clock.time_s, loss)
-            if engine.is_due:
+            if engine.check_due():
                 self._unfinished[worker] = engine.round_in_parts()
                 yield from self._finish_round(worker)
                 yield None

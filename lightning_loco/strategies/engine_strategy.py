@@ -372,7 +372,7 @@ class EngineStrategy(WorkerStrategy):
     def _make_due_round(self) -> None:
         """Run the round that is due; none before the first step, when all workers are equal."""
         engine = self._engine
-        if engine.worker.steps and engine.is_due:
+        if engine.worker.steps and engine.check_due():
             check_untracked(engine.worker.replica.left_out, self.optimizers)
             engine.worker.last_loss = self._loss
             engine.make_round()

@@ -22,9 +22,9 @@ from lightning_loco.distributed.work import (
     AllReduceSum,
     PendingWork,
     WaitTimer,
-    labelled,
 )
 from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
+from lightning_loco.engine.fragment_sync import labelled
 from tests.harness.late_backend import late_group
 from tests.harness.limits import HARNESS_S, LONG_S
 from tests.harness.manual_clock import ManualClock, SkippingClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_loco.algorithms import DiLoCo, LocalSGD
+from lightning_loco.algorithms import DiLoCo
 from lightning_loco.engine.buckets import Bucket, BucketChunk, group_chunks
 from lightning_loco.model.flat import Cuts, FlatLayout
 
@@ -19,7 +19,7 @@ def test_a_chunk_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere
     (params,) = layout.chunks()
     algorithm = DiLoCo()
     state = algorithm.init(layout.new_flat())
-    chunk = BucketChunk(params, torch.empty(5), algorithm, state)
+    chunk = BucketChunk(params, torch.empty(5), state)
     elsewhere = torch.arange(5.0)
     for values in (chunk.message, chunk.state["outer"], elsewhere):
         values.copy_(torch.randn(5))
@@ -31,7 +31,7 @@ def test_a_state_entry_that_is_replaced_is_not_confused_with_the_old_one() -> No
     layout = layout_of(4)
     algorithm = DiLoCo()
     state = algorithm.init(layout.new_flat())
-    chunk = BucketChunk(layout.chunks()[0], torch.empty(4), algorithm, state)
+    chunk = BucketChunk(layout.chunks()[0], torch.empty(4), state)
     for value in range(50):  # new tensors could reuse the ids of deleted ones
         chunk.state["outer"] = torch.full((4,), float(value))
         chunk.unpack(chunk.state["outer"])
@@ -41,7 +41,7 @@ def test_a_state_entry_that_is_replaced_is_not_confused_with_the_old_one() -> No
 def test_a_bucket_splits_what_was_received_and_ignores_the_statuses_behind() -> None:
     layout = layout_of(3, 3, 1, chunk_elements=3)
     message = torch.empty(7)
-    chunks = [BucketChunk(c, message[c.start : c.stop], LocalSGD(), {}) for c in layout.chunks()]
+    chunks = [BucketChunk(c, message[c.start : c.stop], {}) for c in layout.chunks()]
     bucket = Bucket(message, chunks)
     slices = [part.tolist() for _, part in bucket.split(torch.arange(9.0))]
     assert slices == [[0, 1, 2], [3, 4, 5], [6]]

@@ -22,7 +22,7 @@ every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)
 
 def wait_until_due(engine: ClockEngine, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not engine.is_due:
+    while not engine.check_due():
         assert time.monotonic() < deadline, "nothing has arrived"
         time.sleep(0.001)
 

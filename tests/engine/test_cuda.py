@@ -166,7 +166,7 @@ def test_a_pending_round_that_was_loaded_is_on_the_device(name: str) -> None:
     shared = {"state": dict(fragment.memory.state), "received": received}
     fragment.load_state_dict(shared, {"pending": pending, **fragment.memory.state_dict()})
     assert fragment.pending is not None
-    assert {handle.wait().device for handle in fragment.pending.handles} == {DEVICE}
+    assert {part.device for part in fragment.pending.received} == {DEVICE}
     engine.close()
 
 

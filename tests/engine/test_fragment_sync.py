@@ -16,9 +16,10 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, Model
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.worker_status import KnownStatuses, WorkerStatus
 from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.engine.engine import run_through
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.fragment_memory import FragmentMemory
-from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
+from lightning_loco.engine.fragment_sync import FragmentSync, Round
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.harness.pool import Pool
@@ -72,7 +73,7 @@ def fail_in_round(
         while not error:
             approach(rank, model)
             engine.count_step()
-            if not engine.is_due:
+            if not engine.check_due():
                 continue
             if engine.worker.round_index == 2 and not armed:
                 armed = True
@@ -174,9 +175,13 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 # ---------------------------------------------------------------- without an engine
 
 
-def pending(index: int, weight: float = 1.0, valid: bool = True) -> PendingRound:
-    statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, weight, 1.0)], f"round {index}")
-    return PendingRound(index, valid, 0, statuses)
+def run(fragment: FragmentSync, index: int) -> Round:
+    """Run a round with known statuses; an overlapped one stays pending."""
+    fragment.prepare(index)
+    new = fragment.new_round(index, 0, valid=True)
+    new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, 1.0, 1.0)], f"round {index}")
+    run_through(fragment.run(new))
+    return new
 
 
 def fragment_of(
@@ -185,7 +190,7 @@ def fragment_of(
     overlap: bool = False,
     bucket_bytes: int = SMALL_BUCKET,
 ) -> tuple[FragmentSync, FlatLayout]:
-    schedule = EverySteps(1, overlap)
+    schedule = EverySteps(1, overlap, warm_start=False)
     settings = RoundSettings(algorithm, schedule, bucket_bytes=bucket_bytes).prepare(1)
     layout = FlatLayout([("p", randn(numel))], settings.cuts(numel, 8))
     state = settings.algorithm.init(layout.new_flat())
@@ -202,9 +207,8 @@ def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
     fragment, layout = fragment_of(DiLoCo(), 5000)
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
-    fragment.prepare(0)
     with losing(fails), pytest.raises(RuntimeError, match="the bucket is lost"):
-        fragment.make_in_turn(pending(0))
+        run(fragment, 0)
     assert fragment.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
 
@@ -212,13 +216,11 @@ def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
 def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
     for algorithm in (DiLoCo(0.7, 0.0), ModelAverage(), Counting()):
         fragment, layout = fragment_of(algorithm, 5000, overlap=True)
-        fragment.prepare(0)
-        fragment.begin(pending(0))
+        run(fragment, 0)
         layout.tensors[0].add_(1.0)
         params, state = layout.new_flat(), copy.deepcopy(fragment.memory.state)
-        fragment.prepare(0)
         with losing(2) as reached, pytest.raises(RuntimeError, match="the bucket is lost"):
-            fragment.begin(pending(1))
+            run(fragment, 1)
         assert "before sending" not in reached  # nothing new was sent
         assert torch.equal(layout.new_flat(), params)
         assert same(list(fragment.memory.state.values()), list(state.values()))
@@ -244,8 +246,7 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
     layout.tensors[0].add_(2.0)
     for measure in (False, True):
         fragment.measure_gradient = measure
-        fragment.prepare(0)
-        fragment.make_in_turn(pending(0))
+        run(fragment, 0)
         if not measure:
             assert fragment.gradient_norm is None
             fragment, layout = fragment_of(DiLoCo(), 5000)
@@ -255,8 +256,7 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
 
 def test_a_pending_round_cannot_be_loaded_without_overlap() -> None:
     late, _ = fragment_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
-    late.prepare(0)
-    late.begin(pending(0))
+    run(late, 0)
     saved = late.state_dict()
     blocking, _ = fragment_of(DiLoCo(0.7, 0.0), 5000)
     with pytest.raises(ValueError, match="holds a pending round, but overlap is off"):

@@ -97,7 +97,7 @@ def train_by_clock(
             approach(rank, model)
             engine.count_step()
             deadline = time.monotonic() + 20
-            while not engine.is_due:
+            while not engine.check_due():
                 assert time.monotonic() < deadline, "nothing has arrived"
                 time.sleep(0.001)
             engine.make_round()

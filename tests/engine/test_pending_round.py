@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_loco.algorithms import LocalSGD
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.engine.exchanges.exchange import Arrived
-from lightning_loco.engine.fragment_sync import PendingRound
+from lightning_loco.engine.fragment_sync import Round, Stage
+from tests.engine.test_fragment_sync import fragment_of
 from tests.harness.rounds import saved_and_loaded
+
+FRAGMENT, _ = fragment_of(LocalSGD(), 3)
 
 
 class ByTest:
@@ -31,7 +35,7 @@ def test_it_has_arrived_when_all_buckets_and_the_statuses_have(subtests: pytest.
     for late in (None, 0, 1, 2):
         with subtests.test(late=late):
             parts = [ByTest(arrived=index != late) for index in range(3)]
-            pending = PendingRound(3, True, 30, parts[0], [*parts[1:]])
+            pending = Round(FRAGMENT, 3, 30, True, statuses=parts[0], handles=[*parts[1:]])
             assert pending.has_arrived() is (late is None)
             for part in parts:
                 part.arrived = True
@@ -39,24 +43,25 @@ def test_it_has_arrived_when_all_buckets_and_the_statuses_have(subtests: pytest.
 
 
 def test_one_from_a_checkpoint_has_arrived_and_equals_the_one_that_was_saved() -> None:
-    old = PendingRound(3, False, 30)
+    old = Round(FRAGMENT, 3, 30, valid=False)
     statuses = [
         WorkerStatus(IN_ROUND, 3, 5, 1.0, 1.0, 0.5, 0.25, scalars=(1.0, 2.0)),
         WorkerStatus(IN_ROUND, 3, 7, 0.0, 1.0, 1.5, 0.25, scalars=(3.0, 4.0)),
     ]
     received = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    new = PendingRound.from_state(saved_and_loaded(old.state_dict(statuses)), received)
+    new = Round.from_state(FRAGMENT, saved_and_loaded(old.state_dict(statuses)), received)
     assert (new.index, new.valid, new.began_at) == (3, False, 30)
     assert new.has_arrived()
     assert new.is_overlapped
-    assert new.is_reduced
-    assert [handle.wait().tolist() for handle in new.handles] == [[1.0, 2.0], [3.0]]
+    assert new.stage is Stage.REDUCED
+    assert new.received == received
     assert new.statuses.wait() == statuses
 
 
 def test_one_between_neighbours_has_no_statuses_after_a_resume() -> None:
-    old = PendingRound(0, True, 1)
-    assert PendingRound.from_state(saved_and_loaded(old.state_dict([])), []).statuses.wait() == []
+    old = Round(FRAGMENT, 0, 1, valid=True)
+    new = Round.from_state(FRAGMENT, saved_and_loaded(old.state_dict([])), [])
+    assert new.statuses.wait() == []
 
 
 def test_what_has_arrived_is_returned_as_it_is() -> None:

@@ -29,7 +29,7 @@ def bucket(value: float, start: int = 0) -> Bucket:
     tensor = torch.full((2,), float(value))
     chunk = Chunk(start, [tensor])
     message = tensor.clone()
-    return Bucket(message, [BucketChunk(chunk, message, LocalSGD(), {})])
+    return Bucket(message, [BucketChunk(chunk, message, {})])
 
 
 def test_all_workers_receive_the_result_of_the_exchange() -> None:

@@ -59,7 +59,7 @@ class TeacherModule(TinyModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         engine = self.trainer.strategy.engine
-        while isinstance(engine, PairwiseEngine) and not engine.is_due:
+        while isinstance(engine, PairwiseEngine) and not engine.check_due():
             time.sleep(0.001)  # so that this step ends with a blend
         return super().training_step(batch, batch_idx)
 
