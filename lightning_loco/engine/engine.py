@@ -30,17 +30,16 @@ from lightning_loco.engine.fragment_sync import FragmentSync, HasArrived, Round
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor
+from lightning_loco.model.participant import Participant
 from lightning_loco.model.worker import Worker
 from lightning_loco.schedules import EveryInterval, StepInfo
 
 _END = "the end of training"
 
 
-class Engine:
-    """One worker's part in the training of all.
+class Engine(Participant):
+    """Runs the rounds of one worker when a schedule says so; used like every participant.
 
-    Call :meth:`step` after every step of the optimizer, on every rank. After the last one, call
-    :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
     :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` are
     made from single arguments.
 
@@ -68,6 +67,8 @@ class Engine:
     Raises:
         ValueError: Or TypeError on every worker, if the model or the settings do not fit.
     """
+
+    is_saved_after_failure = True
 
     def __init__(
         self,
@@ -143,20 +144,6 @@ class Engine:
 
     # ---------------------------------------------------------------- local steps
 
-    def step(self) -> bool:
-        """Count one local step and run the rounds that are due.
-
-        Returns:
-            Whether a round has begun or ended.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or no worker is finite.
-        """
-        self.count_step()
-        if due := self.check_due():
-            self.make_round()
-        return due
-
     def count_step(self) -> None:
         """Count one local step without running a round."""
         self._dues = []
@@ -170,11 +157,6 @@ class Engine:
         """
         self._dues = [] if self.paused else self._find_due()
         return any(begins or ends for begins, ends in self._dues)
-
-    @property
-    def stop_agreed(self) -> str | None:
-        """The reason to stop, once this worker is at the step that all have agreed on."""
-        return self.worker.stop_agreed
 
     @property
     def _turn(self) -> int:
@@ -431,22 +413,6 @@ class Engine:
                 self.worker.record_statuses(statuses)
                 if self.worker.are_together(statuses, sync_point, purpose):
                     return statuses
-
-    @torch.no_grad()
-    def show_consensus(self, purpose: str = "the consensus") -> None:
-        """Put the consensus into the model; all workers must call it.
-
-        The consensus is the mean over the workers whose parameters are finite, or the outer
-        parameters (see :attr:`shows_outer`). :meth:`Worker.show_local` brings the local parameters
-        back.
-
-        Raises:
-            RuntimeError: If no worker's parameters are finite and they are not the outer ones, or
-                as in :meth:`sync_point`.
-        """
-        if not self.worker.replica.shows_consensus:
-            self.sync_point(purpose)
-            self.write_consensus(purpose)
 
     def write_consensus(self, purpose: str) -> None:
         """Do what :meth:`show_consensus` does, when all workers are at the same sync point."""

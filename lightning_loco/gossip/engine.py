@@ -35,6 +35,7 @@ from lightning_loco.gossip.node import PeerNode, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
 from lightning_loco.model.flat import CHUNK_ELEMENTS
+from lightning_loco.model.participant import Participant
 from lightning_loco.model.same_model import broadcast_inside
 from lightning_loco.model.worker import EarlierRun, Worker
 
@@ -100,7 +101,7 @@ class RankReport(NamedTuple):
         return reports[0], sum(losses) / len(losses) if losses else None
 
 
-class PairwiseEngine:
+class PairwiseEngine(Participant):
     """Publishes this worker's parameters, and blends in the parameters of random peers.
 
     Serving and fetching happen in background threads, so a slow or dead peer does not slow down
@@ -383,20 +384,6 @@ class PairwiseEngine:
             if self._exchange is not None:
                 self._exchange.publisher.record_loss(loss)
 
-    def step(self) -> bool:
-        """Count one local step, and blend in the result of a fetch that has ended.
-
-        It never waits for a peer; in a worker of several ranks, these wait for each other.
-
-        Returns:
-            Whether a fetch had ended; in a worker of several ranks, whether it had a result.
-        """
-        self.count_step()
-        if not self.check_due():
-            return False
-        self.make_round()
-        return True
-
     def count_step(self) -> None:
         """Count one local step."""
         self.worker.count_step()
@@ -490,30 +477,12 @@ class PairwiseEngine:
         self.worker.check_trainable()
         self.write_consensus("the final consensus")
 
-    @property
-    def stop_agreed(self) -> str | None:
-        """The reason to stop, once this worker is at the step that all have agreed on."""
-        return self.worker.stop_agreed
-
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all ranks of this job have reached the same sync point; serve until then.
 
         Arguments and errors as in :meth:`lightning_loco.engine.Engine.sync_point`.
         """
         return self.worker.sync_point(purpose)
-
-    @torch.no_grad()
-    def show_consensus(self, purpose: str = "the consensus") -> None:
-        """Put the mean of all ranks into the model; all ranks must call it.
-
-        :meth:`Worker.show_local` brings the local parameters back.
-
-        Raises:
-            RuntimeError: If no rank's parameters are finite, or as in :meth:`sync_point`.
-        """
-        if not self.worker.replica.shows_consensus:
-            self.sync_point(purpose)
-            self.write_consensus(purpose)
 
     def write_consensus(self, purpose: str) -> None:
         """Show the consensus as :meth:`show_consensus` does, at a sync point of all ranks."""

@@ -16,11 +16,12 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.model.fingerprint import fingerprints
 from lightning_loco.model.flat import local_tensor
+from lightning_loco.model.participant import Participant
 from lightning_loco.model.same_model import broadcast_model
 from lightning_loco.model.worker import Worker
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
-from lightning_loco.strategies.protocols import AnyEngine, StrategyWithEngine
+from lightning_loco.strategies.protocols import StrategyWithEngine
 
 _RESTART = "a new start from weights that a hook has set on this worker"
 
@@ -254,7 +255,7 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
         tensor.detach().copy_(sent)
 
 
-def finish_with_averages(engine: AnyEngine, trainer: pl.Trainer, *, keeps_local: bool) -> None:
+def finish_with_averages(engine: Participant, trainer: pl.Trainer, *, keeps_local: bool) -> None:
     """Finish the training of an engine, before callbacks write their final weights into the model.
 
     All workers must be at the same sync point. If the model already holds an average, the mean of

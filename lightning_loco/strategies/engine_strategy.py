@@ -25,6 +25,7 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.engine import MemberConnection
+from lightning_loco.model.participant import Participant
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
@@ -46,7 +47,6 @@ from lightning_loco.strategies.local_training import (
     leave_shared_memory,
     loss_in,
 )
-from lightning_loco.strategies.protocols import AnyEngine
 from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
 from lightning_loco.strategies.summary import (
     NO_METRICS,
@@ -80,7 +80,7 @@ class EngineStrategy(WorkerStrategy):
     """
 
     settings: Any
-    engine: AnyEngine | None
+    engine: Participant | None
     checkpoints: WorkerCheckpoints
 
     def _init_with(
@@ -116,8 +116,8 @@ class EngineStrategy(WorkerStrategy):
         self.checkpoint_folder = checkpoint_folder
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
-        self.engine: AnyEngine | None = None
-        self._failed_engine: Engine | None = None
+        self.engine: Participant | None = None
+        self._failed_engine: Participant | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._external_updates = ExternalUpdates(self)
 
@@ -137,7 +137,7 @@ class EngineStrategy(WorkerStrategy):
         return [share for share in shares for _ in range(readers // workers)]
 
     @abstractmethod
-    def make_engine(self, group: WorkerGroup) -> AnyEngine:
+    def make_engine(self, group: WorkerGroup) -> Participant:
         """Make the engine of this worker from the settings; called on every worker."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class EngineStrategy(WorkerStrategy):
         """
 
     @property
-    def synchronizer(self) -> AnyEngine | None:
+    def synchronizer(self) -> Participant | None:
         """The engine, which takes part in the rounds of the others while it waits."""
         return self.engine
 
@@ -162,7 +162,7 @@ class EngineStrategy(WorkerStrategy):
         return self.engine.connection if isinstance(self.engine, Engine) else None
 
     @property
-    def failed_engine(self) -> AnyEngine | None:
+    def failed_engine(self) -> Participant | None:
         """The engine of a fit that this worker has ended with an error; None without.
 
         An engine with rounds is kept until the next fit, because checkpoints read it.
@@ -172,7 +172,7 @@ class EngineStrategy(WorkerStrategy):
         return self.engine if self._is_alone and not self._finished else None
 
     @property
-    def _engine(self) -> AnyEngine:
+    def _engine(self) -> Participant:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
         return self.engine
@@ -264,7 +264,7 @@ class EngineStrategy(WorkerStrategy):
             assert self.lightning_module is not None
             self.model = self._replica_group.wrap(self, self.lightning_module)
 
-    def _set_evaluated(self, engine: AnyEngine, trainer: pl.Trainer) -> None:
+    def _set_evaluated(self, engine: Participant, trainer: pl.Trainer) -> None:
         """Choose the validated model; ValueError for settings that contradict the choice."""
         if self.evaluate == "outer":
             if engine.settings.consensus_key is None:
@@ -504,7 +504,7 @@ class EngineStrategy(WorkerStrategy):
             watchdog.leave(_NO_TRAINING)
         self._added.close()
         failed = self.failed_engine
-        self._failed_engine = failed if isinstance(failed, Engine) else None
+        self._failed_engine = failed if failed and failed.is_saved_after_failure else None
         group, self.group = self.group, None
         for part in (self.engine, group):
             if part is not None:

@@ -12,15 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_loco.compression import Codec
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.engine import Engine
 from lightning_loco.engine.engine import MemberConnection
-from lightning_loco.gossip import PairwiseEngine
+from lightning_loco.model.participant import Participant
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.schedules import Schedule
-
-AnyEngine = Engine | PairwiseEngine
-"""Counts the local steps of one worker and exchanges with others when that is due."""
 
 
 class TrainingStrategy(Protocol):
@@ -46,9 +42,9 @@ class StrategyWithEngine(TrainingStrategy, Protocol):
     optimizers: list[Optimizer]
 
     @property
-    def engine(self) -> AnyEngine | None: ...
+    def engine(self) -> Participant | None: ...
     @property
-    def failed_engine(self) -> AnyEngine | None: ...
+    def failed_engine(self) -> Participant | None: ...
     @property
     def member_connection(self) -> MemberConnection | None: ...
     @property

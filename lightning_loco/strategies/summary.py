@@ -21,8 +21,8 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
+from lightning_loco.model.participant import Participant
 from lightning_loco.schedules import Schedule, Staggered
-from lightning_loco.strategies.protocols import AnyEngine
 
 MIN_ROUNDS = 10
 """Outer momentum needs about this number of rounds to have an effect."""
@@ -58,7 +58,7 @@ NOT_SHOWN = "The summary of this run cannot be shown."
 # ------------------------------------------------------------ before training
 
 
-def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
+def describe(engine: Participant, schedule: Schedule | None) -> str:
     """Return one line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)

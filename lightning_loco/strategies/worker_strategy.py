@@ -34,6 +34,7 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.worker_group import ExplainErrors
+from lightning_loco.model.participant import Participant
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
@@ -43,7 +44,6 @@ from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckp
 from lightning_loco.strategies.local_training import (
     LocalSteps,
 )
-from lightning_loco.strategies.protocols import AnyEngine
 
 if TYPE_CHECKING:
     # All strategies of Lightning that a subclass may have as a base class offer what is used here.
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 else:
     LightningStrategy = ParallelStrategy
 
-Synchronizer = AnyEngine | RemoteOptimizer
+Synchronizer = Participant | RemoteOptimizer
 """Has the method ``sync_point(purpose)``, which waits for all workers."""
 
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"

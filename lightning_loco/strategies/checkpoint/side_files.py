@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.model.fingerprint import crc32
+from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
@@ -43,7 +44,6 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     remove_part,
     remove_staged,
 )
-from lightning_loco.strategies.protocols import AnyEngine
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""
@@ -141,7 +141,7 @@ class Manifest(NamedTuple):
     has_shared: bool
 
     @classmethod
-    def of(cls, engine: AnyEngine, stamp: str) -> Manifest:
+    def of(cls, engine: Participant, stamp: str) -> Manifest:
         """Describe a save of the present run."""
         algorithm = engine.settings.algorithm
         return cls(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_loco._util.checks import check_choice
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.engine import Engine
 from lightning_loco.engine.gathered_state import gather_state, own_state
+from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import (
     OTHER_RANKS,
@@ -49,7 +49,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
 )
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 from lightning_loco.strategies.data import samples_read
-from lightning_loco.strategies.protocols import AnyEngine, StrategyWithEngine
+from lightning_loco.strategies.protocols import StrategyWithEngine
 
 _CPU = torch.device("cpu")
 _SAVING = "a checkpoint"
@@ -77,7 +77,7 @@ class WorkerCheckpoints:
         self._saved_on_stop: int | None = None
 
     @property
-    def _engine(self) -> AnyEngine | None:
+    def _engine(self) -> Participant | None:
         return self._strategy.engine if self._strategy.is_connected else None
 
     def start_fit(self) -> None:
@@ -182,10 +182,8 @@ class WorkerCheckpoints:
         write = save.to_private_folders if self._is_private else save.to_shared_folder
         self._writes_main = write(group)
 
-    def _check_whole(self, failed: AnyEngine) -> None:
+    def _check_whole(self, failed: Participant) -> None:
         """Raise RuntimeError if a round has failed while it was being applied."""
-        if not isinstance(failed, Engine):
-            return
         try:
             failed.check_whole()
         except RuntimeError as torn:
@@ -197,7 +195,7 @@ class WorkerCheckpoints:
 
     def _save_alone(
         self,
-        failed: AnyEngine,
+        failed: Participant,
         checkpoint: dict[str, Any],
         path: str | Path,
         write_main: Callable[[str], None],
@@ -206,8 +204,7 @@ class WorkerCheckpoints:
 
         Rounds that are pending are not in it, because the others may never send their part.
         """
-        if isinstance(failed, Engine):
-            failed.drop_pending()
+        failed.drop_pending()
         files = SideFiles(self._strategy.checkpoint_io, path)
         stamp, before = new_stamp(failed.worker.steps), files.stamps()
         checkpoint[KEY] = {**Manifest.of(failed, stamp).state_dict(), AFTER_ERROR: True}
@@ -233,7 +230,7 @@ class WorkerCheckpoints:
         """Write the parts of the main file that several ranks write; all ranks call it."""
 
     def _worker_state(
-        self, engine: AnyEngine, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: Participant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the state of this worker alone, and the state that is equal on all workers.
 
@@ -265,7 +262,7 @@ class WorkerCheckpoints:
         return to_device((own, shared), _CPU)
 
     def _gathered(
-        self, engine: AnyEngine, state: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: Participant, state: dict[str, Any], files: SideFiles, stamp: str
     ) -> dict[str, Any] | None:
         """Return the state of the whole worker on its first rank, None on others."""
         return gather_state(state, engine.worker.replica)
