@@ -398,23 +398,30 @@ def checksum(content: Any, start: int = 0) -> int:
         >>> checksum({"lr": 0.1}) == checksum({"lr": 0.2})
         False
     """
-    if isinstance(content, Tensor):
-        start = zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode(), start)
-        if content.layout is not torch.strided or content.is_quantized:
-            return start
-        return crc32(content, start)
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            start = checksum(value, zlib.crc32(f"{key!r}:".encode(), start))
-        return zlib.crc32(b"}", start)
-    if isinstance(content, (list, tuple)):
-        for value in content:
-            start = checksum(value, zlib.crc32(b",", start))
-        return zlib.crc32(b"]", start)
-    if isinstance(content, (set, frozenset)):
-        return zlib.crc32(repr(sorted(map(repr, content))).encode(), start)
-    text = repr(content) if isinstance(content, _PLAIN) else type(content).__qualname__
-    return zlib.crc32(text.encode(), start)
+    text: list[str] = []  # not in the checksum yet: one call for many short strings
+    waiting: list[tuple[bool, Any]] = [(False, content)]  # a text or a value; the next one is last
+    while waiting:
+        is_text, value = waiting.pop()
+        if is_text:
+            text.append(value)
+        elif isinstance(value, Tensor):
+            text.append(f"{value.dtype}{tuple(value.shape)}")
+            if value.layout is torch.strided and not value.is_quantized:
+                start = crc32(value, zlib.crc32("".join(text).encode(), start))
+                text.clear()
+        elif isinstance(value, Mapping):
+            waiting.append((True, "}"))
+            for key, entry in reversed(list(value.items())):
+                waiting += [(False, entry), (True, f"{key!r}:")]
+        elif isinstance(value, (list, tuple)):
+            waiting.append((True, "]"))
+            for entry in reversed(value):
+                waiting += [(False, entry), (True, ",")]
+        elif isinstance(value, (set, frozenset)):
+            text.append(repr(sorted(map(repr, value))))
+        else:
+            text.append(repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__)
+    return zlib.crc32("".join(text).encode(), start)
 
 
 def _owner(worker: Any) -> str:
