@@ -32,6 +32,11 @@ def layers() -> dict[str, int]:
     return {name: rank for rank, row in enumerate(rows) for name in row}
 
 
+def is_of_same_object(caller: FrameType, callee: FrameType) -> bool:
+    """Whether an object calls its own method: a base class may call what it declares."""
+    return "self" in caller.f_locals and caller.f_locals["self"] is callee.f_locals.get("self")
+
+
 @contextmanager
 def traced_calls() -> Iterator[set[tuple[str, str]]]:
     """Record callers and callees within the package: names of functions with their modules."""
@@ -45,7 +50,7 @@ def traced_calls() -> Iterator[set[tuple[str, str]]]:
             caller = frame.f_back
             while caller and not caller.f_globals.get("__name__", "").startswith(PREFIX):
                 caller = caller.f_back
-            if caller is not None:
+            if caller is not None and not is_of_same_object(caller, frame):
                 calls.add((name_of(caller), name_of(frame)))
 
     sys.setprofile(record)

@@ -455,7 +455,8 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
         engine.count_step()
         (fragment,), label = engine.fragments, "round 0"
         fragment.prepare(0)
-        fragment.start(0, 1, True, WorkerStatus(IN_ROUND, 0, 1, 1.0, 1.0), label)
+        new = fragment.new_round(0, 1, valid=True)
+        fragment.begin(new, WorkerStatus(IN_ROUND, 0, 1, 1.0, 1.0), label)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.report_error(ValueError("broken"))
     else:
