@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
 import pickle
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_loco as loco
-from lightning_loco.strategies import METHODS
+from lightning_loco.strategies import METHODS, registry
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
@@ -144,9 +144,12 @@ def test_the_variable_of_the_commands_does_not_unregister_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For example in a child process, or for a user who has set the variable."""
-    monkeypatch.setenv("LIGHTNING_LOCO_LAZY", "1")
-    code = "import lightning_loco, lightning.pytorch as pl; pl.Trainer(strategy='gasloc')"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    registered: list[str] = []
+    monkeypatch.setattr(registry, "register_strategies", lambda: registered.append(process))
+    for process in (str(os.getpid()), "1", str(os.getppid())):
+        monkeypatch.setenv("LIGHTNING_LOCO_LAZY", process)
+        runpy.run_path(str(loco.__file__))
+    assert registered == ["1", str(os.getppid())]
 
 
 def test_names_for_notebooks_fork(subtests: pytest.Subtests) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, seed_everything
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from lightning_loco import (
     DiLoCoStrategy,
@@ -47,9 +49,20 @@ def conf() -> Iterator[None]:
         yield
 
 
-def config(*overrides: str) -> DictConfig:
+@functools.cache
+def composed(*choices: str) -> DictConfig:
     common = ["experiment=smoke", "simulate=true", "num_workers=4", "run_dir=/run"]
-    return compose("train", [*common, f"simulation.max_steps={STEPS}", *overrides])
+    return compose("train", [*common, f"simulation.max_steps={STEPS}", *choices])
+
+
+def config(*overrides: str) -> DictConfig:
+    """Compose a configuration; each choice of files is composed once, because that is slow."""
+    groups = {path.name for path in Path(command_line.conf_dir()).iterdir() if path.is_dir()}
+    choices = [one for one in overrides if one.partition("=")[0] in groups]
+    found = copy.deepcopy(composed(*choices))
+    with open_dict(found):
+        found.merge_with_dotlist([one.lstrip("+") for one in overrides if one not in choices])
+    return found
 
 
 class Losses(Callback):
