@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ from lightning_loco import (
     RemoteOptimizerStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_loco.strategies import METHODS as REGISTERED
+from tests.cases import CASES, Case
 from tests.harness.pool import Pool, PoolEnvironment, make_trainer
 from tests.harness.programs import free_ports
 from tests.harness.small_model import FEATURES, TinyModule, ValidatedModule, flat, worker_batch
@@ -217,6 +219,25 @@ METHODS: dict[str, tuple[Callable[..., LocoStrategy], dict[str, Any]]] = {
     "gasloc": (GASLoCStrategy, {}),
     "noloco": (NoLoCoStrategy, {}),
 }
+
+
+ALL_METHODS = [name for name in REGISTERED if name != "remote_optimizer"]
+"""Registered names of the methods in which every worker has an optimizer."""
+
+BY_TIME = ("async_model_average", "pairwise_gossip")
+"""Methods of which no two runs are equal."""
+
+
+def strategy_of(method: str | Case, sync_every: int = 3, **arguments: Any) -> Any:
+    """Return the strategy of a row of ``CASES``, a method of the registry, or ``"ddp"``."""
+    if method == "ddp":
+        return DDPStrategy()
+    if method == "pairwise_gossip":
+        return gossip(**{"timeout_s": 30, **arguments})
+    if method == "remote_optimizer":
+        return remote(**{"timeout_s": 30, **arguments})
+    case = CASES[method] if isinstance(method, str) else method
+    return case.strategy(sync_every, **{"timeout_s": 30, **arguments})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,15 +443,17 @@ def fit_with(
     module: LightningModule,
     *data: Any,
     ckpt_path: str | None = None,
+    plugins: Sequence[Any] = (),
     **settings: Any,
 ) -> Trainer:
     """Fit one epoch (by default) with a remote optimizer, or another strategy to compare with."""
     settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
     if not isinstance(strategy, RemoteOptimizerStrategy):
-        trainer = make_trainer(strategy, **settings)
+        trainer = make_trainer(strategy, plugins=[PoolEnvironment(), *plugins], **settings)
         trainer.fit(module, *data, ckpt_path=ckpt_path)
         return trainer
     with all_ranks() as environment:
+        settings["plugins"] = [environment, *plugins]
         trainer = remote_trainer(environment, strategy, **settings)
         trainer.fit(module, *data, ckpt_path=ckpt_path)
         return trainer
@@ -470,4 +493,4 @@ def remote_or_ddp(num_workers: int | None, **options: Any) -> Strategy:
     """Return a remote optimizer with this number of workers, or DDP for None."""
     if num_workers is None:
         return DDPStrategy(**options)
-    return RemoteOptimizerStrategy(num_workers, timeout_s=20, **options)
+    return RemoteOptimizerStrategy(num_workers, **{"timeout_s": 20, **options})

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, KeepProgress, RoundInfo, State
 from tests.cases import KINDS, Case, rows, without_variants
+from tests.harness.cover import cover
 from tests.harness.messages import messages_of
-from tests.harness.pool import Pool, make_trainer
+from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import (
     TinyModule,
     flat,
@@ -22,6 +23,8 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.strategies.families import fit_with, remote_or_ddp
+from tests.strategies.test_remote import ReadInHooks
 
 pytestmark = pytest.mark.recovery
 
@@ -187,3 +190,42 @@ def test_nan_everywhere_is_an_error_on_every_rank(pool: Pool, case: Case) -> Non
     for result in pool.run(fit_with_nan, case, (0, 1), world=2):
         assert "NaN or infinity" in result["error"]
         assert "Lower the learning rate" in result["error"]
+
+
+class NaNOnce(TinyModule):
+    """Has a NaN loss on one worker in one step."""
+
+    def __init__(self, broken: int) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if self.global_rank == self.broken and batch_idx == 2 else loss
+
+
+class NaNInHooks(ReadInHooks, NaNOnce):
+    """Its hooks read the mean gradient as well."""
+
+
+def fit_remotely(rank: int, world: int, module: TinyModule, options: dict[str, Any]) -> None:
+    fit_with(remote_or_ddp(2, **options), module, make_loader(rank, 6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "broken"),
+    [
+        *cover([NaNOnce], [{}, {"overlap": False}, {"num_servers": 2}], [1, 0], strength=1),
+        (NaNInHooks, {}, 1),
+    ],
+    ids=str,
+)
+def test_with_a_remote_optimizer_nan_ends_the_run_with_the_name_of_the_worker(
+    pool: Pool, kind: type[NaNOnce], options: dict[str, Any], broken: int
+) -> None:
+    world = 2 + options.get("num_servers", 1)
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit_remotely, kind(broken), options, world=world)
+    assert set(caught.value.failures) == set(range(world))
+    for failure in caught.value.failures.values():
+        assert f"Worker {broken}: a gradient is not finite" in failure.message

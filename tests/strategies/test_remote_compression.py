@@ -7,25 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.compression import Int8
 from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.families import Seen, fit_with
+from tests.strategies.families import fit_with, remote_or_ddp
+from tests.strategies.test_remote import ReadInHooks
+from tests.strategies.test_remote_laggards import CODEC, decoded
 
-CODEC = Int8(block=4)
 STEPS = 8
-
-
-def decoded(module: TinyModule, full: Tensor) -> Tensor:
-    """Return the values that workers decode; parameters are one bucket, the last one first."""
-    params = list(module.parameters())
-    parts = list(reversed(full.split([param.numel() for param in params])))
-    values = torch.cat(parts)
-    values = CODEC.decode(CODEC.encode(values), torch.empty_like(values))
-    return torch.cat(list(reversed(values.split([len(part) for part in parts]))))
 
 
 class Wide(ValidatedModule):
@@ -66,29 +58,6 @@ def test_training_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> Non
     assert 0.25 < counted.bytes_sent / whole < 0.27
 
 
-def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:
-    """Give worker 0 fewer batches, so that it misses steps."""
-    module, seen = ValidatedModule(), Seen(f"{folder}/one.ckpt")
-    strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
-    data = make_loader(rank, STEPS if rank == 0 else STEPS + 3), make_loader(9, 2)
-    fit_with(strategy, module, *data, callbacks=[seen], max_epochs=2)
-    return flat(module), seen.validated
-
-
-@pytest.mark.parametrize("num_tiers", [2, 3])
-def test_a_worker_that_misses_steps_decodes_the_same_parameters(
-    pool: Pool, tmp_path: Path, num_tiers: int
-) -> None:
-    first, second, *_, server = pool.run(run_uneven, str(tmp_path), world=1 + num_tiers)
-    assert len(first[1]) == 2
-    assert all(map(torch.equal, first[1], second[1]))
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[0], decoded(TinyModule(), server[0]))
-    assert not torch.equal(first[0], server[0])
-    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
-    assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), server[0])
-
-
 class Overwrites(TinyModule):
     """Optionally overwrites an element on all workers, before a last step with learning rate 0."""
 
@@ -106,31 +75,84 @@ class Overwrites(TinyModule):
         return [optimizer], [{"scheduler": last, "interval": "step"}]
 
 
-def run_loaded(rank: int, world: int, loads: bool) -> Tensor:
-    module = Overwrites(loads)
-    strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
-    fit_with(strategy, module, make_loader(rank, STEPS))
-    return flat(module)
+def train(
+    rank: int, world: int, module: TinyModule, options: dict[str, Any], path: str = ""
+) -> dict[str, Any]:
+    """Return weights and losses; the server's with full precision, from worker 0, if saved."""
+    full: list[Any] = []
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if path:
+                trainer.save_checkpoint(path)
+                full.extend(trainer.strategy.remote.full_precision_parameters() if not rank else ())
+
+    options = {"num_workers": 2, "compression": CODEC, **options}
+    fit_with(remote_or_ddp(**options), module, make_loader(rank, STEPS), callbacks=[Save()])
+    order = {id(param): index for index, param in enumerate(module.parameters())}
+    full.sort(key=lambda pair: order[id(pair[0])])
+    return {
+        "weights": flat(module),
+        "losses": module.losses,
+        "full": torch.cat([value.reshape(-1) for _, value in full]) if full else None,
+    }
+
+
+def train_ddp(rank: int, world: int, module: TinyModule) -> dict[str, Any]:
+    fit_with(remote_or_ddp(None), module, make_loader(rank, STEPS))
+    return {"weights": flat(module), "losses": module.losses}
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
 def test_a_manual_change_does_not_round_other_elements(pool: Pool, num_tiers: int) -> None:
-    *workers, server = pool.run(run_loaded, True, world=1 + num_tiers)
-    without = pool.run(run_loaded, False, world=1 + num_tiers)[-1]
+    *workers, last = pool.run(train, Overwrites(True), {}, world=1 + num_tiers)
+    server = last["weights"]
+    without = pool.run(train, Overwrites(False), {}, world=1 + num_tiers)[-1]["weights"]
     assert server[0] == 0.25
     assert torch.equal(server[1:], without[1:])
-    for weights in workers[:2]:
-        assert torch.equal(weights, decoded(TinyModule(), server))
-
-
-def run_replicas(rank: int, world: int) -> Tensor:
-    module = TinyModule()
-    strategy = RemoteOptimizerStrategy(1, replica_size=2, compression=CODEC, timeout_s=20)
-    fit_with(strategy, module, make_loader(rank, STEPS))
-    return flat(module)
+    for worker in workers[:2]:
+        assert torch.equal(worker["weights"], decoded(TinyModule(), server))
 
 
 def test_both_ranks_of_a_worker_decode_the_same(pool: Pool) -> None:
-    first, second, server = pool.run(run_replicas, world=3)
-    assert torch.equal(first, second)
-    assert torch.equal(first, decoded(TinyModule(), server))
+    options = {"num_workers": 1, "replica_size": 2}
+    first, second, server = pool.run(train, TinyModule(), options, world=3)
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], decoded(TinyModule(), server["weights"]))
+
+
+class Single(TinyModule):
+    """Has float32 parameters, which it can clip before each forward pass."""
+
+    def __init__(self, clips: bool) -> None:
+        super().__init__()
+        self.float()
+        self.clips = clips
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for parameter in self.parameters() if self.clips else ():
+            parameter.data.clamp_(-0.2, 0.2)
+        return super().training_step([part.float() for part in batch], batch_idx)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_bfloat16(pool: Pool, tmp_path: Path, clips: bool) -> None:
+    """Also if weights are clipped, only messages are rounded, and no parameters of the server."""
+    path = str(tmp_path / "one.ckpt")
+    found = pool.run(train, Single(clips), {"compression": "bf16"}, path, world=3)
+    expected = pool.run(train_ddp, Single(clips), world=2)[0]["weights"]
+    rounded, server = found[0]["weights"], found[2]["weights"]
+    assert torch.equal(found[0]["full"], server)
+    assert torch.equal(rounded, found[1]["weights"])
+    assert torch.equal(rounded, server.bfloat16().float())
+    assert not torch.equal(rounded, server)
+    torch.testing.assert_close(server, expected, rtol=0.05, atol=0.02)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), server)
+
+
+def test_hooks_see_a_mean_gradient_that_was_compressed(pool: Pool) -> None:
+    found = pool.run(train, ReadInHooks(), {"compression": "int8"}, world=3)
+    of_ddp = pool.run(train_ddp, ReadInHooks(), world=2)
+    for own, other in zip(found[:2], of_ddp, strict=True):
+        assert own["losses"] == pytest.approx(other["losses"], rel=0.05)

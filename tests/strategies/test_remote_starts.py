@@ -7,86 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.tuner import Tuner
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.parameter_server import Tiers
-from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError
-from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.families import all_ranks, fit_with, remote_or_ddp, remote_trainer
 
 STEPS = 4
 TIMEOUT_S = 2.0
-HOOKS = (
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-)
-
-
-class Loads(Callback):
-    """Loads other weights in one hook, once."""
-
-    def __init__(self, hook: str) -> None:
-        self.done = False
-        setattr(self, hook, self.load)
-
-    def load(self, trainer: Any, module: Any, *_: Any) -> None:
-        if not self.done:
-            module.model.load_state_dict(
-                {name: torch.full_like(v, 5.0) for name, v in module.model.state_dict().items()}
-            )
-            self.done = True
-
-
-def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | None) -> Tensor:
-    module, data = ValidatedModule(lr=lr), (make_loader(rank, STEPS), make_loader(9, 1))
-    fit_with(remote_or_ddp(num_workers), module, *data, callbacks=[Loads(hook)])
-    return flat(module)
-
-
-@pytest.mark.parametrize(("hook", "num_tiers"), cover(HOOKS, [2, 3], strength=1))
-def test_weights_loaded_before_the_first_step_are_used(
-    pool: Pool, hook: str, num_tiers: int
-) -> None:
-    for weights in pool.run(run_loaded, hook, 0.0, 2, world=1 + num_tiers)[:2]:
-        assert (weights == 5.0).all()
-    found = pool.run(run_loaded, hook, 0.01, 2, world=1 + num_tiers)
-    expected = pool.run(run_loaded, hook, 0.01, None, world=2)[0]
-    for weights in (*found[:2], found[-1]):
-        assert torch.equal(weights, expected)
-
-
-def run_lr_finder(rank: int, world: int, tunes: bool) -> None:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
-        callbacks = [] if tunes else [LearningRateFinder(num_training_steps=3)]
-        trainer = remote_trainer(
-            environment,
-            strategy,
-            max_epochs=1,
-            callbacks=callbacks,
-            use_distributed_sampler=False,
-        )
-        if tunes:
-            Tuner(trainer).lr_find(TinyModule(), make_loader(rank, STEPS), num_training=3)
-        else:
-            trainer.fit(TinyModule(), make_loader(rank, STEPS))
-
-
-@pytest.mark.parametrize("tunes", [True, False])
-def test_the_learning_rate_finder_is_refused(pool: Pool, tunes: bool) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(run_lr_finder, tunes, world=3)
-    assert set(caught.value.failures) == {0, 1, 2}
-    for failure in caught.value.failures.values():
-        assert "LearningRateFinder and Tuner.lr_find do not work with" in failure.message
 
 
 class FrozenComplex(TinyModule):
