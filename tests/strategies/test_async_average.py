@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,8 +16,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import (
     AsyncModelAverageStrategy,
-    CommunicationMonitor,
-    ConsensusMonitor,
     DiLoCoStrategy,
     PauseAveraging,
     StragglerSimulator,
@@ -33,51 +29,13 @@ from tests.harness.small_model import (
     make_loader,
     worker_batch,
 )
-
-
-def fit_uneven(rank: int, world: int, topology: str | None, folder: str) -> Any:
-    module = ValidatedModule()
-    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
-    strategy = AsyncModelAverageStrategy(interval_s=0, topology=topology, timeout_s=30)
-    trainer = make_trainer(
-        strategy,
-        max_epochs=3,
-        use_distributed_sampler=False,
-        callbacks=[checkpoint, CommunicationMonitor(), ConsensusMonitor()],
-        enable_checkpointing=True,
-    )
-    trainer.fit(module, make_loader(rank, 10 + 5 * rank), make_loader(rank, 2))
-    left = [t.name for t in threading.enumerate() if t.name.startswith("loco")]
-    return len(module.losses), strategy.statistics.rounds, flat(module), left
-
-
-@pytest.mark.parametrize("topology", [None, "ring"])
-def test_different_numbers_of_steps_validation_and_checkpoints(
-    pool: Pool, tmp_path: Path, topology: str | None
-) -> None:
-    results = pool.run(fit_uneven, topology, str(tmp_path), world=3)
-    assert [steps for steps, *_ in results] == [30, 45, 60]
-    for _, rounds, model, left in results:
-        assert rounds > 0
-        assert torch.equal(model, results[0][2])
-        assert not left
-    saved = list(tmp_path.glob("*.ckpt"))
-    assert len(saved) == 1
-    content = torch.load(saved[0], weights_only=True)
-    assert content["lightning_loco"]["algorithm"] in ("ModelAverage", "NeighborAverage")
-    assert content["lightning_loco"]["settings"]["interval_s"] == 0
+from tests.strategies.families import fit_with
 
 
 def fit_clipped(rank: int, world: int, strategy: DDPStrategy, accumulate: int) -> Tensor:
-    module = TinyModule(optimizer="Adam")
-    trainer = make_trainer(
-        strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=0.5,
-    )
-    trainer.fit(module, make_loader(rank, 12))
+    module, data = TinyModule(optimizer="Adam"), make_loader(rank, 12)
+    settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    fit_with(strategy, module, data, **settings)
     return flat(module)
 
 
@@ -105,10 +63,7 @@ class RecordsCopies(TinyModule):
 
 def fit_recording(rank: int, world: int) -> list[bool]:
     module = RecordsCopies()
-    strategy = AsyncModelAverageStrategy(interval_s=0)
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(
-        module, make_loader(rank, 2)
-    )
+    fit_with(AsyncModelAverageStrategy(interval_s=0), module, make_loader(rank, 2))
     return module.was_pending
 
 
@@ -135,11 +90,8 @@ class Stops(Callback):
 
 
 def fit_stopping(rank: int, world: int) -> tuple[int, int]:
-    module = TinyModule()
-    stops = Stops()
-    strategy = AsyncModelAverageStrategy(interval_s=0)
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[stops])
-    trainer.fit(module, make_loader(rank, 40))
+    stops, strategy = Stops(), AsyncModelAverageStrategy(interval_s=0)
+    fit_with(strategy, TinyModule(), make_loader(rank, 40), callbacks=[stops])
     return stops.rounds, strategy.statistics.rounds
 
 
@@ -180,14 +132,15 @@ PAUSES: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 def fit_with_pause(rank: int, world: int, name: str) -> tuple[dict[str, Any], int]:
     module, strategy = RecordsRounds(), AsyncModelAverageStrategy(interval_s=0, timeout_s=20)
-    trainer = make_trainer(
+    fit_with(
         strategy,
+        module,
+        make_loader(rank, 10),
+        make_loader(rank, 1),
         max_epochs=3,
-        use_distributed_sampler=False,
         num_sanity_val_steps=0,
         callbacks=[PauseAveraging(**PAUSES[name][0])],
     )
-    trainer.fit(module, make_loader(rank, 10), make_loader(rank, 1))
     return module.seen, strategy.statistics.rounds
 
 
@@ -232,13 +185,9 @@ def test_bad_pauses(pool: Pool, subtests: pytest.Subtests) -> None:
 def fit_in_precision(rank: int, world: int, precision: str) -> tuple[Tensor, torch.dtype]:
     module = TinyModule()
     module.model.float()
-    strategy = AsyncModelAverageStrategy(interval_s=0)
-
     batches = [tuple(t.float() for t in worker_batch(rank, step)) for step in range(20)]
-    trainer = make_trainer(
-        strategy, max_epochs=1, use_distributed_sampler=False, precision=precision
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    data = DataLoader(batches, batch_size=None)
+    fit_with(AsyncModelAverageStrategy(interval_s=0), module, data, precision=precision)
     return flat(module).float(), module.model[0].weight.dtype
 
 
@@ -303,13 +252,8 @@ def fit_with_straggler(rank: int, world: int) -> float:
         def on_train_epoch_end(self, *args: Any) -> None:
             seconds.append(time.perf_counter())
 
-    trainer = make_trainer(
-        strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[StragglerSimulator({0: 0.3, 1: 0.005, 2: 0.005}), Clock()],
-    )
-    trainer.fit(module, make_loader(rank, 40 if rank else 6))
+    callbacks = [StragglerSimulator({0: 0.3, 1: 0.005, 2: 0.005}), Clock()]
+    fit_with(strategy, module, make_loader(rank, 40 if rank else 6), callbacks=callbacks)
     return seconds[1] - seconds[0]
 
 

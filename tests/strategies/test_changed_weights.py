@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from tests.cases import CASES, KINDS, Case, params, rows, without_variants
+from lightning_loco import DiLoCoStrategy
+from tests.cases import CASES, KINDS, Case, params, without_variants
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
-from tests.strategies.families import fit_with, remote_or_ddp
+from tests.strategies.families import ALL_METHODS, BY_TIME, fit_with, strategy_of
 
 AT_START = (
     "on_fit_start",
@@ -67,112 +66,85 @@ class RecordingModule(TinyModule):
         self.validated.append(flat(self))
 
 
-NAMES = [
-    "local_sgd",
-    "sparta",
-    "diloco",
-    "async_diloco",
-    "streaming_diloco",
-    "eager_diloco",
-    "delayed_nesterov",
-    "gasloc",
-    "noloco",
-    "async_model_average",
-    "pairwise_gossip",
-]
 QUICK = ("diloco", "streaming_diloco", "pairwise_gossip")
-METHODS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in NAMES]
-BY_TIME = ("async_model_average", "pairwise_gossip")
-
-
-def strategy_of(case: Case | None) -> EngineStrategy:
-    return PairwiseGossipStrategy(1.0) if case is None else case.strategy(sync_every=3)
+METHODS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in ALL_METHODS
+]
+CASE_ROWS = [
+    *params("external updates", without_variants()),
+    pytest.param("pairwise_gossip", id="pairwise_gossip"),
+]
 
 
 def fit_at_start(
-    rank: int, world: int, case: Case | None, values: Mapping[str, Sequence[float | None]]
+    rank: int, world: int, method: str | Case, values: Mapping[str, Sequence[float | None]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
     for hook, of_workers in values.items():
-        module = RecordingModule()
-        trainer = make_trainer(
-            strategy_of(case),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=[Writer(hook, None, of_workers)],
-        )
-        trainer.fit(module, make_loader(rank, 8), make_loader(0, 1))
+        module, data = RecordingModule(), (make_loader(rank, 8), make_loader(0, 1))
+        fit_with(strategy_of(method), module, *data, callbacks=[Writer(hook, None, of_workers)])
         found[hook] = module.validated[0], flat(module)
     return found
 
 
-def check_start(
-    pool: Pool, case: Case | None, values: Mapping[str, Sequence[float | None]]
+EQUAL = dict.fromkeys(AT_START, [VALUE, VALUE])
+OTHERS = dict(
+    zip(AT_START, [[VALUE, other] for other in (None, 7.0, None, 7.0, None)], strict=True)
+)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        *cover(CASE_ROWS, [pytest.param(EQUAL, id="equal")]),
+        pytest.param("diloco", OTHERS, id="those of worker 0 are used"),
+    ],
+)
+def test_weights_set_before_the_first_batch_are_the_start(
+    pool: Pool, method: str | Case, values: Mapping[str, Sequence[float | None]]
 ) -> None:
-    for found in pool.run(fit_at_start, case, values, world=2):
+    for found in pool.run(fit_at_start, method, values, world=2):
         for hook, (sanity, final) in found.items():
             assert (final - VALUE).abs().max() <= 1e-12, hook
             if hook in ("on_fit_start", "on_sanity_check_start"):
                 assert (sanity - VALUE).abs().max() <= 1e-12, hook
 
 
-@pytest.mark.process
-@rows("external updates", without_variants())
-def test_weights_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
-    check_start(pool, case, dict.fromkeys(AT_START, [VALUE, VALUE]))
-
-
-def test_weights_set_before_the_first_batch_with_pairwise_gossip(pool: Pool) -> None:
-    check_start(pool, None, dict.fromkeys(AT_START, [VALUE, VALUE]))
-
-
-def test_at_the_start_the_weights_of_worker_0_are_used(pool: Pool) -> None:
-    others = dict(zip(AT_START, [None, 7.0, None, 7.0, None], strict=True))
-    check_start(pool, CASES["diloco"], {hook: [VALUE, other] for hook, other in others.items()})
-
-
 def fit_later(
     rank: int,
     world: int,
-    case: Case | None,
+    method: str | Case,
     hook: str,
     values: Sequence[float | None],
     batches: Sequence[int],
 ) -> tuple[str, Tensor]:
-    module = TinyModule(lr=0.05)
-    trainer = make_trainer(
-        strategy_of(case),
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=[Writer(hook, 1 if hook == "on_train_epoch_start" else 0, values)],
-    )
+    module, data = TinyModule(lr=0.05), make_loader(rank, batches[rank])
+    writer = Writer(hook, 1 if hook == "on_train_epoch_start" else 0, values)
     try:
-        trainer.fit(module, make_loader(rank, batches[rank]))
+        fit_with(strategy_of(method), module, data, max_epochs=2, callbacks=[writer])
     except RuntimeError as error:
         return str(error), flat(module)
     return "", flat(module)
 
 
 @pytest.mark.parametrize(
-    ("case", "batches"),
-    cover(
-        params("external updates", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1
-    ),
+    ("method", "hook", "batches"),
+    [
+        *cover(
+            params("external updates", without_variants(), KINDS),
+            ["on_train_epoch_start"],
+            [(4, 4), (3, 5), (6, 6)],
+            strength=1,
+        ),
+        ("pairwise_gossip", "on_train_epoch_start", (2, 5)),
+        ("pairwise_gossip", "on_train_epoch_end", (2, 5)),
+    ],
 )
 def test_training_restarts_from_equal_weights_on_all_workers(
-    pool: Pool, case: Case, batches: tuple[int, int]
+    pool: Pool, method: str | Case, hook: str, batches: tuple[int, int]
 ) -> None:
-    values = [VALUE, VALUE]
-    hook = "on_train_epoch_start"
-    for error, weights in pool.run(fit_later, case, hook, values, batches, world=2):
-        assert error == ""
-        assert (weights - VALUE).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
-def test_pairwise_gossip_restarts_from_equal_weights(pool: Pool, hook: str) -> None:
-    for error, weights in pool.run(fit_later, None, hook, [VALUE, VALUE], (2, 5), world=2):
+    for error, weights in pool.run(fit_later, method, hook, [VALUE, VALUE], batches, world=2):
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
 
@@ -182,7 +154,7 @@ def fit_each_later(
 ) -> list[str]:
     """Return the errors of several methods."""
     hook = "on_train_epoch_start"
-    return [fit_later(rank, world, CASES.get(name), hook, values, (4, 4))[0] for name in names]
+    return [fit_later(rank, world, name, hook, values, (4, 4))[0] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -251,10 +223,7 @@ class Shifting(TinyModule):
 
 def fit_shifting(rank: int, world: int, name: str) -> tuple[list[Tensor], list[Tensor], Tensor]:
     module = Shifting()
-    trainer = make_trainer(
-        strategy_of(CASES.get(name)), max_epochs=2, use_distributed_sampler=False
-    )
-    trainer.fit(module, make_loader(rank, 7))
+    fit_with(strategy_of(name), module, make_loader(rank, 7), max_epochs=2)
     return module.left, module.found, flat(module)
 
 
@@ -273,11 +242,8 @@ def test_writes_within_a_batch_are_progress_of_the_worker(pool: Pool, name: str)
 
 
 def fit_clipped(rank: int, world: int) -> Tensor:
-    module = Clipped()
-    trainer = make_trainer(
-        LocalSGDStrategy(sync_every=4), max_epochs=2, use_distributed_sampler=False
-    )
-    trainer.fit(module, make_loader(rank, 6), make_loader(0, 1))
+    module, data = Clipped(), (make_loader(rank, 6), make_loader(0, 1))
+    fit_with(strategy_of("local_sgd", 4), module, *data, max_epochs=2)
     return flat(module)
 
 
@@ -313,15 +279,9 @@ def fit_validating(
     """Return results for each hook that writes, and without one."""
     found: dict[str | None, Any] = {}
     for hook in (None, *hooks):
-        module = RecordingModule()
-        trainer = make_trainer(
-            strategy_of(CASES.get(name)),
-            max_epochs=1,
-            val_check_interval=4,
-            use_distributed_sampler=False,
-            callbacks=[] if hook is None else [WritesInValidation(hook)],
-        )
-        trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+        module, data = RecordingModule(), (make_loader(rank, 7), make_loader(0, 1))
+        callbacks = [] if hook is None else [WritesInValidation(hook)]
+        fit_with(strategy_of(name), module, *data, val_check_interval=4, callbacks=callbacks)
         found[hook] = flat(module), module.validated[-1]
     return found
 
@@ -330,7 +290,7 @@ def fit_validating(
     ("name", "hooks"),
     [
         *zip(QUICK, zip(IN_VALIDATION[:3], IN_VALIDATION[3:], strict=True), strict=True),
-        *(pytest.param(name, IN_VALIDATION, marks=pytest.mark.soak) for name in NAMES),
+        *(pytest.param(name, IN_VALIDATION, marks=pytest.mark.soak) for name in ALL_METHODS),
     ],
 )
 def test_writes_in_a_validation_are_undone_after_it(
@@ -378,17 +338,19 @@ class SwappingModule(RecordingModule):
             self.load_state_dict(self.own)
 
 
+VALIDATION = ("on_validation_start", "on_validation_end")
+
+
 def fit_swapping(
-    rank: int, world: int, name: str, hooks: Sequence[str] | None
+    rank: int,
+    world: int,
+    method: str,
+    hooks: Sequence[str] | None,
+    batches: Sequence[int] = (7, 7),
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    module = SwappingModule(hooks)
-    trainer = make_trainer(
-        strategy_of(CASES.get(name)),
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+    """Return the final weights, those that were validated, and the averages."""
+    module, data = SwappingModule(hooks), (make_loader(rank, batches[rank]), make_loader(0, 1))
+    fit_with(strategy_of(method), module, *data, max_epochs=2, num_sanity_val_steps=0)
     return flat(module), module.validated, module.at_validation
 
 
@@ -401,7 +363,7 @@ def fit_swapping_or_not(rank: int, world: int, name: str, hooks: Sequence[str]) 
     cover(
         METHODS,
         [
-            pytest.param(("on_validation_start", "on_validation_end"), id="validation"),
+            pytest.param(VALIDATION, id="validation"),
             pytest.param(("on_validation_epoch_start", "on_validation_epoch_end"), id="epoch"),
         ],
         strength=1,
@@ -420,38 +382,21 @@ def test_an_average_that_a_module_swaps_in_is_only_validated(
         assert torch.equal(final, results[0][0][0])
 
 
-def fit_swapping_remotely(
-    rank: int, world: int, num_workers: int | None, swaps: bool, batches: Sequence[int]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    module = SwappingModule(("on_validation_start", "on_validation_end") if swaps else None)
-    fit_with(
-        remote_or_ddp(num_workers),
-        module,
-        make_loader(rank, batches[rank]),
-        make_loader(0, 1),
-        max_epochs=2,
-        num_sanity_val_steps=0,
-    )
-    return flat(module), module.validated, module.at_validation
-
-
-def test_with_a_remote_optimizer_an_average_is_swapped_as_under_ddp(pool: Pool) -> None:
-    *workers, _ = pool.run(fit_swapping_remotely, 2, True, (4, 4, 0), world=3)
-    expected = pool.run(fit_swapping_remotely, None, True, (4, 4), world=2)
-    for (final, validated, _), (final_ddp, validated_ddp, _) in zip(workers, expected, strict=True):
-        assert torch.equal(final, final_ddp)
-        assert torch.equal(torch.stack(validated), torch.stack(validated_ddp))
-
-
-@pytest.mark.parametrize("batches", [(2, 5, 0), (5, 2, 0)], ids=str)
+@pytest.mark.parametrize("batches", [(4, 4, 0), (2, 5, 0), (5, 2, 0)], ids=str)
 def test_with_a_remote_optimizer_an_average_is_swapped_when_all_workers_are_up_to_date(
     pool: Pool, batches: Sequence[int]
 ) -> None:
-    *workers, _ = pool.run(fit_swapping_remotely, 2, True, batches, world=3)
-    plain = pool.run(fit_swapping_remotely, 2, False, batches, world=3)
-    for final, validated, expected in workers:
+    """As under DDP, which needs equal numbers of batches."""
+    found = pool.run(fit_swapping, "remote_optimizer", VALIDATION, batches, world=3)[:2]
+    plain = pool.run(fit_swapping, "remote_optimizer", None, batches, world=3)
+    for final, validated, expected in found:
         assert torch.equal(final, plain[0][0])
         assert torch.equal(torch.stack(validated), torch.stack(expected))
+    if batches[0] == batches[1]:
+        of_ddp = pool.run(fit_swapping, "ddp", VALIDATION, batches, world=2)
+        for own, other in zip(found, of_ddp, strict=True):
+            assert torch.equal(own[0], other[0])
+            assert torch.equal(torch.stack(own[1]), torch.stack(other[1]))
 
 
 def fit_resumed(

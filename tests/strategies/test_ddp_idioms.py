@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric
 
-from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, PairwiseGossipStrategy
-from tests.cases import CASES
-from tests.harness.cover import cover
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, WorkerData, flat, make_loader, worker_batch
+from tests.strategies.families import fit_with, strategy_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 
@@ -90,9 +89,8 @@ class CollectivesBetweenEpochs(TinyModule):
 
 def fit_with_collectives(rank: int, world: int, method: str) -> tuple[list[float], float, Tensor]:
     module = CollectivesBetweenEpochs()
-    strategy = CASES[method].strategy(2, timeout_s=15)
-    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
-    trainer.fit(module, make_loader(rank, 4 + 6 * rank))
+    strategy = strategy_of(method, 2, timeout_s=15)
+    trainer = fit_with(strategy, module, make_loader(rank, 4 + 6 * rank), max_epochs=2)
     return module.means, trainer.callback_metrics["mean"].item(), flat(module)
 
 
@@ -121,10 +119,8 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 def fit_unknown(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Tensor]:
     module = TinyModule()
-    trainer = make_trainer(
-        AsyncDiLoCoStrategy(sync_every=4, fragments=None, timeout_s=20), **settings
-    )
-    trainer.fit(module, DataLoader(Endless(rank, 20), batch_size=None))
+    strategy = AsyncDiLoCoStrategy(sync_every=4, fragments=None, timeout_s=20)
+    trainer = fit_with(strategy, module, DataLoader(Endless(rank, 20), batch_size=None), **settings)
     return trainer.global_step, flat(module)
 
 
@@ -171,12 +167,9 @@ def fit_numpy(rank: int, world: int, folder: str, resume: str | None) -> Tensor:
     saving = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=4, save_top_k=-1
     )
+    settings: Any = {"enable_checkpointing": True, "use_distributed_sampler": False}
     trainer = make_trainer(
-        DiLoCoStrategy(sync_every=3),
-        max_steps=10,
-        callbacks=[saving],
-        enable_checkpointing=True,
-        use_distributed_sampler=False,
+        DiLoCoStrategy(sync_every=3), max_steps=10, callbacks=[saving], **settings
     )
     module = NumpyModule()
     loader = StatefulDataLoader(WorkerData(rank, 12), batch_size=None)
@@ -194,35 +187,3 @@ def test_numbers_of_numpy_in_the_state_of_an_optimizer(pool: Pool, tmp_path: Pat
     again = pool.run(fit_numpy, str(tmp_path), str(tmp_path / "step=4.ckpt"), world=2)
     for one, other in itertools.zip_longest(whole, again):
         assert torch.equal(one, other)
-
-
-# --------------------------------------------------------------------------- profilers
-
-
-def fit_profiled(rank: int, world: int, method: str, profiler: str, folder: str) -> Tensor:
-    strategy: Any = PairwiseGossipStrategy(1.0)
-    if method != "pairwise_gossip":
-        strategy = CASES[method].strategy(3)
-    trainer = make_trainer(
-        strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        profiler=profiler,
-        default_root_dir=folder,
-    )
-    module = TinyModule()
-    trainer.fit(module, make_loader(rank, 7))
-    return flat(module)
-
-
-@pytest.mark.parametrize(
-    ("method", "profiler"),
-    cover(
-        ["diloco", "gasloc", "async_model_average", "pairwise_gossip"],
-        ["simple", "advanced", "pytorch"],
-        strength=1,
-    ),
-)
-def test_profilers(pool: Pool, tmp_path: Path, method: str, profiler: str) -> None:
-    results = pool.run(fit_profiled, method, profiler, str(tmp_path), world=2)
-    assert torch.equal(results[0], results[1])

@@ -14,41 +14,25 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.model.consensus import pruning_masks
-from tests.cases import CASES
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, make_trainer
+from tests.harness.pool import Pool
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, norm_model
 from tests.harness.weight_averaging import (
     EMAWeightAveraging,
     WeightAveraging,
     needs_weight_averaging,
 )
-from tests.strategies.families import fit_with
+from tests.strategies.families import ALL_METHODS, fit_with, strategy_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
-METHODS = [
-    "local_sgd",
-    "sparta",
-    "diloco",
-    "async_diloco",
-    "streaming_diloco",
-    "eager_diloco",
-    "delayed_nesterov",
-    "gasloc",
-    "noloco",
-    "gasloc_overlap",
-    "async_model_average",
-    "pairwise_gossip",
-]
+METHODS = [*ALL_METHODS, "gasloc_overlap"]
 QUICK = {"diloco", "streaming_diloco", "gasloc", "gasloc_overlap", "async_model_average"}
 DECAY = 0.9
 
@@ -56,16 +40,6 @@ DECAY = 0.9
 def methods(quick: set[str]) -> list[Any]:
     """Return all methods; slow ones run in the soak."""
     return [pytest.param(name, marks=[pytest.mark.soak] * (name not in quick)) for name in METHODS]
-
-
-def make_strategy(method: str, **common: Any) -> Strategy:
-    if method == "ddp":
-        return DDPStrategy()
-    if method == "pairwise_gossip":
-        return PairwiseGossipStrategy(1.0, **common)
-    if method == "remote_optimizer":
-        return RemoteOptimizerStrategy(num_workers=2)
-    return CASES[method].strategy(3, timeout_s=30, **common)
 
 
 class AveragingModule(ValidatedModule):
@@ -120,7 +94,7 @@ def fit_averaging(
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     fit_with(
-        make_strategy(method),
+        strategy_of(method),
         module,
         make_loader(rank, batches[rank]),
         make_loader(0, 1),
@@ -216,15 +190,17 @@ def fit_twice(rank: int, world: int, folder: str) -> list[Tensor]:
     found = []
     for resume in (None, f"{folder}/epoch=0.ckpt"):
         saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-        trainer = make_trainer(
-            make_strategy("diloco"),
+        module = ValidatedModule()
+        fit_with(
+            strategy_of("diloco"),
+            module,
+            make_loader(rank, 7),
+            make_loader(0, 1),
+            ckpt_path=resume,
             max_epochs=2,
-            use_distributed_sampler=False,
             callbacks=[EMAWeightAveraging(decay=DECAY), saving],
             enable_checkpointing=True,
         )
-        module = ValidatedModule()
-        trainer.fit(module, make_loader(rank, 7), make_loader(0, 1), ckpt_path=resume)
         found.append(flat(module))
     return found
 
@@ -251,10 +227,7 @@ class NormModule(TinyModule):
 def fit_swa(rank: int, world: int, method: str, has_norm: bool) -> dict[str, Any]:
     module = NormModule(has_norm)
     swa = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)
-    trainer = make_trainer(
-        make_strategy(method), max_epochs=3, use_distributed_sampler=False, callbacks=[swa]
-    )
-    trainer.fit(module, make_loader(rank, 4))
+    fit_with(strategy_of(method), module, make_loader(rank, 4), max_epochs=3, callbacks=[swa])
     assert swa._average_model is not None
     buffers = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
     return {
@@ -303,14 +276,15 @@ def fit_pruning(
         use_lottery_ticket_hypothesis=lottery,
     )
     saving = ModelCheckpoint(dirpath=folder, filename="last", save_on_train_epoch_end=True)
-    trainer = make_trainer(
-        make_strategy(method),
+    fit_with(
+        strategy_of(method),
+        module,
+        make_loader(rank, 7),
+        make_loader(0, 1),
         max_epochs=2,
-        use_distributed_sampler=False,
         callbacks=[pruning, recorder, saving],
         enable_checkpointing=True,
     )
-    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
     return {name: value.clone() for name, value in module.state_dict().items()}, recorder.masks
 
 
@@ -361,10 +335,9 @@ class WritesAtTheEnd(Callback):
 
 def fit_writing(rank: int, world: int, finalize: str, folder: str) -> Tensor:
     module = TinyModule()
-    strategy = make_strategy("diloco", finalize=finalize)
+    strategy = strategy_of("diloco", finalize=finalize)
     callbacks = [WritesAtTheEnd()]
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder)
-    trainer.fit(module, make_loader(rank, 4))
+    fit_with(strategy, module, make_loader(rank, 4), callbacks=callbacks, default_root_dir=folder)
     return flat(module)
 
 
@@ -400,10 +373,7 @@ def fit_adding_to_checkpoint(rank: int, world: int, folder: str) -> tuple[Tensor
                 trainer.save_checkpoint(f"{folder}/mine.ckpt")
                 local.append(flat(module))
 
-    trainer = make_trainer(
-        make_strategy("local_sgd"), max_epochs=1, use_distributed_sampler=False, callbacks=[Save()]
-    )
-    trainer.fit(module, make_loader(rank, 7))
+    fit_with(strategy_of("local_sgd"), module, make_loader(rank, 7), callbacks=[Save()])
     return local[0], local[1]
 
 

@@ -13,10 +13,9 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
-from lightning_loco import PairwiseGossipStrategy
-from tests.cases import CASES
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.strategies.families import ALL_METHODS, BY_TIME, strategy_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 
@@ -33,19 +32,17 @@ class Watched(ValidatedModule):
         self.validated.append(flat(self))
 
 
-def make_strategy(method: str) -> Any:
-    if method == "pairwise_gossip":
-        return PairwiseGossipStrategy(1.0, timeout_s=30)
-    return CASES[method].strategy(40 if method == "async_diloco" else 3, timeout_s=30)
+def trainer_of(method: str, **settings: Any) -> Trainer:
+    strategy = strategy_of(method, 40 if method == "async_diloco" else 3)
+    return make_trainer(strategy, use_distributed_sampler=False, **settings)
 
 
 def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> dict[str, Any]:
     finder = LearningRateFinder(1e-4, 0.1, num_training_steps=30, early_stop_threshold=None)
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-    trainer = make_trainer(
-        make_strategy(method),
+    trainer = trainer_of(
+        method,
         max_epochs=2,
-        use_distributed_sampler=False,
         callbacks=[saving, *([finder] if lr is None else [])],
         enable_checkpointing=True,
         default_root_dir=folder,
@@ -63,22 +60,7 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "method",
-    [
-        "local_sgd",
-        "sparta",
-        "diloco",
-        "async_diloco",
-        "streaming_diloco",
-        "eager_diloco",
-        "delayed_nesterov",
-        "gasloc",
-        "noloco",
-        "async_model_average",
-        "pairwise_gossip",
-    ],
-)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_a_search_and_then_a_fit(pool: Pool, tmp_path: Path, method: str) -> None:
     results = pool.run(fit, method, str(tmp_path / "search"), None, world=2)
     lr = results[0]["lr"]
@@ -91,7 +73,7 @@ def test_a_search_and_then_a_fit(pool: Pool, tmp_path: Path, method: str) -> Non
     names = ["epoch=0.ckpt", "epoch=0.ckpt.loco", "epoch=1.ckpt", "epoch=1.ckpt.loco"]
     assert sorted(os.listdir(tmp_path / "search")) == names
     assert len(list((tmp_path / "search" / "epoch=1.ckpt.loco").glob("*/worker_*.pt"))) == 2
-    if method not in ("async_model_average", "pairwise_gossip"):
+    if method not in BY_TIME:
         plain = pool.run(fit, method, str(tmp_path / "plain"), lr, world=2)
         for result, without in zip(results, plain, strict=True):
             assert torch.equal(result["final"], without["final"])
@@ -112,13 +94,7 @@ class AtMilestones(LearningRateFinder):
 
 def fit_with_milestones(rank: int, world: int, folder: str) -> tuple[list[float], Tensor, int]:
     finder = AtMilestones(1e-4, 0.1, num_training_steps=30, early_stop_threshold=None)
-    trainer = make_trainer(
-        make_strategy("diloco"),
-        max_epochs=2,
-        use_distributed_sampler=False,
-        callbacks=[finder],
-        default_root_dir=folder,
-    )
+    trainer = trainer_of("diloco", max_epochs=2, callbacks=[finder], default_root_dir=folder)
     module = Watched(0.5)
     trainer.fit(module, make_loader(rank, 50), make_loader(0, 1))
     return finder.found, flat(module), trainer.global_step
@@ -134,12 +110,7 @@ def test_searches_at_the_start_of_epochs(pool: Pool, tmp_path: Path) -> None:
 
 
 def tune(rank: int, world: int, folder: str) -> tuple[float, Tensor]:
-    trainer = make_trainer(
-        make_strategy("diloco"),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
+    trainer = trainer_of("diloco", max_epochs=1, default_root_dir=folder)
     module, loader = TinyModule(0.5), make_loader(rank, 50)
     Tuner(trainer).lr_find(module, loader, min_lr=1e-4, max_lr=0.1, num_training=30)
     lr = module.lr

@@ -21,25 +21,23 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_loco import (
-    CommunicationMonitor,
     PairwiseAverage,
     PairwiseGossipStrategy,
-    PeerMonitor,
 )
 from lightning_loco.compression import Codec
 from tests.harness.gossip_nodes import peers
-from tests.harness.pool import Pool, make_trainer
+from tests.harness.pool import Pool, run_each
 from tests.harness.programs import python_path
 from tests.harness.small_model import (
     FEATURES,
     TinyModule,
-    ValidatedModule,
     flat,
     loss_of,
     make_loader,
     make_model,
 )
 from tests.harness.sources import ROOT
+from tests.strategies.families import fit_with
 
 # ------------------------------------------------------------------------- ranks of one job
 
@@ -49,47 +47,6 @@ class Slow(Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         time.sleep(0.005)
-
-
-def fit_ranks(rank: int, world: int, interpolation: str, folder: str) -> Any:
-    module = ValidatedModule()
-    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
-    strategy = PairwiseGossipStrategy(1.0, interpolation, timeout_s=30)
-    trainer = make_trainer(
-        strategy,
-        max_epochs=2,
-        use_distributed_sampler=False,
-        callbacks=[checkpoint, Slow(), PeerMonitor(), CommunicationMonitor()],
-        enable_checkpointing=True,
-        log_every_n_steps=1,
-    )
-    trainer.fit(module, make_loader(rank, 20 + 10 * rank), make_loader(rank, 2))
-    logged = {name for name in trainer.logged_metrics if name.startswith("loco/")}
-    left = [t.name for t in threading.enumerate() if t.name.startswith("loco")]
-    return len(module.losses), strategy.statistics.rounds, flat(module), logged, left
-
-
-@pytest.mark.parametrize(
-    "interpolation",
-    [
-        pytest.param("constant", marks=pytest.mark.soak),
-        pytest.param("clock", marks=pytest.mark.soak),
-        "loss",
-    ],
-)
-def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
-    pool: Pool, tmp_path: Path, interpolation: str
-) -> None:
-    results = pool.run(fit_ranks, interpolation, str(tmp_path), world=3)
-    assert [steps for steps, *_ in results] == [40, 60, 80]
-    for _, blends, model, logged, left in results:
-        assert blends > 3
-        assert torch.equal(model, results[0][2])
-        assert torch.isfinite(model).all()
-        assert {"loco/fetches", "loco/blend_factor", "loco/peer_score_min"} <= logged
-        assert not left
-    content = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
-    assert content["lightning_loco"]["algorithm"] == "PairwiseAverage"
 
 
 class Wide(TinyModule):
@@ -126,14 +83,15 @@ def fit_compressed(
 
     torch.manual_seed(1)
     module = Wide()
-    trainer = make_trainer(
+    fit_with(
         strategy,
+        module,
+        make_loader(rank, 60),
+        ckpt_path=resume,
         max_epochs=1 if resume is None else 2,
-        use_distributed_sampler=False,
         callbacks=[ModelCheckpoint(dirpath=folder, filename="{epoch}"), Slow(), Served()],
         enable_checkpointing=True,
     )
-    trainer.fit(module, make_loader(rank, 60), ckpt_path=resume)
     counts = strategy.statistics
     sent, saved = counts.bytes_sent, counts.bytes_saved
     return FitResult(counts.rounds, served[0], sent, saved, flat(module), module.losses)
@@ -194,22 +152,21 @@ def fit_gan(rank: int, world: int, loss: Tensor | None, interpolation: str) -> A
         def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
             clocks.append((strategy.engine.state_dict()["clock"], trainer.global_step))
 
-    trainer = make_trainer(
-        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[Slow(), Clocks()]
-    )
-    trainer.fit(Gan(loss), make_loader(rank, 40))
-    return strategy.statistics.rounds, flat(trainer.lightning_module), *clocks[0]
+    module = Gan(loss)
+    fit_with(strategy, module, make_loader(rank, 40), callbacks=[Slow(), Clocks()])
+    return strategy.statistics.rounds, flat(module), *clocks[0]
 
 
 def test_manual_optimization_need_not_return_a_loss(pool: Pool, subtests: pytest.Subtests) -> None:
-    for loss, interpolation in (
-        (None, "constant"),
-        (None, "clock"),
-        (torch.tensor(2.0), "loss"),
-        (torch.ones(2, 3), "constant"),
-    ):
-        with subtests.test(interpolation, loss=loss):
-            for blends, model, clock, steps in pool.run(fit_gan, loss, interpolation, world=2):
+    rows: dict[str, tuple[Any, str]] = {
+        "no loss": (None, "constant"),
+        "no loss, by clock": (None, "clock"),
+        "a loss": (torch.tensor(2.0), "loss"),
+        "a matrix": (torch.ones(2, 3), "constant"),
+    }
+    for name, found in run_each(pool, fit_gan, rows, world=2).items():
+        with subtests.test(name):
+            for blends, model, clock, steps in found:
                 assert blends > 3
                 assert torch.isfinite(model).all()
                 assert steps == 80
@@ -225,11 +182,10 @@ class Skipping(TinyModule):
 
 def fit_skipping(rank: int, world: int, interpolation: str) -> tuple[int, Tensor]:
     strategy = PairwiseGossipStrategy(1.0, interpolation, nodes=peers(1, "w"), name="w0")
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slow()])
     module = Skipping()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*returned `None`")
-        trainer.fit(module, make_loader(rank, 40))
+        fit_with(strategy, module, make_loader(rank, 40), callbacks=[Slow()])
     return len(module.losses), flat(module)
 
 

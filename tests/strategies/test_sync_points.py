@@ -1,4 +1,4 @@
-"""Each save, each validation and the end of training are one sync point of all workers."""
+"""Saves, validations and the end are one sync point each; rounds stay between local steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_loco import LocalSGD, PairwiseEngine, PairwiseGossipStrategy, StepEngine
+from lightning_loco import (
+    AsyncModelAverageStrategy,
+    DiLoCo,
+    LocalSGD,
+    LocoStrategy,
+    ModelAverage,
+    PairwiseEngine,
+    StepEngine,
+)
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.protocols import AnyEngine
-from tests.cases import CASES
+from tests.harness.cover import cover
 from tests.harness.gossip_nodes import peers
-from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import TinyModule, make_loader
+from tests.harness.pool import Pool
+from tests.harness.small_model import TinyModule, flat, loss_of, make_loader
+from tests.strategies.families import fit_with, strategy_of
 
 METHODS = ("diloco", "async_diloco", "gasloc", "async_model_average", "pairwise_gossip")
 DURING = ["checkpoint", "barrier Trainer.save_checkpoint", "validation", "the end of training"]
@@ -69,20 +79,14 @@ class RecordsSyncPoints(pl.Callback):
 def fit(
     rank: int, world: int, folder: str, method: str, settings: dict[str, Any]
 ) -> tuple[list[str], int]:
-    strategy: EngineStrategy
-    if method == "pairwise_gossip":
-        strategy = PairwiseGossipStrategy(1.0, **settings)
-    else:
-        strategy = CASES[method].strategy(2, **settings)
-    recorded = RecordsSyncPoints(folder)
-    trainer = make_trainer(
-        strategy,
-        max_epochs=1,
+    recorded, data = RecordsSyncPoints(folder), (make_loader(rank, 5), make_loader(0, 1))
+    trainer = fit_with(
+        strategy_of(method, 2, **settings),
+        ValidatedModule(),
+        *data,
         num_sanity_val_steps=0,
-        use_distributed_sampler=False,
         callbacks=[recorded],
     )
-    trainer.fit(ValidatedModule(), make_loader(rank, 5), make_loader(0, 1))
     return recorded.purposes, trainer.global_step
 
 
@@ -117,3 +121,79 @@ def test_in_plain_loops_the_consensus_and_the_end_make_their_own(
             engine.worker.show_local()
             engine.finish()
             assert purposes == ["a validation", "the end of training"]
+
+
+# ------------------------------------------------------- collectives in a training step
+
+
+class CollectiveInStep(TinyModule):
+    """Calls a collective between the forward and the backward pass."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        start = flat(self)
+        loss = loss_of(self.model, batch)
+        everyone = self.all_gather(loss.detach())
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        assert everyone.shape == (self.trainer.world_size,)
+        assert torch.equal(flat(self), start)
+        self.start = start
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert torch.equal(flat(self), self.start)
+
+
+STRATEGIES = {
+    "async": (AsyncModelAverageStrategy, (0.0,), {}),
+    "async with neighbours": (AsyncModelAverageStrategy, (0.0,), {"topology": "ring"}),
+    "different paces": (LocoStrategy, (LocalSGD(),), {"sync_every": [4, 2]}),
+    "different paces of DiLoCo": (LocoStrategy, (DiLoCo(),), {"sync_every": [4, 2]}),
+    "different paces, late": (
+        LocoStrategy,
+        (ModelAverage(),),
+        {"sync_every": [4, 2], "overlap": True},
+    ),
+}
+
+
+def fit_with_collectives(
+    rank: int, world: int, name: str, manual: bool, accumulate: int
+) -> tuple[Any, ...]:
+    kind, args, settings = STRATEGIES[name]
+    strategy, module = kind(*args, **settings, timeout_s=20), CollectiveInStep(manual)
+    data = make_loader(rank, 24)
+    fit_with(strategy, module, data, max_epochs=2, accumulate_grad_batches=accumulate)
+    return flat(module), strategy.statistics.rounds, module.losses
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "manual", "accumulate"),
+    cover(
+        STRATEGIES,
+        [
+            pytest.param(False, 1, id="each step"),
+            pytest.param(False, 3, id="accumulated"),
+            pytest.param(True, 1, id="by hand"),
+        ],
+        strength=1,
+    ),
+)
+def test_a_collective_in_a_training_step(
+    pool: Pool, name: str, manual: bool, accumulate: int
+) -> None:
+    results = pool.run(fit_with_collectives, name, manual, accumulate, world=2)
+    for final, rounds, losses in results:
+        assert torch.equal(final, results[0][0])
+        assert rounds >= 3
+        assert losses[-1] < losses[0]

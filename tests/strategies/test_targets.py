@@ -12,31 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from tests.cases import CASES, Case, rows, without_variants
+from lightning_loco import PairwiseEngine
+from tests.cases import Case, rows, without_variants
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, flat, make_loader, make_model
-
-SOME = [
-    "local_sgd",
-    "sparta",
-    "diloco",
-    "async_diloco",
-    "streaming_diloco",
-    "eager_diloco",
-    "delayed_nesterov",
-    "gasloc",
-    "noloco",
-    "async_model_average",
-]
-ALL = [*SOME, "pairwise_gossip"]
-
-
-def strategy_of(name: str) -> EngineStrategy:
-    case = CASES.get(name)
-    return PairwiseGossipStrategy(1.0) if case is None else case.strategy(sync_every=3)
+from tests.strategies.families import ALL_METHODS, fit_with, strategy_of
 
 
 class TeacherModule(TinyModule):
@@ -84,17 +65,14 @@ def fit(
     rank: int, world: int, name: str, kind: str
 ) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]], Tensor]:
     module = TeacherModule(kind)
-    strategy = strategy_of(name)
-    trainer = make_trainer(
-        strategy, max_epochs=2, num_sanity_val_steps=0, use_distributed_sampler=False
-    )
-    trainer.fit(module, make_loader(rank, 5), make_loader(0, 1))
-    assert strategy.statistics.rounds > 0
+    data = make_loader(rank, 5), make_loader(0, 1)
+    trainer = fit_with(strategy_of(name), module, *data, max_epochs=2, num_sanity_val_steps=0)
+    assert trainer.strategy.statistics.rounds > 0  # type: ignore[attr-defined]
     return module.own, module.validated, module.unwritten, flat(module.teacher)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), cover(ALL, ["frozen", "in place", "replaced"], strength=1)
+    ("name", "kind"), cover(ALL_METHODS, ["frozen", "in place", "replaced"], strength=1)
 )
 def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     pool: Pool, name: str, kind: str
@@ -139,7 +117,7 @@ def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
 
 
 @pytest.mark.recovery
-@rows("resume", [name for name in SOME if name in without_variants()])
+@rows("resume", [name for name in ALL_METHODS if name in without_variants()])
 def test_a_resumed_run_restores_the_teacher_of_each_worker(
     pool: Pool, tmp_path: Path, case: Case
 ) -> None:
@@ -189,10 +167,9 @@ def fit_replacing(rank: int, world: int, how: str, *names: str) -> dict[str, str
     errors = {}
     for name in names:
         module = AddsParameter(how) if how == "joined" else ReplacingModule(how)
-        trainer = make_trainer(strategy_of(name), max_epochs=1, use_distributed_sampler=False)
         errors[name] = ""
         try:
-            trainer.fit(module, make_loader(rank, 9))
+            fit_with(strategy_of(name), module, make_loader(rank, 9))
         except RuntimeError as error:
             errors[name] = str(error)
     return errors
@@ -201,8 +178,8 @@ def fit_replacing(rank: int, world: int, how: str, *names: str) -> dict[str, str
 def test_a_parameter_that_is_replaced_is_named_on_every_worker(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    found = pool.run(fit_replacing, "replaced", *ALL, world=2)
-    for name in ALL:
+    found = pool.run(fit_replacing, "replaced", *ALL_METHODS, world=2)
+    for name in ALL_METHODS:
         with subtests.test(name):
             for errors in found:
                 assert "Parameter 'model.0.weight' was replaced by another" in errors[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,47 +11,104 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_loco import LocalSGD, LocalSGDStrategy, LocoStrategy
+from lightning_loco import (
+    CommunicationMonitor,
+    ConsensusMonitor,
+    LocalSGDStrategy,
+    PairwiseGossipStrategy,
+    PeerMonitor,
+)
 from tests.cases import KINDS, Case, rows
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.strategies.families import fit_with, strategy_of
 
 
-def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int, Tensor]:
-    module = ValidatedModule()
+class Logs(Callback):
+    """Slows steps of gossip, so that fetches can complete; records the names that are logged."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, PairwiseGossipStrategy):
+            time.sleep(0.005)
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        self.names = {name for name in trainer.logged_metrics if name.startswith("loco/")}
+
+
+def fit_uneven(
+    rank: int, world: int, method: Case | str, folder: str
+) -> tuple[int, int, Tensor, set[str]]:
+    module, logs = ValidatedModule(), Logs()
     checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
-    strategy = case.strategy(4, timeout_s=30)
-    trainer = make_trainer(
+    if isinstance(method, str):
+        strategy, batches = strategy_of("pairwise_gossip", interpolation=method), 20 + 10 * rank
+        monitors: list[Callback] = [PeerMonitor()]
+    else:
+        strategy, batches = strategy_of(method, 4), 5 + 3 * rank
+        monitors = [ConsensusMonitor()]
+    fit_with(
         strategy,
+        module,
+        make_loader(rank, batches),
+        make_loader(rank, 2),
         max_epochs=2,
-        use_distributed_sampler=False,
-        callbacks=[checkpoint],
+        log_every_n_steps=1,
+        callbacks=[checkpoint, CommunicationMonitor(), *monitors, logs],
         enable_checkpointing=True,
     )
-    trainer.fit(module, make_loader(rank, 5 + 3 * rank), make_loader(rank, 2))
-    return len(module.losses), strategy.statistics.rounds, flat(module)
+    return len(module.losses), strategy.statistics.rounds, flat(module), logs.names
 
 
-@rows("uneven", often=KINDS)
-def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, case: Case) -> None:
-    results = pool.run(fit_uneven, case, str(tmp_path), world=3)
-    assert [steps for steps, _, _ in results] == [10, 16, 22]  # no data is skipped
-    assert len({rounds for _, rounds, _ in results}) == 1
-    for _, _, model in results[1:]:
+def check_uneven(pool: Pool, folder: Path, method: Case | str) -> dict[str, Any]:
+    """Check the results of two epochs; return what the checkpoint says of the run."""
+    is_gossip = isinstance(method, str)
+    results = pool.run(fit_uneven, method, str(folder), world=3)
+    all_steps = [40, 60, 80] if is_gossip else [10, 16, 22]  # no data is skipped
+    assert [steps for steps, *_ in results] == all_steps
+    for _, rounds, model, names in results:
+        assert rounds > (3 if is_gossip else 0)
+        assert is_gossip or rounds == results[0][1]
         assert torch.equal(model, results[0][2])
-    assert torch.isfinite(results[0][2]).all()
+        assert torch.isfinite(model).all()
+        gossip_logs = {"loco/fetches", "loco/blend_factor", "loco/peer_score_min"}
+        assert not is_gossip or gossip_logs <= names
+    (path,) = folder.glob("*.ckpt")
+    saved: dict[str, Any] = torch.load(path, weights_only=True)["lightning_loco"]
+    return saved
+
+
+@rows("uneven", often=(*KINDS, "neighbor_average"))
+def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, case: Case) -> None:
+    saved = check_uneven(pool, tmp_path, case)
+    assert saved["algorithm"] == type(case.algorithm).__name__
+    assert not case.by_clock or saved["settings"]["interval_s"] == 0
+
+
+@pytest.mark.parametrize(
+    "interpolation",
+    [
+        pytest.param("constant", marks=pytest.mark.soak),
+        pytest.param("clock", marks=pytest.mark.soak),
+        "loss",
+    ],
+)
+def test_unequal_numbers_of_batches_with_gossip(
+    pool: Pool, tmp_path: Path, interpolation: str
+) -> None:
+    assert check_uneven(pool, tmp_path, interpolation)["algorithm"] == "PairwiseAverage"
 
 
 def fit_weighted(rank: int, world: int) -> Tensor:
     module = TinyModule()
-    trainer = make_trainer(
-        LocoStrategy(LocalSGD(), sync_every=2), max_epochs=1, use_distributed_sampler=False
-    )
-    trainer.fit(module, make_loader(rank, 2 if rank else 4))
+    fit_with(strategy_of("local_sgd", 2), module, make_loader(rank, 2 if rank else 4))
     return flat(module)
 
 
@@ -59,11 +117,7 @@ def test_the_final_model_is_the_mean_whatever_the_numbers_of_steps(pool: Pool) -
     results = pool.run(fit_weighted, world=2)
     module = TinyModule()
     start = pool.run(_common_round, world=2)[0]
-    with torch.no_grad():
-        offset = 0
-        for p in module.parameters():
-            p.copy_(start[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+    nn.utils.vector_to_parameters(start.clone(), module.parameters())
     optimizer = module.configure_optimizers()
     for step in (2, 3):
         optimizer.zero_grad()
@@ -76,23 +130,20 @@ def test_the_final_model_is_the_mean_whatever_the_numbers_of_steps(pool: Pool) -
 
 def _common_round(rank: int, world: int) -> Tensor:
     module = TinyModule()
-    trainer = make_trainer(
-        LocoStrategy(LocalSGD(), sync_every=2), max_steps=2, use_distributed_sampler=False
-    )
-    trainer.fit(module, make_loader(rank, 2))
+    fit_with(strategy_of("local_sgd", 2), module, make_loader(rank, 2))
     return flat(module)
 
 
 def fit_diverging(rank: int, world: int, folder: str) -> None:
     checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1)
-    trainer = make_trainer(
-        LocoStrategy(LocalSGD(), sync_every=3, timeout_s=30),
-        max_epochs=1,
-        use_distributed_sampler=False,
+    data = make_loader(rank, 5 + 5 * rank), make_loader(rank, 2)
+    fit_with(
+        strategy_of("local_sgd"),
+        ValidatedModule(),
+        *data,
         callbacks=[checkpoint],
         enable_checkpointing=True,
     )
-    trainer.fit(ValidatedModule(), make_loader(rank, 5 + 5 * rank), make_loader(rank, 2))
 
 
 def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
