@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,47 +15,22 @@ from lightning_loco import (
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
-    LocoStrategy,
 )
 from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer, run_each
 from tests.harness.small_model import ValidatedModule, make_loader
 
-
-def few_rounds() -> LocoStrategy:
-    return LocalSGDStrategy(sync_every=4)
-
-
-def long_rounds() -> LocoStrategy:
-    return LocalSGDStrategy(sync_every=6)
-
-
-def long_rounds_of_fragments() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(sync_every=6, fragments=2)
-
-
-def much_momentum() -> LocoStrategy:
-    return DiLoCoStrategy(sync_every=2)
-
-
-def little_momentum() -> LocoStrategy:
-    return DiLoCoStrategy(sync_every=2, outer_momentum=0.5)
-
-
-def a_round_late() -> LocoStrategy:
-    return EagerDiLoCoStrategy(sync_every=2)
-
-
-def a_part_of_a_round_late() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(sync_every=2)
-
-
-def compressed() -> LocoStrategy:
-    return LocalSGDStrategy(sync_every=4, compression="int8")
-
-
-def compressed_and_outer() -> LocoStrategy:
-    return DiLoCoStrategy(sync_every=4, outer_momentum=0.5, compression="int8", evaluate="outer")
+few_rounds = partial(LocalSGDStrategy, sync_every=4)
+long_rounds = partial(LocalSGDStrategy, sync_every=6)
+long_rounds_of_fragments = partial(AsyncDiLoCoStrategy, sync_every=6, fragments=2)
+much_momentum = partial(DiLoCoStrategy, sync_every=2)
+little_momentum = partial(DiLoCoStrategy, sync_every=2, outer_momentum=0.5)
+a_round_late = partial(EagerDiLoCoStrategy, sync_every=2)
+a_part_of_a_round_late = partial(AsyncDiLoCoStrategy, sync_every=2)
+compressed = partial(LocalSGDStrategy, sync_every=4, compression="int8")
+compressed_and_outer = partial(
+    DiLoCoStrategy, sync_every=4, outer_momentum=0.5, compression="int8", evaluate="outer"
+)
 
 
 def patient() -> EarlyStopping:

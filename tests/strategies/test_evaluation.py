@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from lightning_loco.algorithms import Algorithm
 from tests.cases import CASES, Case, without_variants
-from tests.harness.pool import Pool, PoolError, make_trainer, run_each
+from tests.harness.pool import Pool, make_trainer, run_each
 from tests.harness.small_model import (
     TinyModule,
     flat,
@@ -24,6 +24,7 @@ from tests.harness.small_model import (
     norm_model,
     worker_batch,
 )
+from tests.strategies.families import fit_with, strategy_of
 
 LR = 0.05
 Picture = tuple[Tensor, Tensor]
@@ -66,14 +67,9 @@ class RecordingModule(LightningModule):
 
 def fit_recording(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Take six local steps with a validation in the middle of the second round, then six more."""
-    module = RecordingModule(rank)
-    trainer = make_trainer(
-        LocoStrategy(sync_every=4, **settings),
-        max_epochs=2,
-        num_sanity_val_steps=1,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, make_loader(rank, 6), make_loader(0, 2))
+    module, data = RecordingModule(rank), (make_loader(rank, 6), make_loader(0, 2))
+    strategy = LocoStrategy(sync_every=4, **settings)
+    fit_with(strategy, module, *data, max_epochs=2, num_sanity_val_steps=1)
     return {
         "started": module.started,
         "trained": module.trained,
@@ -140,15 +136,10 @@ def end_after(rank: int, world: int, case: Case) -> list[bool]:
     """Return whether fits of several lengths end with the model of their last validation."""
     same = []
     for max_steps, validate_every in ((9, 9), (11, 11), (12, 1)):
-        module = RecordingModule(rank)
-        trainer = make_trainer(
-            case.strategy(4, timeout_s=20),
-            max_steps=max_steps,
-            val_check_interval=validate_every,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, make_loader(rank, 20), make_loader(0, 1))
+        module, data = RecordingModule(rank), (make_loader(rank, 20), make_loader(0, 1))
+        settings = {"max_epochs": None, "max_steps": max_steps, "num_sanity_val_steps": 0}
+        strategy = case.strategy(4, timeout_s=20)
+        fit_with(strategy, module, *data, val_check_interval=validate_every, **settings)
         assert len(module.validated) == max_steps // validate_every
         final, validated = picture(module), module.validated[-1]
         same.append(all(map(torch.equal, final, validated)))
@@ -166,30 +157,6 @@ def test_fit_returns_the_model_of_its_last_validation(
     for name in cases:
         with subtests.test(name):
             assert found[name] == [[True] * 3] * 2
-
-
-REFUSED = {
-    "outer": (LocalSGD(), "outer", None, "evaluate='outer' needs outer parameters.*LocalSGD"),
-    "monitor": (DiLoCo(), "local", "val_loss", r"ModelCheckpoint\(monitor='val_loss'\)"),
-}
-
-
-def fit_with(rank: int, world: int, name: str) -> None:
-    algorithm, evaluate, monitor, _ = REFUSED[name]
-    callbacks = [ModelCheckpoint(monitor=monitor)] if monitor else []
-    trainer = make_trainer(
-        LocoStrategy(algorithm, evaluate=evaluate),
-        max_epochs=1,
-        callbacks=callbacks,
-        enable_checkpointing=monitor is not None,
-    )
-    trainer.fit(TinyModule(lr=LR), make_loader(rank, 2))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_evaluate_is_refused(pool: Pool, name: str) -> None:
-    with pytest.raises(PoolError, match=REFUSED[name][-1]):
-        pool.run(fit_with, name, world=2)
 
 
 def test_local_evaluation(pool: Pool) -> None:
@@ -299,14 +266,10 @@ class LocalMetricModule(TinyModule):
 
 
 def fit_until_stopped(rank: int, world: int) -> tuple[int, int]:
-    module = LocalMetricModule(lr=LR)
-    trainer = make_trainer(
-        LocoStrategy(GASLoC(), topology="ring", sync_every=4),
-        max_epochs=20,
-        use_distributed_sampler=False,
-        callbacks=[EarlyStopping("val_loss", patience=1)],
-    )
-    trainer.fit(module, make_loader(rank, 3), make_loader(rank, 1))
+    stopping = EarlyStopping("val_loss", patience=1)
+    data = make_loader(rank, 3), make_loader(rank, 1)
+    module, strategy = LocalMetricModule(lr=LR), strategy_of("gasloc", 4)
+    trainer = fit_with(strategy, module, *data, max_epochs=20, callbacks=[stopping])
     return trainer.current_epoch, trainer.global_step
 
 

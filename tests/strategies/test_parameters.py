@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco.distributed.worker_status import WorkerStatus
 from tests.harness.pool import Pool, PoolEnvironment
-from tests.harness.small_model import TinyModule, flat, loss_of, make_model, worker_batch
-from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
+from tests.harness.small_model import TinyModule, flat, make_model, worker_batch
+from tests.strategies.plain_runs import LR, fit, simulate
 
 # ------------------------------------------------------------------------------ precision
 
@@ -113,46 +113,6 @@ def test_bfloat16_parameters_are_averaged_in_float32(pool: Pool) -> None:
 # ------------------------------------------------------------------------- parameters
 
 
-class Branches(nn.Module):
-    """A worker uses only one branch, so gradients of the other one are None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList([nn.Linear(3, 1).double() for _ in range(2)])
-
-    def loss(self, worker: int, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss_of(self.branches[worker % 2], batch)
-
-
-class BranchModule(TinyModule):
-    def __init__(self) -> None:
-        super().__init__(lr=LR)
-        self.model = Branches()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self.model.loss(self.global_rank, batch)
-
-    def on_train_end(self) -> None:
-        unused = self.model.branches[(self.global_rank + 1) % 2]
-        assert all(p.grad is None for p in unused.parameters())
-
-
-def fit_branches(rank: int, world: int) -> Tensor:
-    module = BranchModule()
-    fit(rank, module, 6)
-    return flat(module)
-
-
-def test_parameters_without_gradient_on_some_workers(pool: Pool) -> None:
-    def branch_step(worker: int, model: Any, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        model.loss(worker, worker_batch(worker, step)).backward()
-        optimizer.step()
-
-    assert_all_close(pool.run(fit_branches, world=3), simulate(3, 2, branch_step, Branches))
-
-
 class FrozenModule(TinyModule):
     """The first layer is frozen, and differs between ranks before training."""
 
@@ -191,36 +151,6 @@ def test_frozen_parameters_are_neither_sent_nor_changed(pool: Pool) -> None:
         assert (
             bytes_sent == trained.nbytes + rows_bytes
         )  # 2 (N - 1) / N times the trainable parameters
-
-
-class TiedNet(nn.Module):
-    """Two layers that share one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(3, 3).double()
-        self.second = nn.Linear(3, 3).double()
-        self.second.weight = self.first.weight
-        self.last = nn.Linear(3, 1).double()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.second(torch.tanh(self.first(inputs))))
-
-
-def fit_tied(rank: int, world: int) -> tuple[Tensor, bool]:
-    module = TinyModule(lr=LR)
-    module.model = TiedNet()
-    fit(rank, module, 6)
-    return flat(module), module.model.first.weight is module.model.second.weight
-
-
-def test_tied_weights_remain_tied(pool: Pool) -> None:
-    expected = simulate(2, 2, make=TiedNet)
-    assert len(expected) == 9 + 3 + 3 + 4
-    for weights, tied in pool.run(fit_tied, world=2):
-        assert tied
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
 def images(worker: int, step: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -32,6 +33,7 @@ from lightning_loco import (
     AsyncModelAverageStrategy,
     DiLoCo,
     DiLoCoStrategy,
+    Elastic,
     GASLoC,
     GASLoCStrategy,
     LocalSGD,
@@ -41,6 +43,7 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
     Simulation,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.compression import ErrorFeedback, Int8, Sparse
 from lightning_loco.strategies.replica_group import warn_of_straddling
@@ -109,6 +112,34 @@ OF_GASLOC: list[tuple[dict[str, Any], Errors, str]] = [
     ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\) or 'auto', got 1.0"),
     ({"momentum": "much"}, ValueError, r"momentum must be in \[0, 1\) or 'auto', got 'much'"),
     ({"momentum_on": "drift"}, ValueError, "must be 'local' or 'gossiped', got 'drift'"),
+]
+OF_FRAGMENTS: list[tuple[dict[str, Any], Errors, str]] = [
+    ({"sync_every": 10, **arguments}, error, text)
+    for arguments, error, text in [
+        ({"fragments": 11}, ValueError, "from 1 to sync_every=10, got 11"),
+        ({"delay": 11}, ValueError, "from 0 to sync_every=10, got 11"),
+        ({"delay": -1}, ValueError, "from 0 to sync_every=10, got -1"),
+        ({"delay": 1.0}, TypeError, "must be an integer, got 1.0"),
+        ({"mix": 1.5}, ValueError, r"mix .* must be in \[0, 1\], got 1.5"),
+        ({"mix": -0.1}, ValueError, r"mix .* must be in \[0, 1\], got -0.1"),
+        ({"mix": NAN}, ValueError, r"mix .* must be in \[0, 1\], got nan"),
+        ({"mix": "half"}, TypeError, "mix must be a number"),
+        ({"outer_lr": 0.0}, ValueError, "outer_lr must be positive"),
+    ]
+]
+OF_ASYNC: list[tuple[dict[str, Any], Errors, str]] = [
+    (
+        {"sync_every": {0: 10}},
+        ValueError,
+        "need one sync_every for the whole run, got {0: 10}",
+    ),
+    ({"fragments": "many"}, TypeError, "must be an integer, got 'many'"),
+]
+OF_STREAMING: list[tuple[dict[str, Any], Errors, str]] = [
+    ({"sync_every": 10, "fragments": 0}, ValueError, "from 1 to sync_every=10, got 0"),
+    ({"pattern": "odd"}, ValueError, "must be one of strided, contiguous, even, or a list"),
+    ({"pattern": ["a"]}, ValueError, "lists 1 regular expressions for fragments=3"),
+    ({"topology": "ring"}, TypeError, "topology"),
 ]
 OF_CLOCK: list[tuple[dict[str, Any], Errors, str]] = [
     ({"interval_s": -0.1}, ValueError, "interval_s"),
@@ -199,6 +230,9 @@ ARGUMENTS: list[tuple[Callable[..., Any], list[tuple[dict[str, Any], Errors, str
     *((kind, OF_ALL) for kind in (LocalSGDStrategy, GASLoCStrategy)),
     *((kind, OF_DILOCO) for kind in (DiLoCoStrategy, AsyncDiLoCoStrategy)),
     (GASLoCStrategy, OF_GASLOC),
+    *((kind, OF_FRAGMENTS) for kind in (AsyncDiLoCoStrategy, StreamingDiLoCoStrategy)),
+    (AsyncDiLoCoStrategy, OF_ASYNC),
+    (StreamingDiLoCoStrategy, OF_STREAMING),
     (AsyncModelAverageStrategy, OF_CLOCK),
     (PairwiseGossipStrategy, OF_GOSSIP),
     (RemoteOptimizerStrategy, OF_REMOTE),
@@ -401,6 +435,31 @@ OF_STRATEGIES: dict[str, tuple[Callable[[], LocoStrategy], Errors, str]] = {
         lambda: AsyncDiLoCoStrategy(sync_every=6, fragments=None),
         ValueError,
         "sync_every=6: the result .* after the end of this run of 10 local steps.*at most 5",
+    ),
+    "three fragments of two layers": (
+        StreamingDiLoCoStrategy,
+        ValueError,
+        "more than the 2 layers",
+    ),
+    "a parameter in no fragment": (
+        lambda: StreamingDiLoCoStrategy(10, 2, pattern=["weight", "2.bias"]),
+        ValueError,
+        "'model.0.bias' must match one pattern and matches none",
+    ),
+    "an optimizer of the whole vector": (
+        lambda: StreamingDiLoCoStrategy(10, 2, outer_optimizer=torch.optim.AdamW),
+        ValueError,
+        "needs the whole vector of parameters at once .* Use fragments=1",
+    ),
+    "fragments and two numbers for three workers": (
+        lambda: StreamingDiLoCoStrategy([10, 12], 2),
+        ValueError,
+        "lists 2 numbers for 3 workers",
+    ),
+    "a run too short for a whole phase": (
+        lambda: AsyncDiLoCoStrategy(6, fragments=1),
+        ValueError,
+        "sync_every=6: the result of a round is applied one round later, after the end",
     ),
     "two numbers for three workers": (
         lambda: LocalSGDStrategy(sync_every=[4, 2]),
@@ -789,6 +848,7 @@ def synchronized() -> dict[str, Any]:
     return {"sync_batchnorm": True}
 
 
+MEMBERS = Elastic("127.0.0.1:29510")
 NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
 OF_ROUNDS = {
     **{name: Refusal(row[2], row[0], error=row[1]) for name, row in OF_STRATEGIES.items()},
@@ -805,6 +865,18 @@ OF_ROUNDS = {
         ),
         functools.partial(LocalSGDStrategy, replica_size=2),
     ),
+    "outer parameters that it has not": Refusal(
+        "evaluate='outer' needs outer parameters.*LocalSGD",
+        functools.partial(LocalSGDStrategy, evaluate="outer"),
+    ),
+    "a monitor of each worker's metric": Refusal(
+        r"ModelCheckpoint\(monitor='val_loss'\)",
+        functools.partial(DiLoCoStrategy, evaluate="local"),
+        trainer=lambda: {
+            "callbacks": [ModelCheckpoint(monitor="val_loss")],
+            "enable_checkpointing": True,
+        },
+    ),
     "an unfrozen parameter": Refusal(
         "'model.0.weight' became trainable during fit.*Unfreeze before fit",
         module=lambda rank: Unfreezes(),
@@ -819,6 +891,16 @@ OF_OTHERS = {
         error=MisconfigurationException,
         world=2,
         trainer=synchronized,
+    ),
+    "late fragments of elastic members": Refusal(
+        r"delay must be at most sync_every // fragments = 10 // 2 = 5, got 6\. Use delay=5",
+        functools.partial(StreamingDiLoCoStrategy, 10, 2, 6, membership=MEMBERS),
+        world=1,
+    ),
+    "a mapping for elastic members": Refusal(
+        "after a fixed number of local steps. Use one number for sync_every",
+        functools.partial(DiLoCoStrategy, {0: 10, 50: 20}, membership=MEMBERS),
+        world=1,
     ),
     "nodes with several workers": Refusal(
         "devices=1",
@@ -877,6 +959,11 @@ OF_OTHERS = {
     "own methods": remote("'train' of Switched cannot be used here", OwnMethods),
     "own step": remote(r"Call the step of self.optimizers\(\)", OwnStep, in_a_step=True),
     "a sparse table": remote("sparse", SparseTable),
+    "a learning rate finder, remote": remote(
+        "LearningRateFinder and Tuner.lr_find do not work with",
+        TinyModule,
+        trainer=lambda: {"callbacks": [LearningRateFinder(num_training_steps=3)]},
+    ),
     "an error in a hook": remote("no such optimizer", BrokenHook),
     "another model on a server": remote("Build the same|Another model", OtherModel),
     "a wrong number of ranks": Refusal(

@@ -1,7 +1,10 @@
-"""Training loops in the style of Lightning users: rounds follow the same local steps."""
+"""Training in the styles of Lightning users equals a plain loop with the same local steps."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +24,12 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
-from tests.harness.toys import plain_step
-from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
+from tests.harness.toys import LocalStep, plain_step
+from tests.strategies.plain_runs import LR, fit, simulate
 
-# ------------------------------------------------------------------- manual optimization
+CRITIC_STEPS = 3
+
+# ------------------------------------------------ modules, and the same steps without Lightning
 
 
 class ManualModule(TinyModule):
@@ -39,16 +44,6 @@ class ManualModule(TinyModule):
         optimizer.zero_grad()
         self.manual_backward(loss_of(self.model, batch))
         optimizer.step()
-
-
-def fit_manual(rank: int, world: int) -> Tensor:
-    module = ManualModule()
-    fit(rank, module, 12)
-    return flat(module)
-
-
-def test_manual_optimization(pool: Pool) -> None:
-    assert_all_close(pool.run(fit_manual, world=2), simulate(2, 4))
 
 
 class TwoNets(nn.Module):
@@ -67,9 +62,6 @@ class TwoNets(nn.Module):
         return self.critic(self.generator(batch[0])).square().mean()
 
 
-CRITIC_STEPS = 3
-
-
 class AdversarialModule(LightningModule):
     """Three critic steps for each generator step, with toggled optimizers."""
 
@@ -77,41 +69,32 @@ class AdversarialModule(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.nets = TwoNets()
-        self.rounds_inside: list[tuple[int, int]] = []
-        self.steps: list[int] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        engine = self.trainer.strategy.engine
-        before = engine.worker.round_index
+        worker = self.trainer.strategy.engine.worker
+        # A round of 6 local steps is due after every second batch, and never within one.
+        assert worker.round_index == batch_idx // 2
         for_generator, for_critic = self.optimizers()
-        self.toggle_optimizer(for_critic)
         for repeat in range(CRITIC_STEPS):
-            loss = self.nets.critic_loss(batch, repeat)
-            for_critic.zero_grad()
-            self.manual_backward(loss)
-            for_critic.step()
-        self.untoggle_optimizer(for_critic)
-        self.toggle_optimizer(for_generator)
+            self.descend(for_critic, self.nets.critic_loss(batch, repeat))
         loss = self.nets.generator_loss(batch)
-        for_generator.zero_grad()
-        self.manual_backward(loss)
-        for_generator.step()
-        self.untoggle_optimizer(for_generator)
-        self.rounds_inside.append((before, engine.worker.round_index))
-        self.steps.append(engine.worker.steps)
+        self.descend(for_generator, loss)
+        assert worker.round_index == batch_idx // 2
+        assert worker.steps == CRITIC_STEPS * (batch_idx + 1)
         return {"loss": loss.detach()}
+
+    def descend(self, optimizer: Any, loss: Tensor) -> None:
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         return [
             torch.optim.SGD(self.nets.generator.parameters(), lr=LR),
             torch.optim.SGD(self.nets.critic.parameters(), lr=LR),
         ]
-
-
-def fit_adversarial(rank: int, world: int) -> tuple[Tensor, list[tuple[int, int]], list[int], int]:
-    module = AdversarialModule()
-    strategy = fit(rank, module, 6, sync_every=2 * CRITIC_STEPS)
-    return flat(module), module.rounds_inside, module.steps, strategy.statistics.rounds
 
 
 def adversarial_step(worker: int, model: Any, _: Any, step: int) -> None:
@@ -127,55 +110,16 @@ def adversarial_step(worker: int, model: Any, _: Any, step: int) -> None:
     descend(model.generator, model.generator_loss(batch))
 
 
-def test_several_optimizers_with_different_numbers_of_steps(pool: Pool) -> None:
-    expected = simulate(2, 3, adversarial_step, TwoNets, sync_every=2)
-    for weights, rounds_inside, steps, num_rounds in pool.run(fit_adversarial, world=2):
-        # A round of 6 local steps is due after every second batch, and never within one.
-        assert rounds_inside == [(i // 2, i // 2) for i in range(6)]
-        assert steps == [CRITIC_STEPS * (i + 1) for i in range(6)]
-        assert num_rounds == 2
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------- automatic optimization
-
-
-def fit_accumulating(rank: int, world: int) -> tuple[Tensor, int]:
-    module = TinyModule(lr=LR)
-    strategy = fit(rank, module, 12, accumulate_grad_batches=2)
-    return flat(module), strategy.statistics.rounds
-
-
 def accumulating_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
     batches = [worker_batch(worker, batch) for batch in (2 * step, 2 * step + 1)]
     train_step(model, optimizer, *batches)
 
 
-def test_accumulated_batches_make_one_local_step(pool: Pool) -> None:
-    expected = simulate(2, 2, accumulating_step)
-    for weights, num_rounds in pool.run(fit_accumulating, world=2):
-        assert num_rounds == 1
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
-def fit_clipped(rank: int, world: int, by: str) -> Tensor:
-    module = TinyModule(lr=LR)
-    fit(rank, module, 6, gradient_clip_val=0.1, gradient_clip_algorithm=by)
-    return flat(module)
-
-
-@pytest.mark.parametrize("by", ["norm", "value"])
-def test_gradients_are_clipped_locally(pool: Pool, by: str) -> None:
-    def clipped_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
-        if by == "norm":
-            train_step(model, optimizer, worker_batch(worker, step), clip=0.1)
-            return
-        optimizer.zero_grad()
-        loss_of(model, worker_batch(worker, step)).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        optimizer.step()
-
-    assert_all_close(pool.run(fit_clipped, by, world=2), simulate(2, 2, clipped_step))
+def clipped_by_value(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, worker_batch(worker, step)).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
 
 
 def is_skipped(worker: int, step: int) -> bool:
@@ -195,36 +139,20 @@ class OverflowingModule(TinyModule):
         loss = loss_of(self.model, batch)
         return loss * torch.inf if is_skipped(self.global_rank, batch_idx) else loss
 
-
-def fit_overflowing(rank: int, world: int) -> tuple[Tensor, int, float]:
-    module = OverflowingModule(lr=LR)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    strategy = fit(rank, module, 12, plugins=[PoolEnvironment(), precision])
-    return flat(module), strategy.statistics.rounds, scaler.get_scale()
+    def on_train_end(self) -> None:
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        assert scale == 2.0 ** (8 if self.global_rank == 1 else 10)
 
 
-def test_a_step_skipped_by_the_gradient_scaler_does_not_shift_rounds(pool: Pool) -> None:
-    expected = simulate(2, 4, skipping_step)
-    results = pool.run(fit_overflowing, world=2)
-    assert [scale for _, _, scale in results] == [2.0**10, 2.0**8]
-    for weights, num_rounds, _ in results:
-        assert num_rounds == 3
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------- time and schedules
+def float16() -> list[Any]:
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))]
 
 
 class ScheduledModule(TinyModule):
     """Halves the learning rate after every second local step."""
 
-    def __init__(self) -> None:
-        super().__init__(lr=LR)
-        self.rates: list[float] = []
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        assert self.optimizers().param_groups[0]["lr"] == LR * 0.5 ** (batch_idx // 2)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -232,80 +160,186 @@ class ScheduledModule(TinyModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def fit_scheduled(rank: int, world: int) -> tuple[Tensor, list[float]]:
-    module = ScheduledModule()
-    fit(rank, module, 6)
-    return flat(module), module.rates
+def scheduled_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = LR * 0.5 ** (step // 2)
+    plain_step(worker, model, optimizer, step)
 
 
-def test_learning_rate_schedules_are_local(pool: Pool) -> None:
-    def scheduled_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
-        optimizer.param_groups[0]["lr"] = LR * 0.5 ** (step // 2)
+def repeating_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+    plain_step(worker, model, optimizer, step % 6)
+
+
+def step_of_five(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+    if step < 5:
         plain_step(worker, model, optimizer, step)
 
-    expected = simulate(2, 2, scheduled_step)
-    for weights, rates in pool.run(fit_scheduled, world=2):
-        assert rates == [LR * 0.5 ** (step // 2) for step in range(6)]
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+class Branches(nn.Module):
+    """A worker uses only one branch, so gradients of the other one are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(3, 1).double() for _ in range(2)])
+
+    def loss(self, worker: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(self.branches[worker % 2], batch)
 
 
-def fit_two_epochs(rank: int, world: int) -> tuple[Tensor, int, int]:
-    module = TinyModule(lr=LR)
-    strategy = fit(rank, module, 6, sync_every=4, max_epochs=2)
-    return flat(module), strategy.statistics.rounds, module.trainer.global_step
+class BranchModule(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.model = Branches()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model.loss(self.global_rank, batch)
+
+    def on_train_end(self) -> None:
+        unused = self.model.branches[(self.global_rank + 1) % 2]
+        assert all(p.grad is None for p in unused.parameters())
 
 
-def test_rounds_are_independent_of_epochs(pool: Pool) -> None:
-    def repeating_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
-        plain_step(worker, model, optimizer, step % 6)
-
-    expected = simulate(2, 3, repeating_step, sync_every=4)
-    for weights, num_rounds, global_step in pool.run(fit_two_epochs, world=2):
-        assert (num_rounds, global_step) == (2, 12)
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+def branch_step(worker: int, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(worker, worker_batch(worker, step)).backward()
+    optimizer.step()
 
 
-def test_steps_after_the_last_round_count(pool: Pool) -> None:
-    def step_of_five(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
-        if step < 5:
-            plain_step(worker, model, optimizer, step)
+class TiedNet(nn.Module):
+    """Two layers that share one matrix."""
 
-    assert_all_close(pool.run(fit_five, world=2), simulate(2, 2, step_of_five))
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3).double()
+        self.second = nn.Linear(3, 3).double()
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(3, 1).double()
 
-
-def fit_five(rank: int, world: int) -> Tensor:
-    module = TinyModule(lr=LR)
-    fit(rank, module, 5)
-    return flat(module)
-
-
-# ------------------------------------------------- different local steps on each worker
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(inputs))))
 
 
-def fit_unequal(rank: int, world: int) -> tuple[Tensor, int, int, int]:
-    module = TinyModule(lr=LR)
-    strategy = fit(
-        rank,
-        module,
+class TiedModule(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.model = TiedNet()
+
+    def on_train_end(self) -> None:
+        assert self.model.first.weight is self.model.second.weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A fit, and the plain loop with the same result.
+
+    Args:
+        batches: Of each worker in an epoch.
+        rounds: Rounds of the plain loop; the last one is the mean at the end of the fit.
+        module: Makes the module.
+        step: Its local step in the plain loop.
+        trainer: Arguments of the Trainer.
+        settings: Arguments of the strategy and of the plain loop, besides ``sync_every=3``.
+        sync_every: Optimizer steps between rounds, if the plain loop counts them differently.
+        make: Makes the model of the plain loop.
+        steps: ``global_step`` of each worker.
+        world: Number of workers.
+        plugins: Makes plugins of the Trainer.
+    """
+
+    batches: int
+    rounds: int
+    module: Callable[[], LightningModule] = partial(TinyModule, lr=LR)
+    step: LocalStep = plain_step
+    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sync_every: int | None = None
+    make: Callable[[], nn.Module] = make_model
+    steps: tuple[int, ...] | None = None
+    world: int = 2
+    plugins: Callable[[], list[Any]] = list
+
+
+RUNS: dict[str, Run] = {
+    "optimizer by hand": Run(12, 4, ManualModule),
+    "optimizers with different numbers of steps": Run(
+        6,
+        3,
+        AdversarialModule,
+        adversarial_step,
+        settings={"sync_every": 2},
+        sync_every=2 * CRITIC_STEPS,
+        make=TwoNets,
+    ),
+    "accumulated batches are one local step": Run(
+        12, 2, step=accumulating_step, trainer={"accumulate_grad_batches": 2}
+    ),
+    "gradients are clipped locally by norm": Run(
+        6,
+        2,
+        step=partial(plain_step, clip=0.1),
+        trainer={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"},
+    ),
+    "gradients are clipped locally by value": Run(
+        6,
+        2,
+        step=clipped_by_value,
+        trainer={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ),
+    "steps that the gradient scaler skips count": Run(
+        12, 4, partial(OverflowingModule, lr=LR), skipping_step, plugins=float16
+    ),
+    "schedules are local": Run(6, 2, partial(ScheduledModule, lr=LR), scheduled_step),
+    "rounds are independent of epochs": Run(
+        6,
+        3,
+        step=repeating_step,
+        trainer={"max_epochs": 2},
+        settings={"sync_every": 4},
+        steps=(12, 12),
+    ),
+    "steps after the last round count": Run(5, 2, step=step_of_five),
+    "each worker has its number of local steps": Run(
         12,
-        sync_every=[3, 1, 2],
-        algorithm=GASLoC(),
-        topology="ring",
-        max_epochs=-1,
-        max_steps=12,
-    )
+        4,
+        trainer={"max_epochs": -1, "max_steps": 12},
+        settings={"sync_every": [3, 1, 2], "algorithm": GASLoC(), "topology": "ring"},
+        steps=(12, 4, 8),
+        world=3,
+    ),
+    "parameters without gradients on some workers": Run(
+        6, 2, BranchModule, branch_step, make=Branches, world=3
+    ),
+    "tied weights remain tied": Run(6, 2, TiedModule, make=TiedNet),
+}
+
+
+def fit_run(rank: int, world: int, name: str) -> tuple[Tensor, int, int, int]:
+    run = RUNS[name]
+    module, plugins = run.module(), [PoolEnvironment(), *run.plugins()]
+    settings = {**run.settings, **run.trainer, "plugins": plugins}
+    if run.sync_every is not None:
+        settings["sync_every"] = run.sync_every
+    strategy = fit(rank, module, run.batches, **settings)
     trainer = module.trainer
-    return flat(module), trainer.global_step, strategy.statistics.rounds, trainer.max_steps
+    return flat(module), strategy.statistics.rounds, trainer.global_step, trainer.max_steps
 
 
-def test_each_worker_makes_its_own_number_of_local_steps(pool: Pool) -> None:
-    expected = simulate(3, 4, sync_every=[3, 1, 2], algorithm=GASLoC(), topology="ring")
-    results = pool.run(fit_unequal, world=3)
-    assert [steps for _, steps, _, _ in results] == [12, 4, 8]
-    for weights, _, num_rounds, max_steps in results:
-        assert num_rounds == 3
-        assert max_steps == 12  # as the user has set it
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_local_steps_and_rounds_of_a_plain_loop(pool: Pool, name: str) -> None:
+    run = RUNS[name]
+    expected = simulate(
+        run.world, run.rounds, run.step, run.make, **{"sync_every": 3, **run.settings}
+    )
+    results = pool.run(fit_run, name, world=run.world)
+    for weights, num_rounds, _, max_steps in results:
+        assert num_rounds == run.rounds - 1
+        assert max_steps == run.trainer.get("max_steps", -1)  # as the user has set it
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    assert run.steps in (None, tuple(steps for _, _, steps, _ in results))
+
+
+# -------------------------------------------------------------------- data, and other identities
 
 
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
@@ -381,9 +415,6 @@ def test_returning_none_on_one_worker_ends_all_workers(pool: Pool) -> None:
     messages = [caught.value.failures[rank].message for rank in (0, 1)]
     assert all("by returning None in distributed training is not supported" in m for m in messages)
     assert messages[0].startswith("Worker 1 failed:")
-
-
-# ---------------------------------------------------------------------------- one worker
 
 
 def fit_one_worker(rank: int, world: int) -> tuple[Tensor, int]:
