@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import (
@@ -27,7 +26,6 @@ from tests.harness.small_model import (
     WorkerData,
     flat,
     make_loader,
-    worker_batch,
 )
 from tests.strategies.families import fit_with
 
@@ -180,23 +178,6 @@ def test_bad_pauses(pool: Pool, subtests: pytest.Subtests) -> None:
     for settings, error, text in rows:
         with subtests.test(**settings), pytest.raises(error, match=text):
             PauseAveraging(**settings)
-
-
-def fit_in_precision(rank: int, world: int, precision: str) -> tuple[Tensor, torch.dtype]:
-    module = TinyModule()
-    module.model.float()
-    batches = [tuple(t.float() for t in worker_batch(rank, step)) for step in range(20)]
-    data = DataLoader(batches, batch_size=None)
-    fit_with(AsyncModelAverageStrategy(interval_s=0), module, data, precision=precision)
-    return flat(module).float(), module.model[0].weight.dtype
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.filterwarnings("ignore:.*num_workers")
-def test_precisions(pool: Pool, precision: str) -> None:
-    results = pool.run(fit_in_precision, precision, world=2)
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.isfinite(results[0][0]).all()
 
 
 def fit_then_resume(rank: int, world: int, folder: str) -> tuple[int, int, bool]:

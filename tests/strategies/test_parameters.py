@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_loco.distributed.worker_status import WorkerStatus
 from tests.harness.pool import Pool, PoolEnvironment
 from tests.harness.small_model import TinyModule, flat, make_model, worker_batch
+from tests.strategies.families import fit_with, strategy_of
 from tests.strategies.plain_runs import LR, fit, simulate
 
 # ------------------------------------------------------------------------------ precision
@@ -90,6 +91,21 @@ def test_precision(
         assert weights.dtype == of_parameters
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights.double(), exact, rtol=0.05, atol=0.05)
+
+
+def fit_by_clock(rank: int, world: int, precision: str) -> tuple[Tensor, set[torch.dtype]]:
+    module, loader = FloatModule(), DataLoader(FloatData(rank, 20), batch_size=None)
+    fit_with(strategy_of("async_model_average"), module, loader, precision=precision)
+    return flat(module), module.dtypes
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_of_averages_by_the_clock(pool: Pool, precision: str) -> None:
+    results = pool.run(fit_by_clock, precision, world=2)
+    for weights, dtypes in results:
+        assert dtypes == {torch.bfloat16}
+        assert torch.equal(weights, results[0][0])
+        assert torch.isfinite(weights).all()
 
 
 def half_model() -> nn.Sequential:

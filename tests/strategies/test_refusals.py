@@ -56,7 +56,14 @@ from tests.harness.small_model import (
     quiet_trainer,
 )
 from tests.harness.weight_averaging import EMAWeightAveraging, needs_weight_averaging
-from tests.strategies.families import FAMILIES, Family, ShardedModule, fit_with
+from tests.strategies.families import (
+    ALL_METHODS,
+    FAMILIES,
+    Family,
+    ShardedModule,
+    fit_with,
+    strategy_of,
+)
 
 NAN = math.nan
 Errors = type[Exception] | tuple[type[Exception], ...]
@@ -797,6 +804,30 @@ class Unfreezes(TinyModule):
             self.model[0].weight.requires_grad_(True)
 
 
+class Replaces(TinyModule):
+    """Replaces a parameter by another object."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            layer = self.model[0]
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+class AddsLate(TinyModule):
+    """Adds a parameter to its optimizer during training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.trainer.optimizers[0].add_param_group({"params": [self.late]})
+
+
 class NoLoss(TinyModule):
     """Steps its optimizer by hand and returns no loss."""
 
@@ -981,18 +1012,44 @@ OF_OTHERS = {
         )
     },
 }
+REPLACED = (
+    r"Parameter 'model.0.weight' was replaced by another(.|\n)*parameter.data.copy_\(values\)"
+)
+ADDED = "Parameter 'late' was given to an optimizer during fit"
+OF_METHODS = {
+    f"{what}, {name}": Refusal(
+        text,
+        functools.partial(strategy_of, name),
+        lambda rank, module=module: module(),  # type: ignore[misc]
+        RuntimeError,
+        world=2,
+        in_a_step=True,
+    )
+    for what, text, module, names in (
+        ("a replaced parameter", REPLACED, Replaces, ALL_METHODS),
+        (
+            "a parameter that is added to an optimizer",
+            ADDED,
+            AddsLate,
+            ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"],
+        ),
+    )
+    for name in names
+}
 AVERAGES = "a moving average, before the model is copied"
 REFUSED = {
     **OF_ROUNDS,
     **OF_OTHERS,
+    **OF_METHODS,
     AVERAGES: sharded(
         "^EMAWeightAveraging needs the whole model on every rank", callback=EMAWeightAveraging
     ),
 }
 
 
-def test_fits_with_rounds(pool: Pool, subtests: pytest.Subtests) -> None:
-    check_refused(pool, [*OF_ROUNDS], subtests)
+@pytest.mark.parametrize("names", [[*OF_ROUNDS], [*OF_METHODS]], ids=["rounds", "methods"])
+def test_fits_in_one_process(pool: Pool, names: list[str], subtests: pytest.Subtests) -> None:
+    check_refused(pool, names, subtests)
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")

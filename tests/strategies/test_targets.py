@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import prune
 
 from lightning_loco import PairwiseEngine
@@ -129,73 +129,20 @@ def test_a_resumed_run_restores_the_teacher_of_each_worker(
         assert not torch.equal(saved, own)
 
 
-# -------------------------------------------------------- parameters that are replaced
-
-
-class ReplacingModule(TinyModule):
-    """Replaces a parameter by another object, or renames it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(lr=0.05)
-        self.how = how
+class Renames(TinyModule):
+    """Renames a parameter."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 4:
-            return
-        layer = self.model[0]
-        if self.how == "replaced":
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-        elif self.how == "renamed":
-            prune.identity(layer, "weight")
-        elif self.how == "joined":
-            self.trainer.optimizers[0].add_param_group({"params": [self.late]})
+        if batch_idx == 4:
+            prune.identity(self.model[0], "weight")
 
 
-class AddsParameter(ReplacingModule):
-    """Adds a parameter to its optimizer during training."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=self.lr)
-
-
-def fit_replacing(rank: int, world: int, how: str, *names: str) -> dict[str, str]:
-    """Return the errors, by method."""
-    errors = {}
-    for name in names:
-        module = AddsParameter(how) if how == "joined" else ReplacingModule(how)
-        errors[name] = ""
-        try:
-            fit_with(strategy_of(name), module, make_loader(rank, 9))
-        except RuntimeError as error:
-            errors[name] = str(error)
-    return errors
-
-
-def test_a_parameter_that_is_replaced_is_named_on_every_worker(
-    pool: Pool, subtests: pytest.Subtests
-) -> None:
-    found = pool.run(fit_replacing, "replaced", *ALL_METHODS, world=2)
-    for name in ALL_METHODS:
-        with subtests.test(name):
-            for errors in found:
-                assert "Parameter 'model.0.weight' was replaced by another" in errors[name]
-                assert "parameter.data.copy_(values)" in errors[name]
+def fit_renaming(rank: int, world: int) -> Tensor:
+    module = Renames(lr=0.05)
+    fit_with(strategy_of("diloco"), module, make_loader(rank, 9))
+    return flat(module)
 
 
 def test_a_renamed_parameter_is_still_exchanged(pool: Pool) -> None:
-    assert pool.run(fit_replacing, "renamed", "diloco", world=2) == [{"diloco": ""}] * 2
-
-
-def test_a_parameter_that_is_added_to_an_optimizer_is_named(
-    pool: Pool, subtests: pytest.Subtests
-) -> None:
-    names = ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"]
-    found = pool.run(fit_replacing, "joined", *names, world=2)
-    for name in names:
-        with subtests.test(name):
-            for errors in found:
-                assert "Parameter 'late' was given to an optimizer during fit" in errors[name]
+    first, second = pool.run(fit_renaming, world=2)
+    assert torch.equal(first, second)

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 from lightning_loco import (
+    AsyncDiLoCoStrategy,
     CommunicationMonitor,
     ConsensusMonitor,
     LocalSGDStrategy,
@@ -25,7 +28,7 @@ from lightning_loco import (
 )
 from tests.cases import KINDS, Case, rows
 from tests.harness.pool import Pool, PoolError, make_trainer
-from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader
+from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, worker_batch
 from tests.strategies.families import fit_with, strategy_of
 
 
@@ -158,21 +161,90 @@ def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path
     assert sorted(error.value.failures) == [0, 1]
 
 
-class WithoutLength(IterableDataset[Any]):
-    """The batches of worker 0; no batches on others."""
+class CollectivesBetweenEpochs(TinyModule):
+    """Calls collectives without the strategy at the start and end of epochs."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.means: list[float] = []
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(() if self.rank else make_loader(0, 4))
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        dist.barrier()
+
+    def on_train_epoch_end(self) -> None:
+        total = torch.tensor(float(len(self.losses)))
+        dist.all_reduce(total)
+        self.means.append(self.mean.compute().item())
+        dist.barrier()
+
+
+def fit_with_collectives(rank: int, world: int, method: str) -> tuple[list[float], float, Tensor]:
+    module = CollectivesBetweenEpochs()
+    strategy = strategy_of(method, 2, timeout_s=15)
+    trainer = fit_with(strategy, module, make_loader(rank, 4 + 6 * rank), max_epochs=2)
+    return module.means, trainer.callback_metrics["mean"].item(), flat(module)
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "async_diloco", "gasloc", "async_model_average"])
+def test_collectives_in_hooks_of_epochs_with_uneven_data(pool: Pool, method: str) -> None:
+    results = pool.run(fit_with_collectives, method, world=2, timeout_s=30)
+    for means, logged, final in results:
+        assert means == results[0][0]
+        assert logged == results[0][1] == means[-1]
+        assert torch.equal(final, results[0][2])
+
+
+# ------------------------------------------------------------ data of unknown length
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """An iterable dataset of unknown length, which may be empty."""
+
+    def __init__(self, worker: int, num_steps: int) -> None:
+        self.worker = worker
+        self.num_steps = num_steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (worker_batch(self.worker, step) for step in range(self.num_steps))
+
+
+def fit_unknown(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Tensor]:
+    module = TinyModule()
+    strategy = AsyncDiLoCoStrategy(sync_every=4, fragments=None, timeout_s=20)
+    trainer = fit_with(strategy, module, DataLoader(Endless(rank, 20), batch_size=None), **settings)
+    return trainer.global_step, flat(module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 1}, 20),
+        ({"max_epochs": -1, "max_time": {"seconds": 1}}, None),
+        ({"fast_dev_run": True}, 1),
+        ({"fast_dev_run": 3}, 3),
+    ],
+)
+def test_overlap_with_data_of_unknown_length(
+    pool: Pool, settings: dict[str, Any], steps: int | None
+) -> None:
+    results = pool.run(fit_unknown, settings, world=2)
+    for made, final in results:
+        assert steps is None or made == steps
+        assert torch.equal(final, results[0][1])
 
 
 def fit_without_batches(rank: int, world: int) -> tuple[int, list[str]]:
     trainer = make_trainer(LocalSGDStrategy(sync_every=2), max_epochs=1)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", UserWarning)
-        trainer.fit(TinyModule(), DataLoader(WithoutLength(rank), batch_size=None))
+        trainer.fit(TinyModule(), DataLoader(Endless(0, 0 if rank else 4), batch_size=None))
     texts = [str(warning.message) for warning in found]
     return trainer.global_step, [text for text in texts if "local step was taken" in text]
 
