@@ -16,10 +16,8 @@ from torch import Tensor
 from lightning_loco.parameter_server.buckets import Accumulator, BucketBuffer, ParamBucket
 from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
 from lightning_loco.parameter_server.protocol import (
-    Message,
     MessageKind,
     MessageTag,
-    PendingSend,
     RankConnection,
     StepRequest,
 )
@@ -158,7 +156,7 @@ class LocalBackend:
     def leave(self, farewell: dict[str, Any]) -> None:
         """Do nothing: there is no other server."""
 
-    def fail(self, text: str) -> list[PendingSend]:
+    def try_fail(self, text: str) -> list[dist.Work]:
         """Do nothing: there is no other server."""
         return []
 
@@ -222,7 +220,7 @@ class RemoteBackend(ServerClient):
 
     def join(self, checksum: int) -> dict[str, Any]:
         """Request the parameters and wait for them; return the reply for this server's clients."""
-        reply = self.request_weights(checksum)
+        reply = self.ask_for_weights(checksum)
         self._steps_per_parameter = reply["steps_at_once"]
         for memory in self._memory:
             work = self.connection.receive(memory, MessageTag.WEIGHTS)
@@ -235,7 +233,7 @@ class RemoteBackend(ServerClient):
         self._is_streaming = request is None
         self._is_early = request is not None and request.clip is None and self._steps_per_parameter
         kind = MessageKind.STREAMED_STEP if request is None else MessageKind.STEP
-        self.connection.send_request(Message(kind, {} if request is None else request.to_dict()))
+        self.request(kind, None if request is None else request.to_dict())
 
     def add_bucket(self, index: int) -> Iterable[int]:
         """Send the mean gradient of a bucket.
@@ -253,7 +251,7 @@ class RemoteBackend(ServerClient):
     def finish_step(self, request: StepRequest) -> dict[str, Any]:
         """Send the request, unless :meth:`start_step` has, and wait for the step."""
         if self._is_streaming:
-            self.connection.send_request(Message(MessageKind.STEP_REQUEST, request.to_dict()))
+            self.request(MessageKind.STEP_REQUEST, request.to_dict())
         return self.wait_for_reply()
 
     def remaining(self) -> Iterable[int]:
@@ -271,9 +269,9 @@ class RemoteBackend(ServerClient):
         """Return the parameters of a bucket, as they were received."""
         return self._memory[index]
 
-    def fail(self, text: str) -> list[PendingSend]:
+    def try_fail(self, text: str) -> list[dist.Work]:
         """Start to send the other rank the reason of a failure, if it is reachable."""
-        return self.connection.try_request(Message(MessageKind.FAIL, {"text": text}))
+        return self.connection.try_send(MessageKind.FAIL, {"text": text})
 
 
 Backend = LocalBackend | RemoteBackend

@@ -11,6 +11,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_loco._util.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive
@@ -18,7 +20,6 @@ from lightning_loco.parameter_server.protocol import (
     FINAL_KINDS,
     Message,
     MessageKind,
-    PendingSend,
     RankConnection,
     StepRequest,
     Unreachable,
@@ -75,8 +76,6 @@ class Clients:
         self._step_requests: dict[RankConnection, StepRequest] = {}
         keep_alive.add_sender(self._send_keep_alives)
 
-    # ---------------------------------------------------------------- requests
-
     def wait_for_all(self) -> None:
         """Wait until each active client has a pending request.
 
@@ -85,23 +84,20 @@ class Clients:
         while missing := [client for client in self.active if client not in self.pending]:
             if self.pending:
                 kinds = {message.kind for message in self.pending.values()}
-                is_sync_point = kinds == {MessageKind.SYNC_POINT}
-                expected = _NO_SYNC_POINT if is_sync_point else _NO_STEP
-                self._receive_next(missing, expected, self._timeout_s)
+                at_sync_point = kinds == {MessageKind.SYNC_POINT}
+                self._receive_next(missing, _NO_SYNC_POINT if at_sync_point else _NO_STEP)
             else:
                 can_time_out = self._clients_send_keep_alives and all(
                     client.last_keep_alive_s > -math.inf for client in missing
                 )
-                self._receive_next(
-                    missing, _NO_KEEP_ALIVE, self._timeout_s if can_time_out else None
-                )
+                self._receive_next(missing, _NO_KEEP_ALIVE, can_time_out)
 
     def wait_for_step_requests(
         self, streaming: Sequence[RankConnection]
     ) -> dict[RankConnection, StepRequest]:
         """Wait for the step requests of clients that have streamed their gradients."""
         while missing := [c for c in streaming if c not in self._step_requests]:
-            self._receive_next(missing, _NO_STEP, self._timeout_s)
+            self._receive_next(missing, _NO_STEP)
         requests, self._step_requests = self._step_requests, {}
         return requests
 
@@ -124,9 +120,10 @@ class Clients:
             time.sleep(_POLL_S)
 
     def _receive_next(
-        self, missing: Sequence[RankConnection], expected: str, timeout_s: float | None
+        self, missing: Sequence[RankConnection], expected: str, can_time_out: bool = True
     ) -> None:
         """Process the next request; Unreachable if a client has timed out."""
+        timeout_s = self._timeout_s if can_time_out else None
         received = self._queue.next(
             timeout_s, lambda: max(client.last_keep_alive_s for client in missing)
         )
@@ -168,10 +165,10 @@ class Clients:
             if isinstance(message, Message) and message.kind not in FINAL_KINDS
         ]
         for client in {*self.pending, *self.in_progress, *arrived}:
-            client.send_keep_alive_to_client()
+            client.try_send(MessageKind.REPLY, {"waiting": True})
 
     def send_failure(
-        self, error: Exception, send_to_server: Callable[[str], list[PendingSend]]
+        self, error: Exception, send_to_server: Callable[[str], list[dist.Work]]
     ) -> None:
         """Send the reason of a failure to all active clients.
 
@@ -179,12 +176,12 @@ class Clients:
         """
         lines = str(error).strip().split("\n")
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
-        sends = [send for c in self.active for send in c.try_reply({"failure": text})]
+        reply = {"failure": text}
+        sends = [work for c in self.active for work in c.try_send(MessageKind.REPLY, reply)]
         sends += send_to_server(text)
         is_reported = isinstance(error, WorkerFailure) and not isinstance(error, Unreachable)
-        timeout_s = _REPORTED_FAILURE_S if is_reported else _FAILURE_S
-        deadline = time.monotonic() + timeout_s
-        for work, _ in sends:
+        deadline = time.monotonic() + (_REPORTED_FAILURE_S if is_reported else _FAILURE_S)
+        for work in sends:
             left_s = max(deadline - time.monotonic(), _MIN_TIMEOUT_S)
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=left_s))
@@ -204,14 +201,14 @@ class RequestQueue:
     def __init__(self, clients: Sequence[RankConnection], keep_alive: KeepAlive) -> None:
         self._received: queue.Queue[tuple[RankConnection, Message | Exception]] = queue.Queue()
         self._keep_alive = keep_alive
-        self._threads: list[BackgroundThread] = []
-        for client in clients:
-            receive = functools.partial(self._receive_requests, client)
-            thread = BackgroundThread(f"loco-requests-{client.name}", receive)
+        self._threads = [
+            BackgroundThread(f"loco-requests-{client.name}", functools.partial(self._read, client))
+            for client in clients
+        ]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
-    def _receive_requests(self, client: RankConnection) -> None:
+    def _read(self, client: RankConnection) -> None:
         kind = None
         while kind not in FINAL_KINDS:
             try:
@@ -232,11 +229,8 @@ class RequestQueue:
 
         None after ``timeout_s`` seconds, which start again when a client has sent a keep-alive.
         """
-        for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
-            try:
-                return self._received.get(timeout=pause_s)
-            except queue.Empty:
-                continue
+        with suppress(TimeoutError):
+            return self._keep_alive.get(self._received, timeout_s, last_keep_alive)
         return None
 
     def arrived(self) -> list[tuple[RankConnection, Message | Exception]]:

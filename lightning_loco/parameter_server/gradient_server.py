@@ -27,7 +27,6 @@ from lightning_loco.parameter_server.protocol import (
     StepRequest,
     Unreachable,
 )
-from lightning_loco.parameter_server.server_client import receive_parameters, send_parameters
 
 _ALIGNMENT = 8
 
@@ -87,7 +86,7 @@ class GradientServer:
                 self._clients.wait_for_all()
                 self._handle_requests()
         except Exception as error:
-            self._clients.send_failure(error, self._backend.fail)
+            self._clients.send_failure(error, self._backend.try_fail)
             raise
         finally:
             self._clients.close()
@@ -227,7 +226,7 @@ class GradientServer:
         _check_changes({client.name: found for client, found in checksums.items()})
         first, *others = checksums
         first.send_reply({"give": True})
-        self._backend.load_parameters(receive_parameters(first, self._backend.shapes))
+        self._backend.load_parameters(first.receive_all(self._backend.shapes, "the parameters"))
         for client in others:
             client.send_reply({"give": False})
 
@@ -296,9 +295,9 @@ def _reply_directly(backend: Backend, client: RankConnection, message: Message) 
         client.send_reply({})
     elif message.kind == MessageKind.PARAMETERS:
         client.send_reply({})
-        send_parameters(client, backend.parameters())
+        client.send_all(backend.parameters(), "the parameters")
     elif message.kind == MessageKind.LOAD_PARAMETERS:
-        backend.load_parameters(receive_parameters(client, backend.shapes))
+        backend.load_parameters(client.receive_all(backend.shapes, "the parameters"))
         client.send_reply({})
     else:
         return False

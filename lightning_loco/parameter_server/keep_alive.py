@@ -7,8 +7,11 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightning_loco._util.background import BackgroundThread
+
+T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 0.5
 """Longest wait for a thread to end; one that waits for a lost rank does not end in time."""
@@ -53,14 +56,16 @@ class KeepAlive:
         """Send no more keep-alives, and drop the references to all senders."""
         self._senders.clear()
 
-    def pauses(
-        self, timeout_s: float | None, last_keep_alive: Callable[[], float] = lambda: 0.0
-    ) -> Iterator[float]:
-        """Yield how long to wait next, until the timeout; send keep-alives in between.
+    def get(
+        self,
+        source: queue.Queue[T] | queue.SimpleQueue[T],
+        timeout_s: float | None,
+        last_keep_alive: Callable[[], float],
+    ) -> T:
+        """Wait for an item of a queue; TimeoutError after ``timeout_s``, None for no limit.
 
-        Without ``timeout_s`` there is no limit. Time in which this process is suspended does not
-        count, and a keep-alive of another rank (the last came at ``last_keep_alive()``) restarts
-        the timeout.
+        Time in which this process is suspended does not count, and a keep-alive of another rank
+        (the last came at ``last_keep_alive()``) restarts the timeout.
         """
         left_s = limit_s = math.inf if timeout_s is None else timeout_s
         longest_s = _MAX_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
@@ -70,8 +75,11 @@ class KeepAlive:
             if seen != (seen := last_keep_alive()):
                 left_s = limit_s
             pause_s = min(_MAX_PAUSE_S, longest_s, left_s)
-            yield pause_s
-            left_s -= pause_s
+            try:
+                return source.get(timeout=pause_s)
+            except queue.Empty:
+                left_s -= pause_s
+        raise TimeoutError(f"Nothing was received for {timeout_s:g} s.")
 
     def _check_and_send(self) -> None:
         for check in self._checks:
@@ -109,17 +117,11 @@ class WaitThread(BackgroundThread):
     ) -> None:
         """Block until the thread's wait has ended; raise its error.
 
-        Timeout as in :meth:`KeepAlive.pauses`; after a TimeoutError the thread continues to wait.
+        Timeout as in :meth:`KeepAlive.get`; after a TimeoutError the thread continues to wait.
         """
-        for pause_s in self._keep_alive.pauses(timeout_s, last_keep_alive):
-            try:
-                error = result.get(timeout=pause_s)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            return
-        raise TimeoutError(f"Nothing was received for {timeout_s:g} s.")
+        error = self._keep_alive.get(result, timeout_s, last_keep_alive)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """End the thread after all that was submitted.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.parameter_server.protocol import Hyperparameters, MessageTag, RankConnection
+from lightning_loco.parameter_server.protocol import Hyperparameters, RankConnection
 
 
 class HyperparameterSync:
@@ -128,25 +128,20 @@ class OptimizerState(NamedTuple):
     ) -> None:
         """Send the state: first the description, by ``send_description``, then the tensors."""
         send_description(self.describe())
-        for entry in self.values.values():
-            for value in entry.values():
-                if isinstance(value, Tensor) and value.numel():
-                    tensor = value.detach().cpu().contiguous()
-                    work = connection.send(tensor.reshape(-1), MessageTag.STATE)
-                    connection.wait(work, "the optimizer's state")
+        values = (value for entry in self.values.values() for value in entry.values())
+        tensors = (value for value in values if isinstance(value, Tensor))
+        connection.send_all(tensors, "the optimizer's state")
 
     @classmethod
     def receive(cls, connection: RankConnection, description: dict[str, Any]) -> OptimizerState:
         """Receive what :meth:`send` sends after the description; RuntimeError if it is invalid."""
-        values: dict[int, dict[str, Any]] = {}
-        for index, name, described in description["entries"]:
-            value = described
-            if isinstance(described, dict):
-                value = _empty_tensor(described, connection.name)
-                if value.numel():
-                    work = connection.receive(value.view(-1), MessageTag.STATE)
-                    connection.wait(work, "the optimizer's state")
-            values.setdefault(index, {})[name] = value
+        entries, values = description["entries"], dict[int, dict[str, Any]]()
+        described = (value for _, _, value in entries if isinstance(value, dict))
+        shapes = (_without_memory(tensor, connection.name) for tensor in described)
+        tensors = connection.receive_all(shapes, "the optimizer's state")
+        for index, name, value in entries:
+            received = next(tensors) if isinstance(value, dict) else value
+            values.setdefault(index, {})[name] = received
         return cls(values, [_with_tuples(group) for group in description["groups"]])
 
 
@@ -156,12 +151,12 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def _empty_tensor(described: dict[str, Any], sender: str) -> Tensor:
+def _without_memory(described: dict[str, Any], sender: str) -> Tensor:
     match described:
         case {"shape": [*shape], "dtype": str(name)} if all(type(n) is int for n in shape):
             dtype = getattr(torch, name, None)
             if isinstance(dtype, torch.dtype):
-                return torch.empty(shape, dtype=dtype, device="cpu")
+                return torch.empty(shape, dtype=dtype, device="meta")
     raise RuntimeError(f"{sender} has described an invalid tensor: {str(described)[:100]}")
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -30,9 +30,6 @@ from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, Wa
 FRAME_BYTES = 64
 _UNLIMITED_S = 10 * 365 * 24 * 3600.0
 _MAX_PENDING_SENDS = 64
-
-PendingSend = tuple[dist.Work, Tensor]
-"""An asynchronous send, and the tensor that must exist until it is done."""
 
 Hyperparameters = list[dict[str, Any]]
 """One entry per parameter group: name and number, boolean or list of these."""
@@ -90,6 +87,11 @@ class Message(NamedTuple):
         size = len(text).to_bytes(8, "little")
         frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
         return [frame for frame in frames if frame]
+
+    @property
+    def tag(self) -> MessageTag:
+        """Tag with which the message is sent."""
+        return MessageTag.REPLIES if self.kind == MessageKind.REPLY else MessageTag.REQUESTS
 
     @classmethod
     def from_text(cls, text: bytes, sender: str) -> Message:
@@ -285,7 +287,7 @@ class RankConnection:
         self._wait_thread = None if keep_alive is None else WaitThread(name, keep_alive)
         self._has_timed_out = False
         self._send_lock = threading.Lock()
-        self._pending_sends: deque[PendingSend] = deque(maxlen=_MAX_PENDING_SENDS)
+        self._pending_sends: deque[dist.Work] = deque(maxlen=_MAX_PENDING_SENDS)
         self.bytes_sent = 0
         self.bytes_received = 0
         self.last_keep_alive_s = -math.inf
@@ -331,14 +333,29 @@ class RankConnection:
         with self._explain_errors(label, timeout_s):
             work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
+    def send_all(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Send tensors in full precision one after another, without empty ones, and wait."""
+        for tensor in tensors:
+            if tensor.numel():
+                values = tensor.detach().cpu().contiguous()
+                self.wait(self.send(values.view(-1), MessageTag.STATE), label)
+
+    def receive_all(self, like: Iterable[Tensor], label: str) -> Iterator[Tensor]:
+        """Receive what :meth:`send_all` sends: tensors of these shapes and dtypes."""
+        for tensor in like:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if memory.numel():
+                self.wait(self.receive(memory.view(-1), MessageTag.STATE), label)
+            yield memory
+
     # ---------------------------------------------------------------- messages
 
     def send_request(self, message: Message) -> None:
         """Send a request to a server; workers, and all in the last one, wait until it is sent."""
         with self._explain_errors("a message"):
-            sends = self._send_message(message, MessageTag.REQUESTS)
+            sends = self._send_message(message)
         if self._wait_thread is None or message.kind in FINAL_KINDS:
-            for work, _ in sends:
+            for work in sends:
                 self.wait(work, "a message")
 
     def receive_request(self) -> Message:
@@ -352,7 +369,7 @@ class RankConnection:
     def send_reply(self, content: dict[str, Any]) -> None:
         """Start to send a reply to a client, which may not wait for it yet."""
         with self._explain_errors("a message"):
-            self._send_message(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
+            self._send_message(Message(MessageKind.REPLY, content))
 
     def receive_reply(self) -> dict[str, Any]:
         """Wait for a server's reply."""
@@ -360,39 +377,23 @@ class RankConnection:
             MessageTag.REPLIES, lambda work: self.wait(work, "a message")
         ).content
 
-    def try_reply(self, content: dict[str, Any]) -> list[PendingSend]:
-        """Start to send a reply; return the sends, or none if the client is unreachable."""
-        return self._try_send(Message(MessageKind.REPLY, content), MessageTag.REPLIES)
-
-    def try_request(self, message: Message) -> list[PendingSend]:
-        """Start to send a request; return the sends, or none if the server is unreachable."""
-        return self._try_send(message, MessageTag.REQUESTS)
-
-    def send_keep_alive_to_client(self) -> None:
-        """Notify a client that its reply is late because this server waits for another rank."""
-        self._try_send(Message(MessageKind.REPLY, {"waiting": True}), MessageTag.REPLIES)
-
-    def send_keep_alive_to_server(self) -> None:
-        """Notify a server that this rank is late because it waits for another server."""
-        self._try_send(Message(MessageKind.KEEP_ALIVE, {}), MessageTag.REQUESTS)
-
-    def _try_send(self, message: Message, tag: MessageTag) -> list[PendingSend]:
+    def try_send(self, kind: MessageKind, content: dict[str, Any]) -> list[dist.Work]:
+        """Start to send a message; return the sends, or none if the other rank is unreachable."""
         with suppress(RuntimeError):
-            sends = self._send_message(message, tag)
+            sends = self._send_message(Message(kind, content))
             return [] if self._has_timed_out else sends
         return []
 
-    def _send_message(self, message: Message, tag: MessageTag) -> list[PendingSend]:
+    def _send_message(self, message: Message) -> list[dist.Work]:
         """Start to send a message; no other thread's frames come between its frames."""
+        sends = []
         with self._send_lock:
-            sends = [self._send_frame(frame, tag) for frame in message.to_frames()]
-        self._pending_sends += sends
+            for frame in message.to_frames():
+                self.bytes_sent += len(frame)
+                tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+                sends.append(self._group.send([tensor], self.rank, self._first_tag + message.tag))
+        self._pending_sends += sends  # a send needs its work, which has the memory, to complete
         return sends
-
-    def _send_frame(self, frame: bytes, tag: MessageTag) -> PendingSend:
-        self.bytes_sent += len(frame)
-        tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        return self._group.send([tensor], self.rank, self._first_tag + tag), tensor
 
     def _receive_message(self, tag: MessageTag, wait: Callable[[dist.Work], object]) -> Message:
         first = self._receive_frame(FRAME_BYTES, tag, wait)
@@ -406,11 +407,11 @@ class RankConnection:
     def _receive_frame(
         self, size: int, tag: MessageTag, wait: Callable[[dist.Work], object]
     ) -> bytes:
-        self.bytes_received += size
         memory = bytearray(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         with self._explain_errors("a message"):
             work = self._group.recv([tensor], self.rank, self._first_tag + tag)
+        self.bytes_received += size
         wait(work)
         return bytes(memory)
 

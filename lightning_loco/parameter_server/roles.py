@@ -26,7 +26,12 @@ from lightning_loco.parameter_server.buckets import (
 from lightning_loco.parameter_server.gradient_server import GradientServer
 from lightning_loco.parameter_server.keep_alive import KeepAlive
 from lightning_loco.parameter_server.optimizer import RemoteOptimizer
-from lightning_loco.parameter_server.protocol import MessageTag, RankConnection, Transport
+from lightning_loco.parameter_server.protocol import (
+    MessageKind,
+    MessageTag,
+    RankConnection,
+    Transport,
+)
 
 T = TypeVar("T")
 
@@ -156,7 +161,8 @@ class _ServiceRank:
     def aggregate(self, serving: Serving) -> dict[str, Any]:
         """Average the workers' gradients for the optimizer on another rank (3 tiers)."""
         connection = self._connect(self._tiers.optimizers[self._shard], self._transport)
-        self._keep_alive.add_sender(connection.send_keep_alive_to_server)
+        send = functools.partial(connection.try_send, MessageKind.KEEP_ALIVE, {})
+        self._keep_alive.add_sender(send)
         backend = RemoteBackend(connection, self._params, self._buckets, self._accumulator)
         return self._serve(self._tiers.leaders, self._buckets, backend, serving)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,14 +37,38 @@ class ServerClient:
         self.shapes = shapes
         self._has_left = False
 
-    def request_weights(self, checksum: int) -> dict[str, Any]:
+    def request(self, kind: MessageKind, content: dict[str, Any] | None = None) -> None:
+        """Send a request; :meth:`wait_for_reply` returns the reply."""
+        self.connection.send_request(Message(kind, content or {}))
+
+    def ask(self, kind: MessageKind, content: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request and wait for the reply."""
+        self.request(kind, content)
+        return self.wait_for_reply()
+
+    def wait_for_reply(self) -> dict[str, Any]:
+        """Wait for the server's reply to the last request.
+
+        RuntimeError if it reports a failure; this rank then leaves.
+        """
+        reply = self.connection.receive_reply()
+        while "waiting" in reply:  # a keep-alive: the server waits for another rank
+            for server in self.connection.other_servers:
+                server.try_send(MessageKind.KEEP_ALIVE, {})
+            reply = self.connection.receive_reply()
+        if "failure" in reply:
+            with suppress(RuntimeError):
+                self.leave({})
+            raise RuntimeError(f"{self.connection.name}: {reply['failure']}")
+        return reply
+
+    def ask_for_weights(self, checksum: int) -> dict[str, Any]:
         """Request the parameters, which follow the reply.
 
         ValueError if the server's model has another checksum; RuntimeError if the server has ended
         or is later than the timeout.
         """
-        self.connection.send_request(Message(MessageKind.WEIGHTS, {"checksum": checksum}))
-        reply = self.wait_for_reply()
+        reply = self.ask(MessageKind.WEIGHTS, {"checksum": checksum})
         if "hyperparameters" not in reply:
             raise ValueError(
                 f"{self.connection.name} has a model with other parameters. Build the same model "
@@ -54,75 +79,40 @@ class ServerClient:
 
     def parameters(self) -> Iterable[Tensor]:
         """Request all parameters in full precision; yield them one after another."""
-        self.connection.send_request(Message(MessageKind.PARAMETERS, {}))
-        self.wait_for_reply()
-        yield from receive_parameters(self.connection, self.shapes)
+        self.ask(MessageKind.PARAMETERS)
+        yield from self.connection.receive_all(self.shapes, "the parameters")
 
     def load_parameters(self, values: Iterable[Tensor]) -> None:
         """Replace the server's parameters."""
-        self.connection.send_request(Message(MessageKind.LOAD_PARAMETERS, {}))
-        send_parameters(self.connection, values)
+        self.request(MessageKind.LOAD_PARAMETERS)
+        self.connection.send_all(values, "the parameters")
         self.wait_for_reply()
 
     def state(self) -> OptimizerState:
         """Request the optimizer's state; TypeError if it cannot be sent."""
-        self.connection.send_request(Message(MessageKind.STATE, {}))
-        reply = self.wait_for_reply()
+        reply = self.ask(MessageKind.STATE)
         if "refused" in reply:
             raise TypeError(reply["refused"])
         return OptimizerState.receive(self.connection, reply)
 
     def load_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state."""
-        state.send(
-            self.connection,
-            lambda text: self.connection.send_request(Message(MessageKind.LOAD_STATE, text)),
-        )
+        state.send(self.connection, functools.partial(self.request, MessageKind.LOAD_STATE))
         self.wait_for_reply()
 
     def leave(self, farewell: dict[str, Any]) -> None:
         """Notify the server that no more requests follow, and send final values."""
-        self._send_last(Message(MessageKind.LEAVE, farewell))
+        self._send_last(MessageKind.LEAVE, farewell)
 
-    def _send_last(self, message: Message) -> None:
+    def fail(self, text: str) -> None:
+        """Notify the server that no more requests follow because of an error."""
+        self._send_last(MessageKind.FAIL, {"text": text})
+
+    def _send_last(self, kind: MessageKind, content: dict[str, Any]) -> None:
         """Send a last request; another one would not be received, so it is not sent."""
         if not self._has_left:
             self._has_left = True
-            self.connection.send_request(message)
-
-    def wait_for_reply(self) -> dict[str, Any]:
-        """Wait for the server's reply to the last request.
-
-        RuntimeError if it reports a failure; this rank then leaves.
-        """
-        reply = self.connection.receive_reply()
-        while "waiting" in reply:  # a keep-alive: the server waits for another rank
-            for server in self.connection.other_servers:
-                server.send_keep_alive_to_server()
-            reply = self.connection.receive_reply()
-        if "failure" in reply:
-            with suppress(RuntimeError):
-                self.leave({})
-            raise RuntimeError(f"{self.connection.name}: {reply['failure']}")
-        return reply
-
-
-def receive_parameters(connection: RankConnection, params: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Receive parameters of these shapes and dtypes in full precision, one after another."""
-    for param in params:
-        memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
-        if memory.numel():
-            work = connection.receive(memory.view(-1), MessageTag.STATE)
-            connection.wait(work, "the parameters")
-        yield memory
-
-
-def send_parameters(connection: RankConnection, params: Iterable[Tensor]) -> None:
-    """Send what :func:`receive_parameters` receives."""
-    for param in params:
-        if param.numel():
-            values = param.detach().cpu().contiguous()
-            connection.wait(connection.send(values.view(-1), MessageTag.STATE), "the parameters")
+            self.request(kind, content)
 
 
 class ShardClient(ServerClient):
@@ -161,7 +151,7 @@ class ShardClient(ServerClient):
 
     def join(self) -> None:
         """Request parameters and hyper-parameters; :meth:`receive_weights` finishes it."""
-        self._hyperparameters.update(self.request_weights(self._checksum)["hyperparameters"])
+        self._hyperparameters.update(self.ask_for_weights(self._checksum)["hyperparameters"])
         self._start_receiving(self._params)
 
     # ------------------------------------------------------------------- steps
@@ -188,7 +178,7 @@ class ShardClient(ServerClient):
         ):
             if not self._is_streaming:
                 self._is_streaming = True
-                self.connection.send_request(Message(MessageKind.STREAMED_STEP, {}))
+                self.request(MessageKind.STREAMED_STEP)
             self._send_next_bucket()
 
     def start_averaging(self, is_leader: bool) -> None:
@@ -199,7 +189,7 @@ class ShardClient(ServerClient):
                 gradient = torch.zeros_like(param)
                 param.grad = gradient if param.grad is None else gradient.copy_(param.grad)
         if is_leader:
-            self.connection.send_request(Message(MessageKind.MEAN_GRADIENT, request.to_dict()))
+            self.request(MessageKind.MEAN_GRADIENT, request.to_dict())
             while len(self._sends) < len(self._buffers):
                 self._send_next_bucket()
             self._start_receiving(self._gradients())
@@ -243,7 +233,7 @@ class ShardClient(ServerClient):
         if isinstance(request, Future):
             request = request.result()
         if request.changed is not None and self.wait_for_reply()["give"]:
-            send_parameters(self.connection, self._params)
+            self.connection.send_all(self._params, "the parameters")
 
     def wait_for_step(self) -> str | None:
         """Wait for the server's step; return why all workers should stop, or None."""
@@ -287,7 +277,7 @@ class ShardClient(ServerClient):
         if self._async_sender is not None:
             return self._async_sender.send_request(kind, request, self._changes)
         request = request._replace(changed=self._changes.changed_checksum())
-        self.connection.send_request(Message(kind, request.to_dict()))
+        self.request(kind, request.to_dict())
         return request
 
     def _send_next_bucket(self) -> None:
@@ -330,26 +320,21 @@ class ShardClient(ServerClient):
 
     def are_finite(self, here: bool) -> bool:
         """Return whether the gradients of all workers are finite, and those ``here``."""
-        self.connection.send_request(Message(MessageKind.FINITE, {"finite": here}))
-        return bool(self.wait_for_reply()["finite"])
+        return bool(self.ask(MessageKind.FINITE, {"finite": here})["finite"])
 
     def request_sync_point(self, purpose: str, stop: str | None) -> None:
         """Notify the server of a sync point; call :meth:`wait_for_sync_point` afterwards."""
         content = {"purpose": purpose, "stop": stop, "changed": self._changes.changed_checksum()}
-        self.connection.send_request(Message(MessageKind.SYNC_POINT, content))
+        self.request(MessageKind.SYNC_POINT, content)
 
     def wait_for_sync_point(self) -> dict[str, Any]:
         """Wait until all workers are at the sync point; return the server's reply."""
         reply = self.wait_for_reply()
         if "give" in reply:
             if reply["give"]:
-                send_parameters(self.connection, self._params)
+                self.connection.send_all(self._params, "the parameters")
             reply = self.wait_for_reply()
         return reply
-
-    def fail(self, text: str) -> None:
-        """Notify the server that no more requests follow because of an error."""
-        self._send_last(Message(MessageKind.FAIL, {"text": text}))
 
     def close(self) -> None:
         """End the thread that sends, if there is one."""
