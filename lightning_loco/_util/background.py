@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -42,6 +43,52 @@ class BackgroundThread(threading.Thread):
     def end_with_process(self) -> float:
         """Ask the thread to end as the process exits; return how many seconds to wait for it."""
         return self._exit_timeout_s
+
+
+class TaskThread(BackgroundThread):
+    """Calls functions one after another; starts with the first one, if it was not started before.
+
+    The thread keeps no reference to a function once its future is done: a thread that releases the
+    last one to an object of a C++ library while the process exits would abort the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Call a function after those before it; return a future of its result or error."""
+        if self.ident is None:
+            self.start()
+        future: Future[T] = Future()
+        self._tasks.put((work, future))
+        return future
+
+    def run(self) -> None:
+        """Call the functions, until ended."""
+        while (task := self._tasks.get()) is not None:
+            work, future = task
+            del task
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:
+                    del work
+                    future.set_exception(error)
+                else:
+                    del work
+                    future.set_result(result)
+                    del result
+            del future
+
+    def end(self) -> None:
+        """End the thread after all functions that were submitted; does not wait for it."""
+        self._tasks.put(None)
+
+    def end_with_process(self) -> float:
+        """End the thread after all that was submitted, as the process ends."""
+        self.end()
+        return super().end_with_process()
 
 
 def run_in_thread(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S) -> Future[T]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_loco._util.background import BackgroundThread
+from lightning_loco._util.background import TaskThread
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
@@ -449,7 +452,7 @@ class DelayedFetcher:
         self._fetcher.close()
 
 
-class FetchingThread(BackgroundThread):
+class FetchingThread(TaskThread):
     """Runs the fetches that the training thread starts, and hands over the results.
 
     A fetch ends within ``fetch_timeout_s`` of the fetcher, with or without parameters. Only this
@@ -459,15 +462,9 @@ class FetchingThread(BackgroundThread):
     def __init__(self, fetcher: Fetcher | DelayedFetcher) -> None:
         super().__init__("loco-peer-fetching")
         self._fetcher = fetcher
-        self._fetch_timeout_s = fetcher.fetch_timeout_s
-        # Shared with the training thread. Fetches are numbered from 1 on.
-        self._changed = threading.Condition()
-        self._closing = False
-        self._last_started = 0
-        self._started_at = 0.0
-        self._last_ended = 0
-        self._last_taken = 0
-        self._received: Received | None = None
+        self._deadline = 0.0
+        self._last: Future[Received | None] | None = None
+        self._is_taken = True
 
     @property
     def counts(self) -> FetchCounts:
@@ -476,73 +473,57 @@ class FetchingThread(BackgroundThread):
 
     def start_fetch(self) -> None:
         """Start a fetch. The result of the previous one is no longer valid."""
-        with self._changed:
-            self._last_started += 1
-            self._started_at = time.monotonic()
-            self._received = None
-            self._changed.notify_all()
+        if self._last is not None:
+            self._last.cancel()  # if it waits for the one before it
+        self._deadline = time.monotonic() + self._fetcher.fetch_timeout_s
+        self._last = self.submit(functools.partial(self._fetch, self._deadline))
+        self._is_taken = False
 
     def wait(self, timeout_s: float | None = None) -> Received | None:
         """Wait for the fetch, as :meth:`PeerNode.wait` does; return the parameters once."""
-        with self._changed:
-            if self._last_taken == self._last_started:
-                return None
-            left_s = self._started_at + self._fetch_timeout_s - time.monotonic()
-            limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
-            ended = self._changed.wait_for(
-                lambda: self._last_ended == self._last_started or self._closing, max(limit_s, 0)
-            )
-            if not ended and limit_s < left_s:
-                return None
-            self._last_taken = self._last_started
-            received, self._received = self._received, None
-            return received
+        if self._is_taken or self._last is None:
+            return None
+        left_s = self._deadline - time.monotonic()
+        limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        if not self.is_alive():
+            limit_s = 0.0
+        if not futures.wait([self._last], max(limit_s, 0.0)).done and limit_s < left_s:
+            return None
+        self._is_taken = True
+        return self._last.result() if self.has_ended else None
 
     @property
     def has_ended(self) -> bool:
         """Whether no fetch is running, so that :meth:`wait` would not block."""
-        return self._last_ended == self._last_started
+        return self._last is None or (self._last.done() and self._last.exception() is None)
+
+    def _fetch(self, deadline: float) -> Received | None:
+        try:
+            return self._fetcher.fetch(deadline)
+        except FetcherStopped:
+            raise
+        except Exception:
+            log.exception("Parameters are no longer read from peers.")
+            self.end()
+            raise
 
     def run(self) -> None:
         """Run the fetches until the thread is closed."""
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._closing or self._last_ended < self._last_started
-                    )
-                    if self._closing:
-                        return
-                    number = self._last_started
-                    deadline = self._started_at + self._fetch_timeout_s
-                received = self._fetcher.fetch(deadline)
-                with self._changed:
-                    self._last_ended = number
-                    if number == self._last_started:
-                        self._received = received
-                    self._changed.notify_all()
-        except FetcherStopped:
-            pass
-        except Exception:
-            log.exception("Parameters are no longer read from peers.")
+            super().run()
         finally:
             self._fetcher.close()
 
     def close(self) -> None:
         """End the thread. Calling it again does nothing."""
-        self._request_stop()
+        self._fetcher.stop()
+        self.end()
         if self.ident is None:
             self._fetcher.close()
         elif self.is_alive():
-            self.join(self._fetch_timeout_s + 5)
+            self.join(self._fetcher.fetch_timeout_s + 5)
 
     def end_with_process(self) -> float:
         """Abort the current fetch."""
-        self._request_stop()
+        self._fetcher.stop()
         return super().end_with_process()
-
-    def _request_stop(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._fetcher.stop()
-            self._changed.notify_all()

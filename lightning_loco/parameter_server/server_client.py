@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco._util.background import TaskThread
 from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.model.fingerprint import crc32
@@ -353,7 +354,7 @@ class AsyncSender:
     def __init__(self, connection: RankConnection, device: torch.device) -> None:
         self._connection = connection
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loco-sender")
+        self._thread = TaskThread("loco-sender")
 
     def send(self, buffer: BucketBuffer, gradients: Tensors) -> Future[dist.Work]:
         """Start to send a bucket; its buffer must not be used before the send is done."""
@@ -380,7 +381,7 @@ class AsyncSender:
 
     def close(self) -> None:
         """End the thread when everything is sent."""
-        self._thread.shutdown(wait=False)
+        self._thread.end()
 
 
 _NUM_ROWS = 32
