@@ -232,8 +232,8 @@ class RemoteBackend(ServerClient):
         self._next = self._known = 0
         self._is_streaming = request is None
         self._is_early = request is not None and request.clip is None and self._steps_per_parameter
-        kind = MessageKind.STREAMED_STEP if request is None else MessageKind.STEP
-        self.request(kind, None if request is None else request.to_dict())
+        content = {} if request is None else {"request": request.to_dict()}
+        self.request(MessageKind.STEP, content)
 
     def add_bucket(self, index: int) -> Iterable[int]:
         """Send the mean gradient of a bucket.
@@ -251,7 +251,7 @@ class RemoteBackend(ServerClient):
     def finish_step(self, request: StepRequest) -> dict[str, Any]:
         """Send the request, unless :meth:`start_step` has, and wait for the step."""
         if self._is_streaming:
-            self.request(MessageKind.STEP_REQUEST, request.to_dict())
+            self.request(MessageKind.STEP_REQUEST, {"request": request.to_dict()})
         return self.wait_for_reply()
 
     def remaining(self) -> Iterable[int]:
@@ -271,7 +271,7 @@ class RemoteBackend(ServerClient):
 
     def try_fail(self, text: str) -> list[dist.Work]:
         """Start to send the other rank the reason of a failure, if it is reachable."""
-        return self.connection.try_send(MessageKind.FAIL, {"text": text})
+        return self.connection.try_send(MessageKind.LEAVE, {"failure": text})
 
 
 Backend = LocalBackend | RemoteBackend

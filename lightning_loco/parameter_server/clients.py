@@ -17,7 +17,6 @@ from lightning_loco._util.background import BackgroundThread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive
 from lightning_loco.parameter_server.protocol import (
-    FINAL_KINDS,
     Message,
     MessageKind,
     RankConnection,
@@ -36,11 +35,18 @@ _NO_SYNC_POINT = "sync point {:g} s after another worker's"
 _NO_KEEP_ALIVE = "sign of life for {:g} s"
 
 
+Arrived = tuple[RankConnection, Message | Exception]
+"""A client and its request, or the error with which its connection has ended."""
+
+
 class Clients:
     """Receives requests and replies to them; raises an error that names a client that has failed.
 
     Clients that wait for a reply receive keep-alives while the server waits, so they never time out
     on a server that is alive. The server times out on a client after ``timeout_s``.
+
+    Threads receive the requests, so that the server's main thread can be interrupted, and learns at
+    once when a client has ended or sends a keep-alive.
 
     Args:
         connections: The clients, in the order in which their gradients are summed.
@@ -70,11 +76,21 @@ class Clients:
         self.in_progress: list[RankConnection] = []
         self.farewell: dict[str, Any] = {}
         self._reply_directly = reply_directly
-        self._timeout_s = keep_alive.timeout_s
+        self._keep_alive = keep_alive
         self._clients_send_keep_alives = clients_send_keep_alives
-        self._queue = RequestQueue(connections, keep_alive)
         self._step_requests: dict[RankConnection, StepRequest] = {}
-        keep_alive.add_sender(self._send_keep_alives)
+        self._arrived: queue.Queue[Arrived] = queue.Queue()
+        keep_alive.senders.append(self._send_keep_alives)
+        self._threads = [
+            BackgroundThread(
+                f"loco-requests-{client.name}", functools.partial(_receive, client, self._arrived)
+            )
+            for client in connections
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---------------------------------------------------------------- requests
 
     def wait_for_all(self) -> None:
         """Wait until each active client has a pending request.
@@ -109,60 +125,67 @@ class Clients:
         """
         deadline = time.monotonic() + within_s
         while True:
-            for client, message in self._queue.arrived():
+            for client, message in self._not_processed():
                 if client in self.in_progress:
                     if isinstance(message, Exception):
                         return
-                    if message.kind in FINAL_KINDS:
+                    if message.kind == MessageKind.LEAVE:
                         self._process(client, message)
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_S)
 
+    def _not_processed(self) -> list[Arrived]:
+        with self._arrived.mutex:
+            return list(self._arrived.queue)
+
     def _receive_next(
         self, missing: Sequence[RankConnection], expected: str, can_time_out: bool = True
     ) -> None:
         """Process the next request; Unreachable if a client has timed out."""
-        timeout_s = self._timeout_s if can_time_out else None
-        received = self._queue.next(
-            timeout_s, lambda: max(client.last_keep_alive_s for client in missing)
-        )
-        if received is not None:
+        timeout_s = self._keep_alive.timeout_s if can_time_out else None
+        try:
+            received = self._keep_alive.get(
+                self._arrived, timeout_s, lambda: max(c.last_keep_alive_s for c in missing)
+            )
+        except TimeoutError:
+            assert timeout_s is not None
+            for client in missing:
+                if time.monotonic() > client.last_keep_alive_s + timeout_s:
+                    self.active.remove(client)
+                    raise Unreachable(
+                        f"{client.name}: no {expected.format(timeout_s)}. Check where it is, or "
+                        "raise timeout_s."
+                    ) from None
+        else:
             self._process(*received)
-            return
-        assert timeout_s is not None
-        for client in missing:
-            if time.monotonic() > client.last_keep_alive_s + timeout_s:
-                self.active.remove(client)
-                raise Unreachable(
-                    f"{client.name}: no {expected.format(timeout_s)}. Check where it is, or raise "
-                    "timeout_s."
-                )
 
     def _process(self, client: RankConnection, message: Message | Exception) -> None:
         if isinstance(message, Exception):
             self.active.remove(client)
             raise message
-        if message.kind in FINAL_KINDS:
+        if message.kind == MessageKind.LEAVE:
             self.active.remove(client)
-            if message.kind == MessageKind.FAIL:
-                raise RuntimeError(f"{client.name} failed: {message.content['text']}")
+            if "failure" in message.content:
+                raise RuntimeError(f"{client.name} failed: {message.content['failure']}")
             if client in self.pending or client in self.in_progress:
                 raise RuntimeError(f"{client.name} has left before the end of its step.")
-            self.farewell = message.content or self.farewell
+            self.farewell = message.content.get("farewell") or self.farewell
         elif message.kind == MessageKind.STEP_REQUEST:
-            self._step_requests[client] = StepRequest.from_dict(message.content)
+            self._step_requests[client] = StepRequest.from_dict(message.content["request"])
         else:
             self.in_progress.append(client)
             if not self._reply_directly(client, message):
                 self.pending[client] = message
             self.in_progress.remove(client)
 
+    # ---------------------------------------------------------- keep-alives, end
+
     def _send_keep_alives(self) -> None:
         arrived = [
             client
-            for client, message in self._queue.arrived()
-            if isinstance(message, Message) and message.kind not in FINAL_KINDS
+            for client, message in self._not_processed()
+            if isinstance(message, Message) and message.kind != MessageKind.LEAVE
         ]
         for client in {*self.pending, *self.in_progress, *arrived}:
             client.try_send(MessageKind.REPLY, {"waiting": True})
@@ -187,59 +210,23 @@ class Clients:
                 work.wait(timedelta(seconds=left_s))
 
     def close(self) -> None:
-        """End the threads that receive requests."""
-        self._queue.close()
-
-
-class RequestQueue:
-    """The clients' requests in the order of their arrival.
-
-    Threads receive them, so that the server's main thread can be interrupted, and learns at once
-    when a client has ended or sends a keep-alive.
-    """
-
-    def __init__(self, clients: Sequence[RankConnection], keep_alive: KeepAlive) -> None:
-        self._received: queue.Queue[tuple[RankConnection, Message | Exception]] = queue.Queue()
-        self._keep_alive = keep_alive
-        self._threads = [
-            BackgroundThread(f"loco-requests-{client.name}", functools.partial(self._read, client))
-            for client in clients
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _read(self, client: RankConnection) -> None:
-        kind = None
-        while kind not in FINAL_KINDS:
-            try:
-                message = client.receive_request()
-            except Exception as error:
-                self._received.put((client, error))
-                return
-            kind = message.kind
-            if kind == MessageKind.KEEP_ALIVE:
-                client.last_keep_alive_s = time.monotonic()
-            else:
-                self._received.put((client, message))
-
-    def next(
-        self, timeout_s: float | None, last_keep_alive: Callable[[], float]
-    ) -> tuple[RankConnection, Message | Exception] | None:
-        """Wait for the next request, or the error with which a client's connection has ended.
-
-        None after ``timeout_s`` seconds, which start again when a client has sent a keep-alive.
-        """
-        with suppress(TimeoutError):
-            return self._keep_alive.get(self._received, timeout_s, last_keep_alive)
-        return None
-
-    def arrived(self) -> list[tuple[RankConnection, Message | Exception]]:
-        """Return what has arrived and is not processed yet."""
-        with self._received.mutex:
-            return list(self._received.queue)
-
-    def close(self) -> None:
         """Join the threads, with a short timeout for those that receive from a lost rank."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _receive(client: RankConnection, arrived: queue.Queue[Arrived]) -> None:
+    """Receive the requests of a client until it leaves."""
+    kind = None
+    while kind != MessageKind.LEAVE:
+        try:
+            message = client.receive_request()
+        except Exception as error:
+            arrived.put((client, error))
+            return
+        kind = message.kind
+        if kind == MessageKind.KEEP_ALIVE:
+            client.last_keep_alive_s = time.monotonic()
+        else:
+            arrived.put((client, message))

@@ -98,10 +98,7 @@ class GradientServer:
             return
         pending = {client: self._clients.pending[client] for client in self._clients.active}
         messages = {c: m for c, m in pending.items() if m.kind != MessageKind.SYNC_POINT}
-        kinds = {
-            MessageKind.STEP if message.kind == MessageKind.STREAMED_STEP else message.kind
-            for message in messages.values()
-        }
+        kinds = {message.kind for message in messages.values()}
         if len(kinds) > 1:
             raise RuntimeError(
                 "Workers send different requests: "
@@ -115,19 +112,24 @@ class GradientServer:
         for client in messages:
             del self._clients.pending[client]
         self._clients.in_progress = list(messages)
-        if kinds == {MessageKind.WEIGHTS}:
-            self._send_initial_weights(messages)
-        elif kinds == {MessageKind.FINITE}:
+        if kinds == {MessageKind.FINITE}:
             finite = all(message.content["finite"] for message in messages.values())
             for client in messages:
                 client.send_reply({"finite": finite})
+            self._clients.in_progress = []
+            return
+        if kinds == {MessageKind.WEIGHTS}:
+            sends = self._send_initial_weights(messages)
         elif kinds == {MessageKind.MEAN_GRADIENT}:
-            self._send_mean_gradient(messages)
+            sends = self._send_mean_gradient(messages)
         else:
-            self._make_step(messages)
+            sends = self._make_step(messages)
         self._clients.in_progress = []
+        for wait in [client.start_wait(work, "the parameters") for client, work in sends]:
+            wait()
+        self._mean_gradient.start_receiving(messages)
 
-    def _send_initial_weights(self, messages: dict[RankConnection, Message]) -> None:
+    def _send_initial_weights(self, messages: dict[RankConnection, Message]) -> list[ClientSend]:
         """Send the parameters to clients at their start."""
         others = [c for c, m in messages.items() if m.content["checksum"] != self._checksum]
         for client in others:
@@ -139,18 +141,17 @@ class GradientServer:
         sends = self._send_weights(messages, range(len(self._buckets)))
         for client in messages:
             client.send_reply(reply)
-        _wait_for_sends(sends)
-        self._mean_gradient.start_receiving(messages)
+        return sends
 
     # ------------------------------------------------------------------- steps
 
-    def _send_mean_gradient(self, messages: dict[RankConnection, Message]) -> None:
+    def _send_mean_gradient(self, messages: dict[RankConnection, Message]) -> list[ClientSend]:
         """Send clients the mean of their gradients, which they may change before the step.
 
         It need not be finite, as in DDP: a hook may replace such a gradient, or a scaler skip the
         step. If it is still not finite in the step, the error names the workers that sent it.
         """
-        missing = StepRequest.merge([StepRequest.from_dict(m.content) for m in messages.values()])
+        requests = [StepRequest.from_dict(m.content["request"]) for m in messages.values()]
         sends: list[ClientSend] = []
         self._not_finite = None
         for index, bucket in enumerate(self._buckets):
@@ -158,9 +159,8 @@ class GradientServer:
             self._not_finite = self._not_finite or text
             sends += _send(messages, bucket.as_sent(mean))
         for client in messages:
-            client.send_reply({"missing": missing.missing})
-        _wait_for_sends(sends)
-        self._mean_gradient.start_receiving(messages)
+            client.send_reply({"missing": StepRequest.merge(requests).missing})
+        return sends
 
     def _reduce(self, index: int, clients: Iterable[RankConnection]) -> tuple[Tensor, str | None]:
         """Average a bucket of the gradients; RuntimeError if a client leaves without sending it."""
@@ -171,14 +171,14 @@ class GradientServer:
                 self._clients.raise_if_left(JOIN_TIMEOUT_S)
                 raise
 
-    def _make_step(self, messages: dict[RankConnection, Message]) -> None:
+    def _make_step(self, messages: dict[RankConnection, Message]) -> list[ClientSend]:
         """Reduce gradients, take the step and send parameters, bucket by bucket where possible."""
-        streaming = [c for c, m in messages.items() if m.kind == MessageKind.STREAMED_STEP]
         requests = {
-            client: StepRequest.from_dict(message.content)
+            client: StepRequest.from_dict(message.content["request"])
             for client, message in messages.items()
-            if message.kind == MessageKind.STEP
+            if "request" in message.content
         }
+        streaming = [client for client in messages if client not in requests]
         is_known = not streaming and not any(request.changed for request in requests.values())
         self._backend.start_step(StepRequest.merge(list(requests.values())) if is_known else None)
         sends: list[ClientSend] = []
@@ -205,9 +205,7 @@ class GradientServer:
         self._behind.update(client for client in self._clients.active if client not in messages)
         if reply["stop"]:
             self._release_sync_point(reply["stop"])
-        self._clients.in_progress = []
-        _wait_for_sends(sends)
-        self._mean_gradient.start_receiving(messages)
+        return sends
 
     def _send_weights(
         self, clients: Iterable[RankConnection], indices: Iterable[int]
@@ -311,12 +309,6 @@ ClientSend = tuple[RankConnection, dist.Work]
 def _send(clients: Iterable[RankConnection], tensor: Tensor) -> list[ClientSend]:
     """Start to send the same parameters or gradients to several clients."""
     return [(client, client.send(tensor, MessageTag.WEIGHTS)) for client in clients]
-
-
-def _wait_for_sends(sends: Iterable[ClientSend]) -> None:
-    waits = [client.start_wait(work, "the parameters") for client, work in sends]
-    for wait in waits:
-        wait()
 
 
 class MeanGradient:

@@ -27,19 +27,18 @@ class KeepAlive:
     the server itself waits for another rank. So only the rank that waits for the late one directly
     can time out; all others continue to wait, and its error names the late rank to them. Without
     ``timeout_s`` nothing is sent. ``check`` is called during waits and may raise.
+
+    Attributes:
+        senders: Functions that send keep-alives to ranks that wait for this one.
     """
 
     def __init__(
         self, timeout_s: float | None = None, check: Callable[[], object] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
+        self.senders: list[Callable[[], object]] = []
         self._checks = [check]
-        self._senders: list[Callable[[], object]] = []
         self._last_sent_s = -math.inf
-
-    def add_sender(self, send: Callable[[], object]) -> None:
-        """Register a function that sends keep-alives to ranks that wait for this one."""
-        self._senders.append(send)
 
     @contextmanager
     def checking(self, check: Callable[[], object]) -> Iterator[None]:
@@ -52,7 +51,7 @@ class KeepAlive:
 
     def close(self) -> None:
         """Send no more keep-alives, and drop the references to all senders."""
-        self._senders.clear()
+        self.senders.clear()
 
     def get(
         self,
@@ -69,7 +68,13 @@ class KeepAlive:
         longest_s = _MAX_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
         seen = last_keep_alive()
         while left_s > 0:
-            self._check_and_send()
+            for check in self._checks:
+                check()
+            now = time.monotonic()
+            if self.timeout_s is not None and now >= self._last_sent_s + self.timeout_s / 4:
+                self._last_sent_s = now
+                for send in self.senders:
+                    send()
             if seen != (seen := last_keep_alive()):
                 left_s = limit_s
             pause_s = min(_MAX_PAUSE_S, longest_s, left_s)
@@ -78,15 +83,6 @@ class KeepAlive:
             except queue.Empty:
                 left_s -= pause_s
         raise TimeoutError(f"Nothing was received for {timeout_s:g} s.")
-
-    def _check_and_send(self) -> None:
-        for check in self._checks:
-            check()
-        now = time.monotonic()
-        if self.timeout_s is not None and now >= self._last_sent_s + self.timeout_s / 4:
-            self._last_sent_s = now
-            for send in self._senders:
-                send()
 
 
 class WaitThread(TaskThread):

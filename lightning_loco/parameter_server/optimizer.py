@@ -374,7 +374,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         if self._start_leaving():
             for client in self._clients:
-                client.leave(farewell or {})
+                client.leave(farewell)
             self._release_clients()
 
     def fail(self, error: BaseException) -> None:
@@ -382,7 +382,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._start_leaving():
             for client in self._clients:
                 with suppress(RuntimeError):
-                    client.fail(f"{type(error).__name__}: {error}")
+                    client.leave(failure=f"{type(error).__name__}: {error}")
             self._release_clients()
 
     def _start_leaving(self) -> bool:

@@ -53,22 +53,17 @@ class MessageKind(enum.IntEnum):
 
     REPLY = 0
     WEIGHTS = 1  # the parameters, at the start
-    STEP = 2  # a step; the message holds the StepRequest, the gradients follow
-    STREAMED_STEP = 3  # a step; gradients follow during the backward pass, then a STEP_REQUEST
-    STEP_REQUEST = 4  # the StepRequest of a streamed step
+    STEP = 2  # a step with the gradients that follow; without a StepRequest they are streamed
+    STEP_REQUEST = 3  # the StepRequest of a streamed step, after its gradients
+    MEAN_GRADIENT = 4  # the mean of the gradients that follow, without a step
     FINITE = 5  # whether all workers have finite gradients
     SYNC_POINT = 6  # a reply once no worker takes steps
     STATE = 7  # the optimizer's state
     LOAD_STATE = 8  # load the optimizer state that follows
     PARAMETERS = 9  # the parameters in full precision
     LOAD_PARAMETERS = 10  # load the parameters that follow, in full precision
-    LEAVE = 11
-    FAIL = 12  # leave because of an error
-    KEEP_ALIVE = 13  # nothing: this client is alive, and late because it waits for another rank
-    MEAN_GRADIENT = 14  # the mean of the gradients that follow, without a step
-
-
-FINAL_KINDS = (MessageKind.LEAVE, MessageKind.FAIL)
+    LEAVE = 11  # no more requests follow: this client has ended or, with a failure, has failed
+    KEEP_ALIVE = 12  # nothing: this client is alive, and late because it waits for another rank
 
 
 class Message(NamedTuple):
@@ -134,12 +129,12 @@ class StepRequest(NamedTuple):
     changed: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are not empty, for a message."""
+        """Return the fields that are not empty."""
         return {name: value for name, value in self._asdict().items() if value}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> StepRequest:
-        """Read the content of a message that :meth:`to_dict` has made."""
+        """Read what :meth:`to_dict` has made."""
         request = cls(**content)
         clip = None if request.clip is None else ClippingSettings(*request.clip)
         return request._replace(missing=tuple(request.missing), clip=clip)
@@ -302,10 +297,10 @@ class RankConnection:
         with self._explain_errors("a tensor"):
             return self._group.send([tensor], self.rank, self._first_tag + tag)
 
-    def receive(self, tensor: Tensor, tag: MessageTag) -> dist.Work:
+    def receive(self, tensor: Tensor, tag: MessageTag, label: str = "a tensor") -> dist.Work:
         """Start to receive into a tensor."""
         self.bytes_received += tensor.nbytes
-        with self._explain_errors("a tensor"):
+        with self._explain_errors(label):
             return self._group.recv([tensor], self.rank, self._first_tag + tag)
 
     def wait(self, work: dist.Work, label: str) -> None:
@@ -356,7 +351,7 @@ class RankConnection:
         """Send a request to a server; workers, and all in the last one, wait until it is sent."""
         with self._explain_errors("a message"):
             sends = self._send_message(message)
-        if self._wait_thread is None or message.kind in FINAL_KINDS:
+        if self._wait_thread is None or message.kind == MessageKind.LEAVE:
             for work in sends:
                 self.wait(work, "a message")
 
@@ -410,11 +405,7 @@ class RankConnection:
         self, size: int, tag: MessageTag, wait: Callable[[dist.Work], object]
     ) -> bytes:
         memory = bytearray(size)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        with self._explain_errors("a message"):
-            work = self._group.recv([tensor], self.rank, self._first_tag + tag)
-        self.bytes_received += size
-        wait(work)
+        wait(self.receive(torch.frombuffer(memory, dtype=torch.uint8), tag, "a message"))
         return bytes(memory)
 
     # --------------------------------------------------------------------- end

@@ -162,7 +162,7 @@ class _ServiceRank:
         """Average the workers' gradients for the optimizer on another rank (3 tiers)."""
         connection = self._connect(self._tiers.optimizers[self._shard], self._transport)
         send = functools.partial(connection.try_send, MessageKind.KEEP_ALIVE, {})
-        self._keep_alive.add_sender(send)
+        self._keep_alive.senders.append(send)
         backend = RemoteBackend(connection, self._params, self._buckets, self._accumulator)
         return self._serve(self._tiers.leaders, self._buckets, backend, serving)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_loco._util.background import TaskThread
 from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.devices import has_streams
-from lightning_loco.model.fingerprint import crc32
 from lightning_loco.parameter_server.buckets import BucketBuffer, ParamBucket, Tensors
+from lightning_loco.parameter_server.changes import ChangeDetector
 from lightning_loco.parameter_server.optimizer_state import HyperparameterSync, OptimizerState
 from lightning_loco.parameter_server.protocol import (
     Message,
@@ -59,7 +59,7 @@ class ServerClient:
             reply = self.connection.receive_reply()
         if "failure" in reply:
             with suppress(RuntimeError):
-                self.leave({})
+                self.leave()
             raise RuntimeError(f"{self.connection.name}: {reply['failure']}")
         return reply
 
@@ -101,19 +101,15 @@ class ServerClient:
         state.send(self.connection, functools.partial(self.request, MessageKind.LOAD_STATE))
         self.wait_for_reply()
 
-    def leave(self, farewell: dict[str, Any]) -> None:
-        """Notify the server that no more requests follow, and send final values."""
-        self._send_last(MessageKind.LEAVE, farewell)
+    def leave(self, farewell: dict[str, Any] | None = None, failure: str | None = None) -> None:
+        """Notify the server that no more requests follow, once; later ones are not received.
 
-    def fail(self, text: str) -> None:
-        """Notify the server that no more requests follow because of an error."""
-        self._send_last(MessageKind.FAIL, {"text": text})
-
-    def _send_last(self, kind: MessageKind, content: dict[str, Any]) -> None:
-        """Send a last request; another one would not be received, so it is not sent."""
+        ``farewell`` are final values; ``failure`` is the error because of which it leaves.
+        """
         if not self._has_left:
             self._has_left = True
-            self.request(kind, content)
+            content = {"farewell": farewell} if failure is None else {"failure": failure}
+            self.request(MessageKind.LEAVE, content)
 
 
 class ShardClient(ServerClient):
@@ -179,7 +175,7 @@ class ShardClient(ServerClient):
         ):
             if not self._is_streaming:
                 self._is_streaming = True
-                self.request(MessageKind.STREAMED_STEP)
+                self.request(MessageKind.STEP)
             self._send_next_bucket()
 
     def start_averaging(self, is_leader: bool) -> None:
@@ -190,7 +186,7 @@ class ShardClient(ServerClient):
                 gradient = torch.zeros_like(param)
                 param.grad = gradient if param.grad is None else gradient.copy_(param.grad)
         if is_leader:
-            self.request(MessageKind.MEAN_GRADIENT, request.to_dict())
+            self.request(MessageKind.MEAN_GRADIENT, {"request": request.to_dict()})
             while len(self._sends) < len(self._buffers):
                 self._send_next_bucket()
             self._start_receiving(self._gradients())
@@ -278,7 +274,7 @@ class ShardClient(ServerClient):
         if self._async_sender is not None:
             return self._async_sender.send_request(kind, request, self._changes)
         request = request._replace(changed=self._changes.changed_checksum())
-        self.request(kind, request.to_dict())
+        self.request(kind, {"request": request.to_dict()})
         return request
 
     def _send_next_bucket(self) -> None:
@@ -374,7 +370,7 @@ class AsyncSender:
 
         def send() -> StepRequest:
             complete = request._replace(changed=checksum())
-            self._connection.send_request(Message(kind, complete.to_dict()))
+            self._connection.send_request(Message(kind, {"request": complete.to_dict()}))
             return complete
 
         return self._thread.submit(send)
@@ -382,98 +378,3 @@ class AsyncSender:
     def close(self) -> None:
         """End the thread when everything is sent."""
         self._thread.end()
-
-
-_NUM_ROWS = 32
-_SAMPLE = torch.Size([_NUM_ROWS, 16])
-"""Elements of a parameter that are compared; a CPU reads 16 adjacent ones at once."""
-
-
-class ChangeDetector:
-    """Detects whether a worker's parameters, at least one, were changed outside the optimizer.
-
-    In-place changes and new memory show in PyTorch's version counters and pointers. Changes through
-    ``.data`` do not, so some 500 evenly spaced elements of each parameter are compared as well.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._versions: list[tuple[int, int]] = []
-        self._small: list[Tensor] = []
-        self._samples: list[Tensor] = []
-        self._recorded = params[0].new_empty(0)
-        self._differs = torch.zeros(
-            (), dtype=torch.bool, pin_memory=has_streams(params[0].device), device="cpu"
-        )
-
-    @torch.no_grad()
-    def record(self) -> None:
-        """Record the parameters as unchanged."""
-        pointers = [version[1] for version in self._versions]
-        self._versions = [(param._version, param.data_ptr()) for param in self._params]
-        if pointers != [version[1] for version in self._versions]:
-            samples = [_sample(param) for param in self._params]
-            self._small = [sample for sample in samples if sample.shape != _SAMPLE]
-            self._samples = [sample for sample in samples if sample.shape == _SAMPLE]
-        self._recorded = self._sampled_values()
-
-    @torch.no_grad()
-    def changed_checksum(self) -> str | None:
-        """Return a checksum of all parameters if they have changed since :meth:`record`."""
-        if self._has_same_versions() and torch.equal(self._sampled_values(), self._recorded):
-            return None
-        return self._checksum()
-
-    @torch.no_grad()
-    def start_checksum(self, stream: torch.cuda.Stream) -> Callable[[], str | None]:
-        """Start :meth:`changed_checksum` on a GPU without blocking; ``stream`` copies.
-
-        Returns a function that waits for it, in any thread; call it before the parameters change.
-        """
-        differs = None
-        if self._has_same_versions():
-            differs = self._sampled_values().ne(self._recorded).any()
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._recorded.device))
-        with torch.cuda.stream(stream):
-            if differs is not None:
-                self._differs.copy_(differs, non_blocking=True)
-            copied.record(stream)
-
-        def finish() -> str | None:
-            copied.synchronize()
-            if differs is not None and not self._differs:
-                return None
-            with torch.cuda.stream(stream):
-                return self._checksum()
-
-        return finish
-
-    def _has_same_versions(self) -> bool:
-        return [(param._version, param.data_ptr()) for param in self._params] == self._versions
-
-    def _checksum(self) -> str:
-        checksum = 0
-        for param in self._params:
-            checksum = crc32(param, checksum)
-        return f"{checksum:08x}"
-
-    def _sampled_values(self) -> Tensor:
-        values = [sample if sample.ndim == 1 else sample.reshape(-1) for sample in self._small]
-        if self._samples:
-            values.append(torch.cat(self._samples).view(-1))
-        return torch.cat(values)
-
-
-def _sample(param: Tensor) -> Tensor:
-    """Return a view of some elements: all of a small tensor, slices if its memory has gaps."""
-    values, size = param.detach(), param.numel()
-    if values.is_contiguous():
-        values = values.view(-1)
-    elif values.untyped_storage().nbytes() == values.nbytes:
-        values = values.as_strided((size,), (1,), 0)
-    if size < _SAMPLE.numel():
-        return values
-    if not values.is_contiguous():
-        return values[:: size // _SAMPLE.numel()]
-    return values.as_strided(_SAMPLE, (size // _NUM_ROWS, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.parameter_server.server_client import ChangeDetector
+from lightning_loco.parameter_server.changes import ChangeDetector
 from tests.harness.gpu import with_streams
 
 

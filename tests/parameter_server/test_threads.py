@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.parameter_server.clients import RequestQueue
+from lightning_loco.parameter_server.clients import Clients
 from lightning_loco.parameter_server.keep_alive import JOIN_TIMEOUT_S, KeepAlive, WaitThread
 from lightning_loco.parameter_server.protocol import Message, MessageKind
 from tests.harness.pool import Pool
@@ -84,12 +84,10 @@ def serve_one(rank: int, world: int) -> int:
     if rank == 1:
         connection.send_request(Message(MessageKind.LEAVE, {}))
         return 0
-    requests = RequestQueue([connection], KeepAlive(20.0))
-    received = requests.next(20.0, lambda: 0.0)
-    assert received is not None
-    assert isinstance(received[1], Message)
-    assert received[1].kind == MessageKind.LEAVE
-    requests.close()
+    clients = Clients([connection], lambda *_: False, KeepAlive(20.0))
+    clients.wait_for_all()
+    assert not clients.active
+    clients.close()
     return count_threads("loco-requests")
 
 
