@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
+import threading
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lightning_loco._util.background import TaskThread
+from tests.harness.limits import HARNESS_S
 from tests.harness.programs import Program
 from tests.harness.sources import PACKAGE
 
@@ -94,3 +100,35 @@ print("ready", flush=True)
 @pytest.mark.soak
 def test_a_thread_that_returns_during_shutdown_does_no_harm(tmp_path: Path) -> None:
     assert "ready" in Program([sys.executable, "-c", RETURNS_LATE], tmp_path).succeed()
+
+
+class Held:
+    """Replaces an object of a C++ library."""
+
+
+def test_tasks_run_one_after_another_and_are_released() -> None:
+    thread, begin = TaskThread("loco-test-tasks"), threading.Event()
+    order: list[int] = []
+    held = Held()
+    kept = weakref.ref(held)
+
+    def fail(held: Held = held) -> None:
+        order.append(1)
+        raise ArithmeticError("no dice")
+
+    first = thread.submit(begin.wait)
+    futures = [thread.submit(work) for work in (fail, partial(order.append, 2))]
+    cancelled, last = thread.submit(partial(order.append, 3)), thread.submit(lambda: "result")
+    assert cancelled.cancel()
+    begin.set()
+    assert first.result(HARNESS_S)
+    assert last.result(HARNESS_S) == "result"
+    with pytest.raises(ArithmeticError, match="no dice"):
+        futures[0].result()
+    assert order == [1, 2]
+    del held, fail, futures, first
+    gc.collect()  # the traceback of the error has its frame
+    assert kept() is None
+    thread.end()
+    thread.join(HARNESS_S)
+    assert not thread.is_alive()
