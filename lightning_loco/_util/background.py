@@ -52,8 +52,8 @@ class TaskThread(BackgroundThread):
     last one to an object of a C++ library while the process exits would abort the process.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, exit_timeout_s: float = EXIT_TIMEOUT_S) -> None:
+        super().__init__(name, exit_timeout_s=exit_timeout_s)
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -96,19 +96,9 @@ def run_in_thread(work: Callable[[], T], exit_timeout_s: float = EXIT_TIMEOUT_S)
 
     An exiting process waits ``exit_timeout_s`` seconds for it.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    BackgroundThread("loco-background", run, exit_timeout_s).start()
+    thread = TaskThread("loco-background", exit_timeout_s)
+    future = thread.submit(work)
+    thread.end()
     return future
 
 

@@ -6,11 +6,10 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightning_loco._util.background import TaskThread
+from lightning_loco._util.background import BackgroundThread
 
 T = TypeVar("T")
 
@@ -18,6 +17,9 @@ JOIN_TIMEOUT_S = 0.5
 """Longest wait for a thread to end; one that waits for a lost rank does not end in time."""
 
 _MAX_PAUSE_S = 0.5
+
+WaitResult = queue.SimpleQueue[Exception | None]
+"""Receives how a wait has ended: with an error, or None."""
 
 
 class KeepAlive:
@@ -85,7 +87,7 @@ class KeepAlive:
         raise TimeoutError(f"Nothing was received for {timeout_s:g} s.")
 
 
-class WaitThread(TaskThread):
+class WaitThread(BackgroundThread):
     """A thread that waits for messages of one rank, so that a server can stop waiting for it.
 
     A gloo wait that times out closes the connections to all ranks, so waits in this thread have no
@@ -95,38 +97,54 @@ class WaitThread(TaskThread):
     def __init__(self, name: str, keep_alive: KeepAlive) -> None:
         super().__init__(f"loco-wait-{name}")
         self._keep_alive = keep_alive
-        self._is_lost = False
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], WaitResult] | None]
+        self._tasks = queue.SimpleQueue()
 
-    def start_wait(self, finish: Callable[[], object]) -> Future[None]:
-        """Wait in the thread, by calling ``finish``, after all waits before it."""
-
-        def run() -> None:
-            if self._is_lost:
-                raise ConnectionError("This rank is lost.")
-            try:
-                finish()
-            except Exception:
-                self._is_lost = True
-                raise
-
-        return self.submit(run)
+    def submit(self, finish: Callable[[], object]) -> WaitResult:
+        """Wait in the thread, by calling ``finish``, after all that was submitted before."""
+        if self.ident is None:
+            self.start()
+        result: WaitResult = queue.SimpleQueue()
+        self._tasks.put((finish, result))
+        return result
 
     def wait(
-        self, started: Future[None], timeout_s: float | None, last_keep_alive: Callable[[], float]
+        self, result: WaitResult, timeout_s: float | None, last_keep_alive: Callable[[], float]
     ) -> None:
-        """Block until a wait of the thread has ended; raise its error.
+        """Block until the thread's wait has ended; raise its error.
 
         Timeout as in :meth:`KeepAlive.get`; after a TimeoutError the thread continues to wait.
         """
-        ended: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
-        started.add_done_callback(ended.put)
-        self._keep_alive.get(ended, timeout_s, last_keep_alive).result()
+        error = self._keep_alive.get(result, timeout_s, last_keep_alive)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """End the thread after all that was submitted.
 
-        The thread is joined, except if it waits for a lost rank.
+        The thread is joined, except if it waits for a lost rank: a thread that releases gloo work
+        while Python shuts down would abort the process.
         """
-        self.end()
+        self._tasks.put(None)
         if self.ident is not None:
             self.join(JOIN_TIMEOUT_S)
+
+    def end_with_process(self) -> float:
+        """End the thread after all that was submitted, as the process ends."""
+        self._tasks.put(None)
+        return super().end_with_process()
+
+    def run(self) -> None:
+        """Wait for one task after the other."""
+        is_lost = False
+        while (task := self._tasks.get()) is not None:
+            finish, result = task
+            error: Exception | None = ConnectionError("This rank is lost.") if is_lost else None
+            try:
+                if not is_lost:
+                    finish()
+            except Exception as found:
+                error, is_lost = found, True
+            del task, finish  # before the main thread continues, maybe to the end of the process
+            result.put(error)
+            del error, result

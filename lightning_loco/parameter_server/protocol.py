@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ from lightning_loco.distributed.json_messages import MAX_BYTES, read, write
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure, capitalized
 from lightning_loco.distributed.worker_group import is_of_a_signal
 from lightning_loco.parameter_server.buckets import ParamBucket, plan_buckets
-from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitThread
+from lightning_loco.parameter_server.keep_alive import KeepAlive, WaitResult, WaitThread
 
 FRAME_BYTES = 64
 _UNLIMITED_S = 10 * 365 * 24 * 3600.0
@@ -316,12 +315,12 @@ class RankConnection:
             return functools.partial(self._finish, work, label, self._timeout_s)
         unlimited_s = None if self._timeout_s is None else _UNLIMITED_S
         finish = functools.partial(self._finish, work, label, unlimited_s)
-        started = self._wait_thread.start_wait(finish)
-        return functools.partial(self._wait_for_thread, self._wait_thread, started, label)
+        result = self._wait_thread.submit(finish)
+        return functools.partial(self._wait_for_result, self._wait_thread, result, label)
 
-    def _wait_for_thread(self, thread: WaitThread, started: Future[None], label: str) -> None:
+    def _wait_for_result(self, wait_thread: WaitThread, result: WaitResult, label: str) -> None:
         try:
-            thread.wait(started, self._timeout_s, lambda: self.last_keep_alive_s)
+            wait_thread.wait(result, self._timeout_s, lambda: self.last_keep_alive_s)
         except TimeoutError as error:
             self._has_timed_out = True
             raise Unreachable(_unreachable_text(self.name, label)) from error

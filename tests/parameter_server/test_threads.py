@@ -43,7 +43,7 @@ def test_a_wait_thread_releases_finished_work() -> None:
     def finish(_: Work = work) -> None:
         time.sleep(0.01)
 
-    wait_thread.wait(wait_thread.start_wait(finish), 5.0, lambda: 0.0)
+    wait_thread.wait(wait_thread.submit(finish), 5.0, lambda: 0.0)
     del finish, work
     assert kept() is None
     wait_thread.close()
@@ -56,8 +56,8 @@ def test_waits_for_a_lost_rank_fail_at_once() -> None:
     def fail() -> None:
         raise RuntimeError("gone")
 
-    results = [wait_thread.start_wait(finish) for finish in (lambda: waited.append(1), fail, fail)]
-    results.append(wait_thread.start_wait(lambda: waited.append(2)))
+    results = [wait_thread.submit(finish) for finish in (lambda: waited.append(1), fail, fail)]
+    results.append(wait_thread.submit(lambda: waited.append(2)))
     wait_thread.wait(results[0], 5.0, lambda: 0.0)
     with pytest.raises(RuntimeError, match="gone"):
         wait_thread.wait(results[1], 5.0, lambda: 0.0)
@@ -71,7 +71,7 @@ def test_waits_for_a_lost_rank_fail_at_once() -> None:
 def test_a_thread_that_waits_for_a_lost_rank_is_not_joined(blocked: threading.Event) -> None:
     wait_thread = WaitThread("worker 8", KeepAlive(0.1))
     with pytest.raises(TimeoutError):
-        wait_thread.wait(wait_thread.start_wait(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
+        wait_thread.wait(wait_thread.submit(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
     began = time.monotonic()
     wait_thread.close()
     assert JOIN_TIMEOUT_S <= time.monotonic() - began < 20.0
