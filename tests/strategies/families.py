@@ -153,11 +153,13 @@ class Family:
         make: Makes a strategy, from its arguments.
         sizes: Ranks of a worker.
         servers: Ranks that serve the optimizer, without a worker.
+        in_folder: Whether ranks that shard the model save to a folder.
     """
 
     make: Callable[..., Any]
     sizes: Sizes = None
     servers: int = 0
+    in_folder: bool = True
 
     @property
     def size(self) -> int:
@@ -172,7 +174,10 @@ class Family:
 
     def strategy(self, **arguments: Any) -> Any:
         if isinstance(self.sizes, tuple):
-            return LocoModelParallelStrategy(self.make(**arguments), *self.sizes)
+            recipe, folder = self.make(**arguments), self.in_folder
+            return LocoModelParallelStrategy(
+                recipe, *self.sizes, save_distributed_checkpoint=folder
+            )
         if self.sizes is not None:
             arguments["replica_size"] = self.sizes
         return self.make(**arguments)

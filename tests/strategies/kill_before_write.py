@@ -31,8 +31,8 @@ class Death(NamedTuple):
 
     Attributes:
         worker: The worker whose changes are counted.
-        worker: The worker whose changes are counted.
         number: The number of the change, starting at 1; 0 for none.
+        folder: The folder in which changes are counted.
         log: A file elsewhere, with a line for each change that was or would have been made.
         kills_all: Whether the others are killed, too.
     """

@@ -209,11 +209,13 @@ def test_a_folder_of_lightning_can_be_replaced(tmp_path: Path) -> None:
 def test_the_side_folder_may_be_on_another_disk(tmp_path: Path, other_disk: Path, way: str) -> None:
     path = tmp_path / "last.ckpt"
     Path(f"{path}.loco").symlink_to(other_disk)
+    (other_disk / "mine").mkdir()
     for step in (1, 2, 3):
         save(path, step, way=way)
         assert saved_step(path) == step
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.loco"]
-    assert len(os.listdir(other_disk)) == 1
+    main = torch.load(path / META if path.is_dir() else path)
+    assert sorted(os.listdir(other_disk)) == ["mine", main[KEY]["stamp"]]
 
 
 @dataclasses.dataclass

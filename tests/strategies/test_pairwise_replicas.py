@@ -30,7 +30,7 @@ from tests.harness.small_model import (
     worker_batch,
 )
 from tests.strategies.families import MOST_PARTS, TOLERANCE, loader
-from tests.strategies.test_other_numbers import files_of
+from tests.strategies.test_other_numbers import RecordStart
 
 SIZE = 2  # ranks of a worker
 STEPS = 12
@@ -319,81 +319,6 @@ def test_peers_are_workers(pool: Pool) -> None:
         assert one["logged"] == {}
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-class SaveOnce(pl.Callback):
-    """Saves after a given number of local steps."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 6:
-            trainer.save_checkpoint(self.path)
-
-
-class Start(pl.Callback):
-    """Records the initial state of a worker."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.seen = self.seen or {
-            "params": flat(module),
-            "clock": engine._clock,
-            "steps": (trainer.global_step, engine.worker.steps),
-        }
-
-
-def start_of(rank: int, world: int, size: int, path: str) -> dict[str, Any]:
-    start = Start()
-    fit(rank, world, size, {}, callbacks=(LockStep(), start), resume=path)
-    return start.seen
-
-
-@pytest.mark.recovery
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
-@pytest.mark.filterwarnings("ignore:The checkpoint was written by")
-def test_save_and_resume(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
-    results = pool.run(
-        fit, SIZE, {"interpolation": "loss"}, TinyModule, (LockStep(), SaveOnce(str(path))), world=4
-    )
-    check_places(results)
-    side = sorted(file.name for file in tmp_path.rglob("worker_*.pt"))
-    assert side == ["worker_00000.pt", "worker_00001.pt"]
-    files = files_of(path)
-    mean = torch.zeros_like(results[0].final)
-    for worker, content in enumerate(files.workers):
-        saved = content["engine"]
-        assert torch.equal(saved["params"], results[SIZE * worker].params[5])
-        assert saved["steps"] == 6
-        assert saved["clock"] == results[SIZE * worker].counts[5][2]
-        mean += saved["params"] / 2
-    torch.testing.assert_close(files.consensus, mean, rtol=0, atol=1e-15)
-    for size in (SIZE, 1):
-        for rank, start in enumerate(pool.run(start_of, size, str(path), world=2 * size)):
-            content = files.workers[rank // size]["engine"]
-            assert torch.equal(start["params"], content["params"]), size
-            assert start["clock"] == content["clock"]
-            assert start["steps"] == (6, 6)
-
-
-@pytest.mark.recovery
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
-@pytest.mark.filterwarnings("ignore:The checkpoint was written by")
-def test_one_worker_of_four_ranks_begins_at_the_consensus_of_two(
-    pool: Pool, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "one.ckpt")
-    pool.run(fit, SIZE, {}, TinyModule, (LockStep(), SaveOnce(path)), world=4)
-    for start in pool.run(start_of, 4, path, world=4):
-        assert torch.equal(start["params"], files_of(Path(path)).consensus)
-
-
 # ------------------------------------------------------------------ separate Trainers
 
 
@@ -420,11 +345,16 @@ class Peer(pl.Callback):
 
 
 def fit_node(
-    rank: int, world: int, size: int, nodes: list[Any], path: str = "", resume: str | None = None
+    rank: int,
+    world: int,
+    size: int,
+    nodes: list[Any],
+    path: str | None = None,
+    resume: str | None = None,
 ) -> Any:
     arguments = {"nodes": nodes, "name": "w0", "factor": 0.5}
-    start = Start()
-    callbacks = (Slow(), Peer(nodes), start, *([SaveOnce(path)] if path else []))
+    start = RecordStart(path, 6)
+    callbacks = Slow(), Peer(nodes), start
     result = fit(rank, world, size, arguments, callbacks=callbacks, num_steps=60, resume=resume)
     return result, start.seen
 
@@ -436,11 +366,11 @@ def test_the_ranks_of_a_trainer_are_one_node(pool: Pool, tmp_path: Path) -> None
     results = [result for result, _ in pool.run(fit_node, SIZE, nodes, path, world=2)]
     check_places(results)
     assert results[0].counts[-1][1] > 3
-    again = pool.run(fit_node, SIZE, nodes, "", path, world=2)
+    again = pool.run(fit_node, SIZE, nodes, None, path, world=2)
     check_places([result for result, _ in again])
     for _, start in again:
         assert torch.equal(start["params"], results[0].params[5])
-        assert start["clock"] == results[0].counts[5][2]
+    assert again[0][1]["engine"]["clock"] == results[0].counts[5][2]
 
 
 def samplers(rank: int, world: int) -> list[dict[str, int]]:

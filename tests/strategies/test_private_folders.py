@@ -1,4 +1,7 @@
-"""Checkpoints of workers with separate disks: no file is visible to two workers."""
+"""What is particular to workers with separate disks: kills between their saves, and lost disks.
+
+Exact resumes are in test_checkpoint.py.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco._util.fault_points import on_reach
-from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from tests.cases import CASES
 from tests.harness.cover import cover
-from tests.harness.pool import Pool, PoolError
+from tests.harness.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.save_and_resume import (
     Outcome,
     Run,
@@ -51,10 +54,11 @@ def run_on(
     *callbacks: pl.Callback,
     max_steps: int = STEPS,
     io: CheckpointIO | None = None,
+    size: int = 1,
 ) -> Run:
-    """Return a run in which each worker has a separate disk."""
+    """Return a run in which each rank has one of several disks."""
     settings = {"checkpoint_folder": "private", "checkpoint_io": io, "timeout_s": 30}
-    return Run(CASES[name], disks, callbacks, max_steps, strategy=settings)
+    return Run(name, disks, callbacks, max_steps, strategy=settings, sizes=size)
 
 
 def disks_in(folder: Path, world: int = WORLD) -> list[str]:
@@ -85,75 +89,7 @@ def steps_in(path: Path) -> int:
     return int(torch.load(path, weights_only=False)["global_step"])
 
 
-def check_exact(pool: Pool, disks: Sequence[str], name: str) -> None:
-    """Check that a run that resumes from its disks equals the uninterrupted one."""
-    again = run_on(disks, name)
-    run = replace(again, callbacks=[SAVE])
-    results = pool.run(train_save_resume, run, [PATH], again, world=len(disks))
-    whole, resumed = zip(*results, strict=True)
-    assert first_steps(resumed) == [10] * len(disks)
-    check_resumed(whole, resumed, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "diloco",
-        "gasloc",
-        pytest.param("local_sgd", marks=pytest.mark.soak),
-        pytest.param("sparta", marks=pytest.mark.soak),
-        pytest.param("async_diloco_momentum", marks=pytest.mark.soak),
-    ],
-)
-def test_resumed_run_equals_uninterrupted_run(pool: Pool, tmp_path: Path, name: str) -> None:
-    disks = disks_in(tmp_path, 2)
-    check_exact(pool, disks, name)
-    shared = [f"{PATH}.loco/S/shared.pt"] if CASES[name].algorithm.replicated else []
-    for worker, disk in enumerate(disks):
-        own = f"{PATH}.loco/S/worker_{worker:05d}.pt"
-        assert files_in(Path(disk)) == [PATH, *shared, own]
-
-
-def test_averaging_by_the_clock_resumes_from_each_disk(pool: Pool, tmp_path: Path) -> None:
-    run = run_on(disks_in(tmp_path, 2), "async_model_average", SAVE)
-    for _, again in pool.run(train_save_resume, run, [PATH], replace(run, callbacks=[]), world=2):
-        assert sorted(again.losses) == [10, 11, 12, 13]
-
-
-@pytest.mark.parametrize("disk_of", [(0, 0, 1), (0, 0)])
-def test_workers_may_share_disks(pool: Pool, tmp_path: Path, disk_of: tuple[int, ...]) -> None:
-    check_exact(pool, [str(tmp_path / f"disk{disk}") for disk in disk_of], "diloco")
-    for disk in set(disk_of):
-        workers = [worker for worker, at in enumerate(disk_of) if at == disk]
-        side = [f"{PATH}.loco/S/worker_{worker:05d}.pt" for worker in workers]
-        assert files_in(tmp_path / f"disk{disk}") == [PATH, f"{PATH}.loco/S/shared.pt", *side]
-
-
 # ----------------------------------------------------------------------- kills
-
-
-class KillingIO(WholeFileIO):
-    """Kills a worker when it starts to write a file of this name for the n-th time."""
-
-    def __init__(self, worker: int, name: str, count: int) -> None:
-        super().__init__()
-        self.worker = worker
-        self.name = name
-        self.count = count
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
-        if Path(path).name == self.name.format(self.worker):
-            die_in_turn(self, self.worker)
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-def die_in_turn(counter: Any, worker: int) -> None:
-    """Count down; kill this process at zero if it belongs to this worker."""
-    counter.count -= 1
-    if counter.count == 0 and torch.distributed.get_rank() == worker:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DieAt(pl.Callback):
@@ -170,19 +106,22 @@ class DieAt(pl.Callback):
             self.watch.__enter__()  # until it is killed
 
     def on_point(self, point: str) -> None:
-        if point == self.point:
-            die_in_turn(self, self.worker)
+        self.count -= point == self.point
+        if self.count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
+WRITING = "writing a checkpoint"
 BEFORE_MAIN = "before the main file is in its place"
 BEFORE_OLD_GOES = "before the last checkpoint is deleted"
 KILLS = {
-    "before its side file": (KillingIO(1, "worker_{:05d}.pt", 2), None, 5),
-    "before its main file": (KillingIO(2, "main.ckpt", 2), None, 5),
-    "before its main file is replaced": (None, DieAt(1, BEFORE_MAIN, 2), 10),
-    "before it deletes the save before": (None, DieAt(0, BEFORE_OLD_GOES, 2), 10),
+    "before its side file": (DieAt(1, WRITING, 1), 5),
+    "before its main file": (DieAt(2, WRITING, 0), 5),
+    "before its main file is replaced": (DieAt(1, BEFORE_MAIN, 2), 10),
+    "before it deletes the save before": (DieAt(0, BEFORE_OLD_GOES, 2), 10),
 }
-KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None, 5)}
+KILLS_IF_SHARED = {"before what is shared": (DieAt(1, WRITING, 2), 5)}
+"""Who dies in the second save, at which of its files (0: the last), and the resumed step."""
 
 
 @pytest.mark.soak
@@ -196,11 +135,14 @@ KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None,
 def test_run_killed_while_saving_resumes_from_the_newest_common_save(
     pool: Pool, tmp_path: Path, name: str, moment: str
 ) -> None:
-    io, die, step = {**KILLS, **KILLS_IF_SHARED}[moment]
+    die, step = {**KILLS, **KILLS_IF_SHARED}[moment]
+    if die.point == WRITING:
+        per_save = 2 + CASES[name].algorithm.replicated  # files
+        count = per_save + die.count if die.count > 0 else 2 * per_save
+        die = DieAt(die.worker, WRITING, count)
     disks, whole_disks = disks_in(tmp_path / "killed"), disks_in(tmp_path / "whole")
-    callbacks = [SaveEvery(5, PATH), *([] if die is None else [die])]
     with pytest.raises(PoolError) as error:
-        pool.run(fit, run_on(disks, name, *callbacks, io=io), world=WORLD)
+        pool.run(fit, run_on(disks, name, SaveEvery(5, PATH), die), world=WORLD)
     assert len(error.value.missing) >= 1
     again = run_on(disks, name, SaveEvery(1, PATH))
     results = pool.run(train_save_resume, run_on(whole_disks, name), [PATH], again, world=WORLD)
@@ -218,10 +160,10 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
 # ------------------------------------------------------------- different saves on the disks
 
 
-def check_no_common_save(pool: Pool, disks: Sequence[str], *texts: str) -> None:
+def check_no_common_save(pool: Pool, disks: Sequence[str], *texts: str, size: int = 1) -> None:
     """Check that the error of all workers lists the saves on each disk."""
     with pytest.raises(PoolError, match="no checkpoint") as error:
-        pool.run(fit, run_on(disks, "diloco"), PATH, world=len(disks))
+        pool.run(fit, run_on(disks, "diloco", size=size), PATH, world=len(disks))
     assert sorted(error.value.failures) == [*range(len(disks))]
     for failure in error.value.failures.values():
         assert failure.type_name == "ValueError"
@@ -291,23 +233,6 @@ def test_other_numbers_of_workers_resume(
 # ---------------------------------------------------- Lightning's own ways to name files
 
 
-def test_last_is_resolved_to_its_target(pool: Pool, tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(
-        dirpath=tmp_path / "same", every_n_train_steps=5, filename="{step}", save_last="link"
-    )
-    run = run_on(disks_in(tmp_path, 2), "diloco", checkpoint)
-    run = replace(run, trainer={"enable_checkpointing": True})
-    whole = pool.run(fit, run, world=2)
-    assert sorted(os.listdir(tmp_path / "same")) == [
-        "last.ckpt",
-        "step=10.ckpt",
-        "step=10.ckpt.loco",
-    ]
-    again = pool.run(fit, run, "last", world=2)
-    assert first_steps(again) == [10, 10]
-    check_resumed(whole, again, "last")
-
-
 def fit_unequal(
     rank: int, world: int, run: Run, paths: Sequence[Sequence[str | None]], again: Run
 ) -> list[Outcome]:
@@ -340,16 +265,6 @@ def test_a_numbered_name_may_differ_between_workers(pool: Pool, tmp_path: Path) 
     whole, resumed = zip(*pool.run(fit_unequal, run, [paths], again, world=2), strict=True)
     assert first_steps(resumed) == [10, 10]
     check_resumed(whole, resumed, "hpc")
-
-
-def test_weights_alone_are_on_every_disk(pool: Pool, tmp_path: Path) -> None:
-    disks = disks_in(tmp_path, 2)
-    run = run_on(disks, "diloco", SaveEvery(6, PATH, weights_only=True), max_steps=6)
-    pool.run(fit, run, world=2)
-    assert [files_in(Path(disk)) for disk in disks] == [[PATH]] * 2
-    states = [torch.load(f"{disk}/{PATH}")["state_dict"] for disk in disks]
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name])
 
 
 def test_a_file_without_side_files_is_a_common_start(pool: Pool, disks: list[str]) -> None:
@@ -385,3 +300,26 @@ def test_files_that_are_written_late_or_elsewhere_are_refused(
     with pytest.raises(PoolError, match=texts) as error:
         pool.run(fit, run_on(disks_in(tmp_path), "diloco", *callbacks, io=io), world=2)
     assert sorted(error.value.failures) == [0, 1]
+
+
+def test_ranks_of_a_worker_must_see_the_same_disk(pool: Pool, tmp_path: Path) -> None:
+    disks = disks_in(tmp_path, 4)
+    pool.run(fit, run_on(disks, "diloco", SAVE, max_steps=10, size=2), world=4)
+    check_no_common_save(pool, disks, "The ranks of a worker must see the same disk.", size=2)
+
+
+def fit_on_nodes(rank: int, world: int, num_nodes: int) -> None:
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), replica_size=world, checkpoint_folder="private", timeout_s=30),
+        devices=world // num_nodes,
+        num_nodes=num_nodes,
+        plugins=[PoolEnvironment(num_nodes)],
+        max_steps=1,
+    )
+    trainer.fit(TinyModule(), make_loader(rank, 1))
+
+
+def test_a_worker_on_several_nodes_needs_a_shared_folder(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="workers whose ranks are all on one node") as error:
+        pool.run(fit_on_nodes, 2, world=4)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]

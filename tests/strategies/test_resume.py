@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one, wherever it was saved, stopped or killed."""
+"""A run that was stopped or killed resumes exactly, from where it was stopped or saved."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, PairwiseGossipStrategy
 from lightning_loco._util.fault_points import on_reach
-from tests.cases import CASES
 from tests.harness.pool import Pool, PoolError, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
 from tests.strategies.save_and_resume import (
@@ -30,9 +28,9 @@ from tests.strategies.save_and_resume import (
     DrawingModule,
     Outcome,
     Run,
-    SaveAt,
     SaveEvery,
     check_resumed,
+    files_of,
     first_steps,
     fit,
     loader,
@@ -55,12 +53,6 @@ VALIDATIONS: dict[str, dict[str, Any]] = {
     "no check before training": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
     "never": {"limit_val_batches": 0},
 }
-SAVE_POINTS = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12")
-VALIDATION_POINTS = {
-    "validation 12": {*VALIDATIONS} - {"every 3 epochs", "never"},
-    "validation 18": {"every epoch", "every 3 epochs"},
-}
-"""Where validations end, and the runs that have them."""
 LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and after it
 MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
 OF_POINTS = {"after sending": "round", "before a file is in its place": "file"}
@@ -126,62 +118,16 @@ class Interrupt(pl.Callback):
         self.send("validation")
 
 
-def run_of(validation: str, algorithm: str, dropout: float, folder: Path) -> Run:
-    """Return a run with validations at given times."""
+def run_of(validation: str, algorithm: str, dropout: float, folder: Path, size: int = 1) -> Run:
+    """Return a run with validations at given times, of workers of ``size`` ranks."""
     return Run(
-        CASES[algorithm],
+        algorithm,
         str(folder),
+        sizes=size,
         dropout=dropout,
         validates=validation != "never",
         trainer=VALIDATIONS[validation],
     )
-
-
-SOME_PLACES: list[tuple[str, str, float, list[str] | None]] = [
-    ("every epoch", "local_sgd", 0.3, ["validation 12", "batch 18"]),
-    ("every 2 epochs", "async_diloco", 0.0, ["batch 12", "start 12"]),
-    ("every 3 epochs", "gasloc", 0.3, ["batch 12", "validation 18"]),
-    ("every 4 steps", "local_sgd", 0.0, ["batch 8", "validation 12"]),
-    ("every 2 steps of 2nd epochs", "async_diloco", 0.3, ["batch 8", "epoch 12"]),
-    ("no check before training", "gasloc", 0.0, ["batch 12", "start 12"]),
-    ("never", "local_sgd", 0.3, ["batch 18", "epoch 18"]),
-]
-MORE_RUNS = [
-    ("every 4 steps", "streaming_diloco", 0.3),
-    ("every 3 epochs", "streaming_diloco", 0.3),
-    ("every 3 epochs", "delayed_nesterov", 0.3),
-    ("every epoch", "noloco", 0.3),
-]
-
-
-@pytest.mark.parametrize(
-    ("validation", "algorithm", "dropout", "points"),
-    [
-        *SOME_PLACES,
-        *(
-            pytest.param(*run, None, marks=pytest.mark.soak)
-            for run in [*(row[:3] for row in SOME_PLACES), *MORE_RUNS]
-        ),
-    ],
-)
-def test_resumed_run_equals_uninterrupted_run(
-    pool: Pool,
-    tmp_path: Path,
-    validation: str,
-    algorithm: str,
-    dropout: float,
-    points: list[str] | None,
-) -> None:
-    """Resume from some points of a run, or from each point."""
-    validated = [point for point, found in VALIDATION_POINTS.items() if validation in found]
-    points = points or [*SAVE_POINTS, *validated]
-    paths = [f"{point}.ckpt" for point in points]
-    again = run_of(validation, algorithm, dropout, tmp_path)
-    run = replace(again, callbacks=[SaveAt(*points)])
-    whole, *resumed = zip(*pool.run(train_save_resume, run, paths, again, world=WORLD), strict=True)
-    for point, outcomes in zip(points, resumed, strict=True):
-        assert first_steps(outcomes) == [int(point.split()[1])] * WORLD
-        check_resumed(whole, outcomes, f"{algorithm}, validation {validation}, from {point}")
 
 
 def fit_interrupted(
@@ -225,10 +171,11 @@ def test_interrupted_run_equals_uninterrupted_run(
         assert kind == "SIGKILL" or min(again[0].losses) == max(broken[0].losses) + 1, name
 
 
-def check_resumes(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
+def check_resumes(pool: Pool, run: Run, file: str, name: str, world: int = 2) -> list[Outcome]:
     """Check that a run from this file equals the uninterrupted one."""
-    results = pool.run(train_save_resume, run, [file], world=WORLD)
+    results = pool.run(train_save_resume, run, [file], world=world)
     whole, again = zip(*results, strict=True)
+    assert len({*first_steps(again)}) == 1, name
     check_resumed(whole, again, name)
     return list(again)
 
@@ -238,40 +185,36 @@ def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -
     run = run_of("every epoch", "local_sgd", 0.3, tmp_path)
     interrupt = Interrupt(signal.SIGTERM, 11, 0)
     (broken,) = pool.run(fit_interrupted, run, 2 * BATCHES, interrupt, world=1)
-    ((whole, again),) = pool.run(train_save_resume, run, ["interrupted.ckpt"], world=1)
+    (again,) = check_resumes(pool, run, "interrupted.ckpt", "stopped at the end of an epoch", 1)
     assert min(again.losses) == max(broken.losses) + 1 == 2 * BATCHES + 1
-    check_resumed([whole], [again], "stopped at the end of an epoch")
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"),
+    ("kind", "step", "size"),
     [
-        ("SIGTERM", 9),
-        *(pytest.param("SIGTERM", step, marks=pytest.mark.soak) for step in (10, 11, 12)),
-        *(pytest.param("SIGKILL", step, marks=pytest.mark.soak) for step in (9, 10, 11, 12)),
+        ("SIGTERM", 9, 1),
+        ("SIGTERM", 9, 2),
+        *(pytest.param("SIGTERM", step, 1, marks=pytest.mark.soak) for step in (10, 11, 12)),
+        *(pytest.param("SIGKILL", step, 1, marks=pytest.mark.soak) for step in (9, 10, 11, 12)),
     ],
 )
 def test_pending_fragments_are_resumed_at_each_step_of_a_phase(
-    pool: Pool, tmp_path: Path, kind: str, step: int
+    pool: Pool, tmp_path: Path, kind: str, step: int, size: int
 ) -> None:
-    """Of two fragments, one or both are pending at each step."""
-    run = run_of("every 4 steps", "streaming_diloco", 0.3, tmp_path)
-    interrupt = Interrupt(getattr(signal, kind), step, 1)
+    """Of two fragments, one or both are pending at each step; the last rank gets the signal."""
+    run, world = run_of("every 4 steps", "streaming_diloco", 0.3, tmp_path, size), 2 * size
+    interrupt = Interrupt(getattr(signal, kind), step, world - 1)
     if kind == "SIGTERM":
         file = "interrupted.ckpt"
-        pool.run(fit_interrupted, run, None, interrupt, world=WORLD)
+        pool.run(fit_interrupted, run, None, interrupt, world=world)
     else:
         file = "often.ckpt"
         with pytest.raises(PoolError):
-            pool.run(fit_interrupted, run, step, interrupt, world=WORLD)
-    files = sorted(tmp_path.glob(f"{file}.loco/*/worker_*.pt"))
-    pending_rounds = [
-        fragment["pending"]
-        for path in files
-        for fragment in torch.load(path)["engine"]["fragments"]
-    ]
-    assert any(pending is not None for pending in pending_rounds)
-    check_resumes(pool, run, file, f"{kind} at {step}")
+            pool.run(fit_interrupted, run, step, interrupt, world=world)
+    files = files_of(tmp_path / file)
+    assert len(files.workers) == 2
+    assert files.has_pending
+    check_resumes(pool, run, file, f"{kind} at {step}", world)
 
 
 class StopApart(pl.Callback):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.strategies.registry import METHODS
+from lightning_loco import DiLoCoStrategy
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
-from tests.strategies.families import fit_with
+from tests.strategies.families import FAMILIES, Family, ShardedModule, Sizes, as_pair, fit_with
 from tests.strategies.save_and_resume import SaveAt, recorded_warnings
 
 pytestmark = [
     pytest.mark.recovery,
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 SAVED_AT = 10
@@ -62,9 +64,7 @@ def read(
     loader = StatefulDataLoader(TensorDataset(inputs, target), batch_size=2)
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
     fit_with(
-        RemoteOptimizerStrategy(2, timeout_s=30)
-        if name == "remote_optimizer"
-        else METHODS[name](sync_every=4, timeout_s=30),
+        FAMILIES[name].strategy(timeout_s=30),
         module,
         loader,
         ckpt_path=ckpt_path,
@@ -76,10 +76,10 @@ def read(
     return module.seen
 
 
-@pytest.mark.parametrize("name", ["diloco", "remote_optimizer"])
+@pytest.mark.parametrize("name", ["rounds", "remote"])
 @pytest.mark.parametrize("asks", [False, True])
 def test_the_position_in_the_data(pool: Pool, tmp_path: Path, name: str, asks: bool) -> None:
-    world, path = 3 if name == "remote_optimizer" else 2, str(tmp_path)
+    world, path = FAMILIES[name].world, str(tmp_path)
     saved = f"{path}/step={SAVED_AT}.ckpt"
     first = pool.run(read, name, asks, path, world=world)[:2]
     second = pool.run(read, name, asks, path, saved, world=world)[:2]
@@ -129,7 +129,7 @@ def read_numbers(rank: int, world: int, folder: str) -> list[list[float]]:
     for point in ("", *SAVES):
         module = NumberModule()
         fit_with(
-            METHODS["diloco"](sync_every=3, timeout_s=30),
+            DiLoCoStrategy(sync_every=3, timeout_s=30),
             module,
             StatefulDataLoader(Numbers(rank), batch_size=2),
             ckpt_path=f"{point}.ckpt" if point else None,
@@ -183,7 +183,7 @@ def reload_data(
             folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True, every_n_epochs=1
         )
         trainer = make_trainer(
-            METHODS["diloco"](sync_every=3, timeout_s=30),
+            DiLoCoStrategy(sync_every=3, timeout_s=30),
             max_epochs=6,
             reload_dataloaders_every_n_epochs=every,
             check_val_every_n_epoch=3,
@@ -231,7 +231,7 @@ def change_data(rank: int, world: int, folder: str) -> list[list[str]]:
         data = TensorDataset(inputs, inputs.sum(1))
         with recorded_warnings() as found:
             fit_with(
-                METHODS["diloco"](sync_every=3, timeout_s=30),
+                DiLoCoStrategy(sync_every=3, timeout_s=30),
                 TinyModule(),
                 StatefulDataLoader(data, batch_size=2),
                 ckpt_path=path,
@@ -253,3 +253,110 @@ def test_other_data_are_warned_of(pool: Pool, tmp_path: Path) -> None:
     assert "the training data have 20 samples and had 24" in size[0]
     assert len(seed) == 1
     assert "the order of seed 2 and were in the order of seed 1: call seed_everything(1)" in seed[0]
+
+
+# ------------------------------------------------------- other numbers of workers or ranks
+
+SAMPLES = 24
+Division = tuple[int, Sizes]
+"""The number of workers, and the ranks of each."""
+Read = list[list[tuple[int, int]]]
+
+
+class Reading(ShardedModule):
+    """Records the epoch and the number of each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (samples,) = batch
+        self.seen += [(self.current_epoch, int(sample)) for sample in samples]
+        inputs = samples.view(-1, 1).expand(-1, 3) / SAMPLES
+        return super().training_step((inputs, inputs[:, 0]), batch_idx)
+
+
+class SaveAndStop(SaveAt):
+    """Saves at a point, and ends the run."""
+
+    def save(self, trainer: pl.Trainer, hook: str) -> None:
+        super().save(trainer, hook)
+        trainer.should_stop |= f"{hook} {trainer.global_step}" in self.points
+
+
+def read_part(
+    rank: int, world: int, sizes: Sizes, folder: str, point: str, resume: str | None
+) -> list[tuple[int, int]]:
+    """Return the epochs and samples that this rank trains on, up to a point."""
+    os.chdir(folder)
+    module = Reading()
+    data = TensorDataset(torch.arange(float(SAMPLES), dtype=torch.float64))
+    with recorded_warnings():
+        fit_with(
+            Family(functools.partial(DiLoCoStrategy, sync_every=2), sizes).strategy(timeout_s=30),
+            module,
+            StatefulDataLoader(data, batch_size=1),
+            ckpt_path=resume,
+            max_epochs=2,
+            callbacks=[SaveAndStop(point)],
+            use_distributed_sampler=True,
+        )
+    return module.seen
+
+
+def readers_of(division: Division) -> tuple[int, int]:
+    """Return the number of ranks that read different data, and how many read the same."""
+    workers, (data, tensor) = division[0], as_pair(division[1])
+    return workers * data, tensor
+
+
+@pytest.fixture(scope="module")
+def half(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Division], tuple[Path, Read]]:
+    """Return the checkpoint after half of an epoch, and the samples that each rank has read."""
+
+    @functools.cache
+    def read_half(division: Division) -> tuple[Path, Read]:
+        readers, same = readers_of(division)
+        folder, steps = tmp_path_factory.mktemp("half"), SAMPLES // 2 // readers
+        point, world = f"batch {steps}", readers * same
+        seen = pool.run(read_part, division[1], str(folder), point, None, world=world)
+        assert [len(one) for one in seen] == [steps] * world
+        return folder / f"{point}.ckpt", seen[::same]
+
+    return read_half
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ((2, 2), (2, 1)),
+        ((2, 2), (1, 4)),
+        ((2, 2), (3, 1)),
+        ((1, 1), (2, 2)),
+        ((1, 3), (1, 1)),
+        ((2, (2, 1)), (2, (2, 1))),
+        ((2, (2, 1)), (2, (1, 2))),
+        ((2, (2, 1)), (1, (4, 1))),
+        ((2, (2, 1)), (1, (2, 2))),
+    ],
+    ids=str,
+)
+def test_no_sample_is_skipped_or_repeated(
+    pool: Pool,
+    half: Callable[[Division], tuple[Path, Read]],
+    tmp_path: Path,
+    before: Division,
+    now: Division,
+) -> None:
+    """Half of an epoch is read before the number of ranks changes, half after it."""
+    path, first = half(before)
+    readers, same = readers_of(now)
+    arguments = now[1], str(tmp_path), "", str(path)
+    ranks = pool.run(read_part, *arguments, world=readers * same)
+    for rank, seen in enumerate(ranks):
+        assert seen == ranks[rank - rank % same]
+    then = ranks[::same]
+    for epoch, runs in ((0, [*first, *then]), (1, then)):
+        samples = sorted(sample for seen in runs for at, sample in seen if at == epoch)
+        assert len(samples) == SAMPLES
+        if epoch == 1 or 1 not in (len(first), readers):  # a single rank draws another order
+            assert samples == list(range(SAMPLES))
