@@ -21,8 +21,8 @@ from lightning_loco import (
     PairwiseEngine,
     StepEngine,
 )
+from lightning_loco.model.participant import Participant
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.protocols import AnyEngine
 from tests.harness.cover import cover
 from tests.harness.gossip_nodes import peers
 from tests.harness.pool import Pool
@@ -34,7 +34,7 @@ DURING = ["checkpoint", "barrier Trainer.save_checkpoint", "validation", "the en
 """Lightning calls another barrier after each save."""
 
 
-def record_sync_points(engine: AnyEngine) -> list[str]:
+def record_sync_points(engine: Participant) -> list[str]:
     """Return a list that collects the purpose of each further sync point."""
     purposes: list[str] = []
     sync_point = engine.sync_point
@@ -109,7 +109,7 @@ def test_one_sync_point_for_each_purpose(
 def test_in_plain_loops_the_consensus_and_the_end_make_their_own(
     subtests: pytest.Subtests,
 ) -> None:
-    engines: list[tuple[str, Callable[[nn.Module], AnyEngine]]] = [
+    engines: list[tuple[str, Callable[[nn.Module], Participant]]] = [
         ("rounds", lambda model: StepEngine(model, LocalSGD(), sync_every=2)),
         ("gossip", lambda model: PairwiseEngine(model, nodes=peers(1), name="p0")),
     ]
