@@ -232,6 +232,8 @@ class FragmentSync:
         for chunk in self.memory.chunks:
             if (start := chunk.round_start()) is not None:
                 chunk.unpack(start)
+                if chunk.sent_params is not None:
+                    chunk.sent_params.copy_(start)  # or its NaN would count as a rounding error
         if self.pending is not None:
             self.pending.finite = False
 

@@ -20,9 +20,11 @@ from tests.harness.toys import Layers
 pytestmark = pytest.mark.recovery
 
 
-def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
+def with_nan(
+    rank: int, world: int, delay: int, at: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Put NaN into one layer of worker 1; its next local step spreads it to all layers."""
-    model = Layers()
+    model = Layers().to(dtype)
     settings = RoundSettings(DiLoCo(0.4), Staggered(6, 3, delay), merge_policy=Mix(0.5))
     engine = Engine.from_settings(model, settings)
     history = []
@@ -40,9 +42,14 @@ def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor
     return torch.stack(history), flat(model)
 
 
-@pytest.mark.parametrize(("delay", "at"), cover((0, 2, 5, 6), (7, 8, 9), strength=1))
-def test_a_worker_with_nan_goes_back_in_all_fragments(pool: Pool, delay: int, at: int) -> None:
-    (healthy, end), (broken, same) = pool.run(with_nan, delay, at, world=2)
+@pytest.mark.parametrize(
+    ("delay", "at", "dtype"),
+    cover((0, 1, 2, 3, 5, 6), (7, 8, 9, 10), (torch.float32, torch.bfloat16)),
+)
+def test_a_worker_with_nan_goes_back_in_all_fragments(
+    pool: Pool, delay: int, at: int, dtype: torch.dtype
+) -> None:
+    (healthy, end), (broken, same) = pool.run(with_nan, delay, at, dtype, world=2)
     assert torch.isfinite(healthy).all()
     assert torch.isfinite(end).all()
     assert torch.equal(end, same)
