@@ -22,7 +22,7 @@ from lightning_loco.distributed.worker_status import (
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
-from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
+from lightning_loco.elastic.lighthouse import Lighthouse, address_seen_by
 from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import NO_STATE, resumed_round
 from lightning_loco.elastic.recovery import (
@@ -147,7 +147,7 @@ class ElasticConnection:
         algorithm, places = engine.settings.algorithm, self._places
         name = f"{self._name}-{secrets.token_hex(4)}"
         lighthouse = Lighthouse(self._lighthouse, places.gather(name)[0])
-        group = MemberGroup(self._host or address_towards(self._lighthouse), self._timeout_s)
+        group = MemberGroup(self._host or address_seen_by(self._lighthouse), self._timeout_s)
         run = {
             **_describe(engine),
             "shards": places.gather(_describe_shards(engine)),

@@ -18,6 +18,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, ManagerServer
 
 from lightning_loco.elastic.quorum import Member, Quorum
+from lightning_loco.transport import address_towards
 
 HEARTBEAT_S = 0.1
 """Time between two heartbeats."""
@@ -214,15 +215,11 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def address_towards(lighthouse: str) -> str:
+def address_seen_by(lighthouse: str) -> str:
     """Return the address under which the lighthouse sees this machine; RuntimeError if none."""
     host, _, port = lighthouse.removeprefix("http://").rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
+        return address_towards(host.strip("[]"), int(port))
     except OSError as error:
         message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
         raise RuntimeError(message) from error

@@ -21,7 +21,6 @@ from lightning_loco.gossip.peer_selection import (
     Peer,
     PeerDiscovery,
     StoreDiscovery,
-    address_towards,
 )
 
 __all__ = [
@@ -34,6 +33,5 @@ __all__ = [
     "PeerStatistics",
     "Received",
     "StoreDiscovery",
-    "address_towards",
     "read_nodes",
 ]

@@ -32,7 +32,6 @@ from lightning_loco.gossip.peer_selection import (
     PeerDiscovery,
     PeerSelector,
     StoreDiscovery,
-    address_towards,
     worker_name,
 )
 from lightning_loco.gossip.protocol import WireFormat, pull_codec
@@ -41,7 +40,7 @@ from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
 from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.transport import read_certificate
+from lightning_loco.transport import address_towards, read_certificate
 
 _ANY_FREE_PORT = 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import random
 import re
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -77,7 +76,7 @@ class StoreDiscovery:
         worker: Number of this worker, 0 to N - 1.
         num_workers: Number of workers N.
         host: Host name or address at which the other workers reach this one; see
-            :func:`address_towards`.
+            :func:`lightning_loco.transport.address_towards`.
 
     Raises:
         ValueError: If ``worker`` is out of range.
@@ -215,21 +214,6 @@ def _as_peer(node: Peer | Mapping[str, object]) -> Peer:
     if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
         raise ValueError(f"{entry} needs a port in 1 to 65535. Add port: 45000, for example.")
     return Peer(str(node["name"]), str(node["host"]), port)
-
-
-def address_towards(host: str) -> str:
-    """Return the address of this machine on the network that leads to ``host``.
-
-    Nothing is sent.
-
-    Example:
-        >>> address_towards("127.0.0.1")
-        '127.0.0.1'
-    """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def is_loopback(host: str) -> bool:

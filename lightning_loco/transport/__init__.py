@@ -15,6 +15,7 @@ from lightning_loco.transport.connection import (
     MAX_HEADER_BYTES,
     CertificateRefused,
     MalformedMessage,
+    address_towards,
 )
 from lightning_loco.transport.request_server import Request, Server
 
@@ -27,6 +28,7 @@ __all__ = [
     "Reply",
     "Request",
     "Server",
+    "address_towards",
     "read_certificate",
     "write_certificate",
 ]

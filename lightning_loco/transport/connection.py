@@ -194,3 +194,18 @@ def _cause_of(error: ssl.SSLError) -> ConnectionError:
             f"by the clock of one of the two machines the key file is not valid now ({text})"
         )
     return CertificateRefused(f"it has another key file, or none ({text})")
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """Return the address of this machine on the network that leads to ``host``.
+
+    Nothing is sent.
+
+    Example:
+        >>> address_towards("127.0.0.1")
+        '127.0.0.1'
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

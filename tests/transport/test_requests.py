@@ -20,6 +20,7 @@ from lightning_loco.transport import (
     MalformedMessage,
     Request,
     Server,
+    address_towards,
     read_certificate,
 )
 from lightning_loco.transport import request_server as server_module
@@ -404,3 +405,7 @@ def test_concurrent_clients_receive_their_own_replies() -> None:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def test_the_address_towards_this_machine_is_loopback() -> None:
+    assert address_towards("localhost") in ("127.0.0.1", "::1")
