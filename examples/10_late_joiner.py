@@ -73,7 +73,7 @@ def train(lighthouse: str, name: str, end: str) -> None:
     trainer = Trainer(strategy=strategy, callbacks=[callback], **settings, **quiet)
     trainer.fit(module)
     weights = module.net.weight.flatten().tolist()
-    print(f"{name}: {callback.own_steps} local steps of its own, weights {weights}", flush=True)
+    print(f"{name}: took {callback.own_steps} local steps, weights {weights}", flush=True)
 
 
 def main() -> None:

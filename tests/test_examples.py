@@ -142,7 +142,7 @@ def fsdp_inside(output: str) -> None:
 
 
 def late_joiner(output: str) -> None:
-    ends = re.findall(r"(w\d): (\d+) local steps of its own, weights (\[.*\])", output)
+    ends = re.findall(r"(w\d): took (\d+) local steps, weights (\[.*\])", output)
     steps = {name: int(steps) for name, steps, _ in ends}
     assert set(steps) == {"w1", "w2", "w3"}
     assert 60 <= steps["w3"] < steps["w1"]

@@ -33,7 +33,6 @@ from tests.harness.pool import PRELOADED
 from tests.harness.programs import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
-_START_S = 60.0
 
 
 class Outcome(NamedTuple):
