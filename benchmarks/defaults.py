@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import torch
-from common import against, make_parser, mean_and_deviation, print_machine, print_table
+from harness import mean_and_deviation
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
@@ -163,21 +164,17 @@ def cells(name: str, results: list[list[Result]], alone: list[list[Result]]) -> 
         mean_and_deviation(above, 3),
         "MISSED" if is_bad else "ok",
         f"{sent:.3f}",
-        against(sent, BYTES_BOUND),
+        harness.at_most(sent, BYTES_BOUND),
         "yes" if advice else "",
     ]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds = options.seeds[:1]
+    options = harness.parse(
+        __doc__, only=ROWS, seeds=[0, 1, 2], quick={"seeds": [0]}, choices={"only": ROWS}
+    )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print_machine()
     results, refused = {}, []
     for name in dict.fromkeys(["alone", *options.only]):
         try:
@@ -185,7 +182,9 @@ def main() -> None:
         except ProcessRaisedException as error:
             refused.append(f"{name}: {str(error).strip().splitlines()[-1]}")
     rows = [cells(name, of_seeds, results["alone"]) for name, of_seeds in results.items()]
-    print_table(["method", "loss", "above alone", "bound", "bytes", "bound", "advice"], rows)
+    harness.print_table(
+        ["method", "loss", "above alone", "bound", "bytes", "bound", "advice"], rows
+    )
     print("\n".join(refused))
 
 

@@ -13,7 +13,6 @@ rows have no bound. Whatever else runs on the machine changes both; look at the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import socket
 import statistics
@@ -24,85 +23,60 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import harness
 import torch
-from common import (
-    HOST,
-    Worker,
-    at_least,
-    in_turns,
-    make_parser,
-    print_machine,
-    print_table,
-    ratios,
-    run_workers,
-    spread,
-)
+from harness import HOST, Worker, free_port, ratios, spread
 
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.compression import CODECS
 from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 from lightning_loco.transport import write_certificate
 
+FORMATS = ["float32", "bf16", "fp16", "int8"]
+TIMEOUT_S = 60.0
 BOUND = 0.80
-FORMATS = ("float32", "bf16", "fp16", "int8")
-MB = 1e6
-PATIENCE_S = 60.0
 
 
 def time_turns(
-    worker: Worker, ports: list[int], num_bytes: int, turns: int, settings: dict[str, Any]
+    worker: Worker, num_bytes: int, turns: int, settings: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Seconds of every turn; worker 0 reads what worker 1 serves."""
     with contextlib.ExitStack() as stack:
-        numel = numel_of(num_bytes, settings.get("compression"))
-        node = open_node(worker, ports, numel, settings)
+        node = open_node(worker, num_bytes, settings)
         stack.callback(node.close)
-        read = open_socket(worker, ports[2], num_bytes, stack)
-        fetch = partial(fetch_once, node) if worker.rank == 0 else lambda: None
+        read = open_socket(worker, num_bytes, stack)
 
         def timed(work: Callable[[], None]) -> float:
             worker.wait_for_all()
             started = time.perf_counter()
-            work()
+            if worker.rank == 0:
+                work()
             seconds = time.perf_counter() - started
             worker.wait_for_all()
             return seconds
 
-        kinds = {"socket": read, "fetch": fetch}
-        return in_turns({name: partial(timed, work) for name, work in kinds.items()}, turns)
+        kinds = {"socket": partial(timed, read), "fetch": partial(timed, partial(fetch, node))}
+        return harness.in_turns(kinds, turns)
 
 
-def numel_of(num_bytes: int, compression: str | None) -> int:
-    """How many parameters travel in this number of bytes, or a few less."""
-    if compression is None:
-        return num_bytes // 4
-    codec = CODECS[compression]()
-    return num_bytes // codec.row_bytes * codec.block
-
-
-def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, Any]) -> PeerNode:
-    """Worker 0 reads, worker 1 serves ones."""
+def open_node(worker: Worker, num_bytes: int, settings: dict[str, Any]) -> PeerNode:
+    """Worker 1 serves ones, encoded in this number of bytes or a few less; worker 0 reads."""
+    numel = num_bytes // 4
+    if "compression" in settings:
+        codec = CODECS[settings["compression"]]()
+        numel = num_bytes // codec.row_bytes * codec.block
+    ports = worker.gather(free_port())
     peers = [Peer("reader", HOST, ports[0]), Peer("server", HOST, ports[1])]
+    discovery = NodeListDiscovery(peers, peers[worker.rank].name)
     node = PeerNode(
-        numel,
-        torch.float32,
-        NodeListDiscovery(peers, peers[worker.rank].name),
-        schema_checksum=1,
-        fetch_timeout_s=PATIENCE_S,
-        **settings,
+        numel, torch.float32, discovery, schema_checksum=1, fetch_timeout_s=TIMEOUT_S, **settings
     )
     if worker.rank == 1:
         node.publish(torch.ones(numel), Tag(1, 1))
     return node
 
 
-def new_key_file(folder: str) -> str:
-    """A key file in a folder."""
-    write_certificate(f"{folder}/job.pem")
-    return f"{folder}/job.pem"
-
-
-def fetch_once(node: PeerNode) -> None:
+def fetch(node: PeerNode) -> None:
     """Read all parameters."""
     node.start_fetch()
     received = node.wait()
@@ -110,17 +84,15 @@ def fetch_once(node: PeerNode) -> None:
     assert abs(received.params[-1] - 1) < 1e-6
 
 
-def open_socket(worker: Worker, port: int, num_bytes: int, stack: contextlib.ExitStack) -> Any:
-    """A function that reads the same bytes, or one that sends them."""
+def open_socket(worker: Worker, num_bytes: int, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """Connect the workers; worker 1 sends, and worker 0 gets a function that reads."""
     memory = memoryview(bytearray(b"\1") * num_bytes)
+    listener = stack.enter_context(socket.create_server((HOST, 0)))
+    port = worker.gather(listener.getsockname()[1])[1]
     if worker.rank == 1:
-        listener = stack.enter_context(socket.create_server((HOST, port)))
-        worker.wait_for_all()
         connection = stack.enter_context(listener.accept()[0])
-        sender = threading.Thread(target=serve, args=(connection, memory), daemon=True)
-        sender.start()
+        threading.Thread(target=serve, args=(connection, memory), daemon=True).start()
         return lambda: None
-    worker.wait_for_all()
     connection = stack.enter_context(socket.create_connection((HOST, port)))
 
     def read() -> None:
@@ -139,46 +111,32 @@ def serve(connection: socket.socket, memory: memoryview) -> None:
             connection.sendall(memory)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports at which no process listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--compression", nargs="+", choices=FORMATS, default=FORMATS)
-    options: argparse.Namespace = parser.parse_args()
-    if options.quick:
-        options.megabytes, options.turns = 8, 3
-    print_machine()
+    options = harness.parse(
+        __doc__,
+        megabytes=200,
+        turns=15,
+        compression=FORMATS,
+        quick={"megabytes": 8, "turns": 3},
+        choices={"compression": FORMATS},
+    )
     rows = []
-    num_bytes = options.megabytes * 1_000_000
-    for compression, has_key_file in [
-        *((name, False) for name in options.compression),
-        ("float32", True),
-    ]:
+    kinds = [(name, False) for name in options.compression]
+    for compression, is_encrypted in [*kinds, ("float32", True)]:
         with tempfile.TemporaryDirectory() as folder:
-            settings: dict[str, Any] = {}
-            if compression != "float32":
-                settings["compression"] = compression
-            if has_key_file:
-                settings["key_file"] = new_key_file(folder)
-            arguments = (free_ports(3), num_bytes, options.turns, settings)
-            seconds = run_workers(time_turns, 2, *arguments)[0]
-        of_socket = ratios(seconds["socket"], seconds["fetch"])
-        has_bound = compression == "float32" and not has_key_file
-        name = f"{options.megabytes} MB of {compression}" + ", key file" * has_key_file
-        rates = (num_bytes / MB / statistics.median(seconds[kind]) for kind in ("socket", "fetch"))
-        bound = at_least(statistics.median(of_socket), BOUND) if has_bound else "-"
-        rows.append([name, *(f"{rate:.0f}" for rate in rates), spread(of_socket), bound])
+            settings = {} if compression == "float32" else {"compression": compression}
+            if is_encrypted:
+                settings["key_file"] = f"{folder}/job.pem"
+                write_certificate(settings["key_file"])
+            arguments = (options.megabytes * 1_000_000, options.turns, settings)
+            seconds = harness.run_workers(time_turns, 2, *arguments)[0]
+        found = ratios(seconds["socket"], seconds["fetch"])
+        name = f"{options.megabytes} MB of {compression}" + ", key file" * is_encrypted
+        rates = [options.megabytes / statistics.median(s) for s in seconds.values()]
+        bound = "-" if settings else harness.at_least(statistics.median(found), BOUND)
+        rows.append([name, *(f"{rate:.0f}" for rate in rates), spread(found), bound])
         print(f"done: {name}", flush=True)
-    print_table(["one fetch", "socket MB/s", "fetch MB/s", "fetch/socket", "bound"], rows)
+    harness.print_table(["one fetch", "socket MB/s", "fetch MB/s", "fetch/socket", "bound"], rows)
 
 
 if __name__ == "__main__":

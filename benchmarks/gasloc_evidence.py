@@ -35,9 +35,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from common import make_parser, mean_and_deviation, paired_p, print_machine, print_table
 from gossip_baselines import A2CiD2, ChocoSGD, Int4Differences
+from harness import mean_and_deviation, paired_p, print_table
 from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, GASLoC, NeighborAverage, Simulation, StreamingDiLoCoStrategy
@@ -56,7 +57,6 @@ from lightning_loco.topology import (
     spectral_gap,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, EMBEDDING, HIDDEN, BATCH = 8, 16, 64, 32
 TUNING_SEEDS = (1000, 1001)
 Record = dict[str, Any]
@@ -509,41 +509,35 @@ PARTS: dict[str, tuple[Callable[..., Iterator[Record]], Callable[..., None]]] = 
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: 10 for consensus, else 5")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[8, 16, 32, 64], help="workers")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--methods", nargs="+", help="default: all of the part")
-    parser.add_argument("--graphs", nargs="+", default=list(GRAPHS))
-    parser.add_argument("--steps", type=int, default=100, help="local steps of every_step")
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
-    parser.add_argument("--sync-every", type=int, default=20, help="H of virtual_time")
-    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW, in virtual_time")
-    parser.add_argument(
-        "--networks",
-        nargs="+",
-        choices=NETWORKS,
-        default=["one_slow_link", "two_datacentres"],
-        help="of virtual_time; default %(default)s",
+    options = harness.parse(
+        __doc__,
+        parts=list(PARTS),
+        seeds=0,  # how many: 10 for consensus, else 5
+        sizes=[8, 16, 32, 64],  # workers of consensus
+        workers=8,
+        methods=[],  # all of the part
+        graphs=list(GRAPHS),
+        steps=100,  # local steps of every_step
+        rates=list(RATES),
+        sync_every=20,  # of virtual_time
+        lr=3e-3,  # of AdamW, in virtual_time
+        networks=["one_slow_link", "two_datacentres"],
+        seconds=75.0,  # virtual time
+        step_s=0.25,  # virtual time of a local step
+        scale=100.0,  # size of the model of the messages
+        out=Path,  # default: outputs/gasloc_PART.csv
+        png=Path,
+        quick={
+            **{"seeds": 2, "sizes": [8, 16], "workers": 4, "steps": 4, "rates": [0.5]},
+            **{"graphs": ["ring", "random_matching"], "seconds": 5.0, "sync_every": 4},
+        },
+        choices={"networks": NETWORKS},
     )
-    parser.add_argument("--seconds", type=float, default=75.0, help="virtual time")
-    parser.add_argument("--step-s", type=float, default=0.25, help="virtual time of a local step")
-    parser.add_argument("--scale", type=float, default=100.0, help="size of the messages' model")
-    parser.add_argument("--out", type=Path, help="default: outputs/gasloc_PART.csv")
-    parser.add_argument("--png", type=Path, help="draw a figure into this file")
-    options = parser.parse_args()
     train, show = PARTS[options.part]
-    if options.seeds is None:
-        options.seeds = list(range(10 if options.part == "consensus" else 5))
-    if options.quick:
-        options.seeds, options.sizes, options.workers = [0, 1], [8, 16], 4
-        options.steps, options.rates, options.graphs = 4, [0.5], ["ring", "random_matching"]
-        options.seconds, options.sync_every = 5.0, 4
+    options.seeds = range(options.seeds or (10 if options.part == "consensus" else 5))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print_machine()
-    out = options.out or ROOT / "outputs" / f"gasloc_{options.part}.csv"
+    out = options.out or harness.OUTPUTS / f"gasloc_{options.part}.csv"
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
         records: list[Record] = []

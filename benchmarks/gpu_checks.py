@@ -1,4 +1,4 @@
-"""Seven checks of workers that shard the model, with all ranks on one GPU.
+"""Five checks of workers that shard the model, with all ranks on one GPU.
 
 Four ranks, two workers of two, share the first GPU; an option of NCCL makes it take each for
 another machine.
@@ -13,12 +13,10 @@ another machine.
               AdamW, against docs/workers_of_several_ranks.md, for both values of outer_device
   5 time      of a local step of a GPT with 126M parameters, against two jobs of Lightning's
               ModelParallelStrategy with 2 ranks each at the same time, in turns
-  6 failure   a rank is killed: all others end in time and name it
-  7 compiled  compiled blocks end where blocks that are not compiled do
 
-Each check has its own processes and its own limit in seconds; all together end within 9 minutes.
-A check whose ranks are still running at its limit has failed: then the stacks of all their threads
-are printed.
+Each check has its own ranks and its own limit in seconds, which add up to 8 minutes. A check whose
+ranks are still running at its limit has failed: then the stacks of all their threads are printed.
+``--only 13`` makes the first and the third. ``--out`` is a folder for gpu_checks.json.
 
 How to read it: "apart" is the distance between the final parameters of two runs, divided by the
 distance from the start, of the tensor where it is largest. "between steps" is the memory that
@@ -36,9 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import signal
 import statistics
 import sys
 import time
@@ -49,12 +45,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import harness
 import numpy as np
 import torch
-from common import add_device, make_parser, print_machine, print_table
+from harness import RankFailed, Worker
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from ranks import Processes, Rank, RankFailed
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -66,13 +62,11 @@ from lightning_loco.strategies import LocoStrategy
 from lightning_loco.strategies.lightning_compat import remove_lockstep
 
 NUM_RANKS, SIZE = 4, 2  # of all workers, and of one
-ALL_S = 9 * 60.0
 QUICK_FACTOR = 4.0  # of the limits with --quick, for a busy machine
-TIMEOUT_S, FAILURE_TIMEOUT_S = 60.0, 5.0
+TIMEOUT_S = 60.0
 BATCH_SIZE = 4
-VICTIM, VICTIM_NAME = 2, "worker 1, place 0 (rank 2)"
 DROPPED_STEPS = 3  # before counting, measuring and timing
-APART, MEMORY_WITHIN, RATIO, LATEST_S = 1e-3, 0.05, 1.10, 6.0
+APART, MEMORY_WITHIN, RATIO = 1e-3, 0.05, 1.10
 BUCKET_BYTES = 64 * 2**20
 NEVER = 10**6
 
@@ -82,9 +76,6 @@ TINY: Sizes = {"num_layers": 2, "num_heads": 2, "width": 32, "context": 16}
 SMALL: Sizes = {"num_layers": 2, "num_heads": 4, "width": 256, "context": 64}
 GPT_126M: Sizes = {"num_layers": 10, "num_heads": 16, "width": 1024, "context": 256}
 GPT_302M: Sizes = {"num_layers": 24, "num_heads": 16, "width": 1024, "context": 8}
-
-
-# ------------------------------------------------------------------- what is trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +89,6 @@ class Run:
         method: Makes the method of workers.
         has_adamw: AdamW, instead of SGD.
         is_mixed: FSDP2 gathers layers in bfloat16.
-        compiler: Backend that compiles the blocks; empty if none does.
     """
 
     sizes: Sizes
@@ -109,7 +99,6 @@ class Run:
     )
     has_adamw: bool = False
     is_mixed: bool = False
-    compiler: str = ""
 
     def strategy(self) -> Strategy:
         """A new strategy for one rank."""
@@ -147,8 +136,6 @@ class Model(LightningModule):
             mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
         )
         for block in self.gpt.blocks:
-            if self.settings.compiler:
-                block.compile(backend=self.settings.compiler)
             shard(block)
         shard(self.gpt)
 
@@ -163,29 +150,20 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class CountSteps(Callback):
-    """Lets the process that waits for this rank know how far it is."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Write the number of steps."""
-        self.rank.steps[self.rank.process] = trainer.global_step
-
-
-def fit(rank: Rank, run: Run, *callbacks: Callback) -> Trainer:
-    """Train on this rank; its device is the only one of its machine to Lightning."""
+def fit(worker: Worker, run: Run, *callbacks: Callback) -> Trainer:
+    """Train on this rank, which is a machine with one device to Lightning."""
     size = SIZE if run.kind == "whole" else 1
-    batches = [run.batches(size * rank.process + place) for place in range(size)]
+    batches = [run.batches(size * worker.rank + place) for place in range(size)]
+    num_ranks = SIZE if run.kind == "plain" else worker.num_workers  # of a job
     rows = torch.cat(batches, dim=1)
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
     trainer = Trainer(
         strategy=run.strategy(),
-        accelerator="gpu" if rank.device == "cuda" else "cpu",
+        accelerator="gpu" if worker.device == "cuda" else "cpu",
         devices=1,
-        num_nodes=rank.num_ranks,
+        num_nodes=num_ranks,
         max_steps=run.steps,
-        callbacks=[CountSteps(rank), *callbacks],
+        callbacks=list(callbacks),
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -193,11 +171,9 @@ def fit(rank: Rank, run: Run, *callbacks: Callback) -> Trainer:
         enable_model_summary=False,
     )
     loader: Any = DataLoader(rows.flatten(0, 1), batch_size=size * BATCH_SIZE)  # type: ignore[arg-type]
-    trainer.fit(Model(run), loader)
+    with worker.process_group(num_ranks):
+        trainer.fit(Model(run), loader)
     return trainer
-
-
-# -------------------------------------------------- what is recorded, in a process of a rank
 
 
 class Collect(Callback):
@@ -214,17 +190,11 @@ class Collect(Callback):
             self.found[name] = whole.cpu().numpy()
 
 
-def final_parameters(rank: Rank, run: Run) -> tuple[Parameters, int]:
+def final_parameters(worker: Worker, run: Run) -> tuple[Parameters, int]:
     """The consensus, and the number of rounds."""
     collect = Collect()
-    trainer = fit(rank, run, collect)
+    trainer = fit(worker, run, collect)
     return collect.found, trainer.strategy.statistics.rounds
-
-
-def compiled_parameters(rank: Rank, run: Run) -> tuple[Parameters, int]:
-    """The consensus, and the number of graphs that were compiled."""
-    found, _ = final_parameters(rank, run)
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 class CountSyncs(Callback):
@@ -263,10 +233,10 @@ class CountSyncs(Callback):
                 raise RuntimeError(f"A read of the GPU's memory was not noticed: {texts}.")
 
 
-def count_syncs(rank: Rank, run: Run) -> int:
+def count_syncs(worker: Worker, run: Run) -> int:
     """How often this rank waits for the GPU in the counted steps."""
     counter = CountSyncs(run.kind == "plain")
-    fit(rank, run, counter)
+    fit(worker, run, counter)
     return counter.count
 
 
@@ -286,10 +256,10 @@ class Memory(Callback):
             self.peak = torch.cuda.max_memory_allocated()
 
 
-def measure_memory(rank: Rank, run: Run) -> tuple[int, int]:
+def measure_memory(worker: Worker, run: Run) -> tuple[int, int]:
     """Bytes between steps, and at most."""
     memory = Memory()
-    fit(rank, run, memory)
+    fit(worker, run, memory)
     return memory.between, memory.peak
 
 
@@ -322,30 +292,11 @@ class Timer(Callback):
             self.seconds = self.now() - self.started
 
 
-def time_steps(rank: Rank, run: Run) -> float:
+def time_steps(worker: Worker, run: Run) -> float:
     """Seconds of a local step."""
-    timer = Timer(rank.device)
-    fit(rank, run, timer)
+    timer = Timer(worker.device)
+    fit(worker, run, timer)
     return timer.seconds / (run.steps - DROPPED_STEPS)
-
-
-class Kill(Callback):
-    """Kills the process of one rank in the middle of a run."""
-
-    def on_train_batch_start(
-        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Kill, between two rounds."""
-        if trainer.global_rank == VICTIM and batch_idx == trainer.max_steps // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lose_a_rank(rank: Rank, run: Run) -> None:
-    """Train until a rank is killed."""
-    fit(rank, run, Kill())
-
-
-# ------------------------------------------------------------------------- the checks
 
 
 class Found(NamedTuple):
@@ -354,6 +305,27 @@ class Found(NamedTuple):
     is_right: bool | None
     text: str
     numbers: dict[str, float]
+
+
+class Launch:
+    """Calls a function on ranks, all of which are gone at the deadline.
+
+    Args:
+        device: Of the ranks.
+        deadline: By ``time.monotonic``.
+    """
+
+    def __init__(self, device: str, deadline: float) -> None:
+        self.device, self.deadline = device, deadline
+
+    def __call__(
+        self, fn: Callable[[Worker, Run], Any], num_ranks: int, run: Run, **environ: str
+    ) -> list[Any]:
+        """The results by rank."""
+        limit_s = max(1.0, self.deadline - time.monotonic())
+        return harness.run_workers(
+            fn, num_ranks, run, device=self.device, environ=environ, limit_s=limit_s
+        )
 
 
 def distance(found: Parameters, expected: Parameters, sizes: Sizes) -> float:
@@ -366,17 +338,17 @@ def distance(found: Parameters, expected: Parameters, sizes: Sizes) -> float:
     return worst
 
 
-def check_numbers(processes: Processes, is_quick: bool) -> Found:
+def check_numbers(launch: Launch, is_quick: bool) -> Found:
     """FSDP2 inside a worker does not change what is trained."""
     run = Run(TINY if is_quick else SMALL, steps=10 if is_quick else 50)
     whole = dataclasses.replace(run, kind="whole")
-    expected, *_ = processes.results(final_parameters, whole, NUM_RANKS // SIZE)
-    results = processes.results(final_parameters, run, NUM_RANKS)
+    expected, *_ = launch(final_parameters, NUM_RANKS // SIZE, whole)
+    results = launch(final_parameters, NUM_RANKS, run)
     apart = max(distance(found, expected[0], run.sizes) for found, _ in results)
     return Found(apart <= APART, f"apart {apart:.1e} (<= {APART:g})", {"apart": apart})
 
 
-def check_overlap(processes: Processes, is_quick: bool) -> Found:
+def check_overlap(launch: Launch, is_quick: bool) -> Found:
     """Collectives of rounds and of FSDP2 do not wait for each other for ever."""
     method = partial(AsyncDiLoCoStrategy, sync_every=8, timeout_s=TIMEOUT_S, summary=False)
     steps = 40 if is_quick else 500
@@ -385,7 +357,7 @@ def check_overlap(processes: Processes, is_quick: bool) -> Found:
     for connections in ("1", "8"):
         started = time.monotonic()
         environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-        results = processes.results(final_parameters, run, NUM_RANKS, environ=environ)
+        results = launch(final_parameters, NUM_RANKS, run, **environ)
         seconds = time.monotonic() - started
         first, rounds = results[0]
         is_finite = all(np.isfinite(values).all() for values in first.values())
@@ -401,16 +373,16 @@ def check_overlap(processes: Processes, is_quick: bool) -> Found:
     return Found(is_right, f"{steps} steps; {'; '.join(texts)}", numbers)
 
 
-def check_syncs(processes: Processes, is_quick: bool) -> Found:
+def check_syncs(launch: Launch, is_quick: bool) -> Found:
     """A local step adds no wait for the GPU."""
-    if processes.device == "cpu":
+    if launch.device == "cpu":
         return Found(None, "PyTorch counts waits for a GPU only", {})
     counted = 20
     run = Run(TINY if is_quick else SMALL, DROPPED_STEPS + counted + 1, has_adamw=True)
     own = dataclasses.replace(run, method=local_steps)
     plain = dataclasses.replace(run, kind="plain")
-    most = max(processes.results(count_syncs, own, NUM_RANKS)) / counted
-    least = min(processes.results(count_syncs, plain, SIZE)) / counted
+    most = max(launch(count_syncs, NUM_RANKS, own)) / counted
+    least = min(launch(count_syncs, SIZE, plain)) / counted
     text = f"{most:g} in a step, plain FSDP2 {least:g}"
     return Found(most <= least, text, {"own": most, "plain": least})
 
@@ -420,9 +392,9 @@ def local_steps() -> LocoStrategy:
     return DiLoCoStrategy(sync_every=NEVER, timeout_s=TIMEOUT_S, summary=False)
 
 
-def check_memory(processes: Processes, is_quick: bool) -> Found:
+def check_memory(launch: Launch, is_quick: bool) -> Found:
     """The memory of a rank agrees with the formula."""
-    if processes.device == "cpu":
+    if launch.device == "cpu":
         return Found(None, "PyTorch counts the memory of a GPU only; see memory.py", {})
     sizes = SMALL if is_quick else GPT_302M
     with torch.device("meta"):
@@ -442,7 +414,7 @@ def check_memory(processes: Processes, is_quick: bool) -> Found:
         )
         run = Run(sizes, DROPPED_STEPS + 5, method=method, has_adamw=True, is_mixed=True)
         environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"}  # 4 MiB, which are no vector
-        results = processes.results(measure_memory, run, NUM_RANKS, environ=environ)
+        results = launch(measure_memory, NUM_RANKS, run, **environ)
         expected = 4 * vector / SIZE
         if outer_device is None:
             expected += 2 * vector / SIZE + min(BUCKET_BYTES, vector // SIZE)
@@ -459,145 +431,72 @@ def check_memory(processes: Processes, is_quick: bool) -> Found:
     return Found(None if is_quick else is_right, "; ".join(texts), numbers)
 
 
-def check_time(processes: Processes, is_quick: bool) -> Found:
+def check_time(launch: Launch, is_quick: bool) -> Found:
     """A local step takes about as long as one of plain FSDP2."""
     turns, counted = (1, 3) if is_quick else (3, 6)
     sizes = TINY if is_quick else GPT_126M
     run = Run(sizes, DROPPED_STEPS + counted, has_adamw=True, is_mixed=True)
-    own = dataclasses.replace(run, method=local_steps), NUM_RANKS, 1
-    plain = dataclasses.replace(run, kind="plain"), SIZE, NUM_RANKS // SIZE
+    runs = {
+        "own": dataclasses.replace(run, method=local_steps),
+        "plain": dataclasses.replace(run, kind="plain"),  # two jobs, at the same time
+    }
     ratios, longest_s = list[float](), 0.0
     seconds = {"own": list[float](), "plain": list[float]()}
     for turn in range(turns):
         started = time.monotonic()
-        if ratios and started + longest_s > processes.deadline:
+        if ratios and started + longest_s > launch.deadline:
             break
-        jobs = {"own": own, "plain": plain}
-        for name in sorted(jobs, reverse=turn % 2 == 1):
-            seconds[name].append(max(processes.results(time_steps, *jobs[name])))
+        for name in sorted(runs, reverse=turn % 2 == 1):
+            seconds[name].append(max(launch(time_steps, NUM_RANKS, runs[name])))
         ratios.append(seconds["own"][-1] / seconds["plain"][-1])
         longest_s = max(longest_s, time.monotonic() - started)
     ratio = statistics.median(ratios)
     own_s, plain_s = (statistics.median(seconds[name]) for name in ("own", "plain"))
-    text = (
-        f"ratio {ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}] (<= {RATIO:.2f}) of "
-        f"{len(ratios)} turns, "
-        f"{1000 * own_s:.0f} ms, plain {1000 * plain_s:.0f} ms"
-    )
-    is_right = None if is_quick else ratio <= RATIO
-    text += ", not judged" if is_quick else ""
-    return Found(is_right, text, {"ratio": ratio, "own_s": own_s, "plain_s": plain_s})
+    text = f"ratio {ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}] (<= {RATIO:.2f}), "
+    text += f"{1000 * own_s:.0f} ms, plain {1000 * plain_s:.0f} ms"
+    numbers = {"ratio": ratio, "own_s": own_s, "plain_s": plain_s}
+    return Found(None if is_quick else ratio <= RATIO, text, numbers)
 
 
-def check_failure(processes: Processes, is_quick: bool) -> Found:
-    """The others name a rank that is killed, and end."""
-    method = partial(DiLoCoStrategy, sync_every=10, timeout_s=FAILURE_TIMEOUT_S, summary=False)
-    run = Run(TINY if is_quick else SMALL, steps=2 * (4 * 10 + 5), method=method)
-    start_method: Literal["forkserver", "spawn"] = "forkserver" if is_quick else "spawn"
-    outcomes = processes.outcomes(
-        lose_a_rank, run, NUM_RANKS, 1, {}, others_s=math.inf, start_method=start_method
-    )
-    lost_at = outcomes[VICTIM].ended_at
-    others = [outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM]
-    last_at = max(outcome.ended_at for outcome in others)
-    are_named = [names_the_victim(outcome.error) for outcome in others]
-    if not all(are_named):
-        print(others[are_named.index(False)].error or "A rank has ended without an error.")
-    if math.isinf(last_at):
-        at = ", ".join(f"rank {n}" for n, one in enumerate(outcomes) if math.isinf(one.ended_at))
-        return Found(False, f"still running at the limit: {at}", {})
-    bound = FAILURE_TIMEOUT_S + (60.0 if is_quick else LATEST_S)
-    latest = last_at - lost_at
-    text = f"{sum(are_named)} of 3 name {VICTIM_NAME}, the last ended after {latest:.1f} s"
-    is_right = all(are_named) and latest <= bound
-    numbers = {"named": sum(are_named), "latest_s": latest}
-    return Found(is_right, f"{text} (<= {bound:g})", numbers)
-
-
-def names_the_victim(error: str) -> bool:
-    """Whether a traceback ends with an error that names the rank that was killed."""
-    _, found, text = error.rpartition("WorkerFailure: ")
-    return bool(found) and VICTIM_NAME in text.lower()
-
-
-def check_compiled(processes: Processes, is_quick: bool) -> Found:
-    """Compiled blocks do not change what is trained."""
-    run = Run(TINY if is_quick else SMALL, steps=10 if is_quick else 30)
-    compiled = dataclasses.replace(run, compiler="aot_eager" if is_quick else "inductor")
-    environ = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # in the process of the rank
-    expected, *_ = processes.results(final_parameters, run, NUM_RANKS)
-    results = processes.results(compiled_parameters, compiled, NUM_RANKS, environ=environ)
-    apart = max(distance(found, expected[0], run.sizes) for found, _ in results)
-    graphs = min(number for _, number in results)
-    text = f"{compiled.compiler}: {graphs} graphs, apart {apart:.1e} (<= {APART:g})"
-    return Found(graphs > 0 and apart <= APART, text, {"graphs": graphs, "apart": apart})
-
-
-CHECKS: dict[str, tuple[Callable[[Processes, bool], Found], float]] = {
+CHECKS: dict[str, tuple[Callable[[Launch, bool], Found], float]] = {
     "1 numbers": (check_numbers, 45.0),
     "2 overlap": (check_overlap, 150.0),
     "3 syncs": (check_syncs, 40.0),
     "4 memory": (check_memory, 85.0),
     "5 time": (check_time, 120.0),
-    "6 failure": (check_failure, 40.0),
-    "7 compiled": (check_compiled, 60.0),
 }
 """The checks, with the limit of each in seconds."""
 
 
-class Result(NamedTuple):
-    """How a check has ended."""
-
-    check: str
-    result: Literal["PASS", "FAIL", "SKIP"]
-    seconds: float
-    text: str
-    numbers: dict[str, float]
-
-
-def make(name: str, device: str, is_quick: bool, deadline: float) -> Result:
+def make(name: str, device: str, is_quick: bool) -> dict[str, Any]:
     """Make a check, and print its line."""
     check, limit_s = CHECKS[name]
-    limit_s *= QUICK_FACTOR if is_quick else 1.0
     started = time.monotonic()
     try:
-        found = check(Processes(device, min(started + limit_s, deadline)), is_quick)
+        launch = Launch(device, started + limit_s * (QUICK_FACTOR if is_quick else 1.0))
+        found = check(launch, is_quick)
     except RankFailed as error:
         found = Found(False, str(error), {})
     seconds = time.monotonic() - started
     verdict: Any = {True: "PASS", False: "FAIL", None: "SKIP"}[found.is_right]
     print(f"{verdict}  {name:<10}  {seconds:5.1f} s  {found.text}", flush=True)
-    return Result(name, verdict, seconds, found.text, found.numbers)
+    return {"check": name, "result": verdict, "seconds": seconds, **found._asdict()}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add_device(parser)
-    parser.set_defaults(device="cuda")
-    parser.add_argument("--only", help="numbers of checks, such as 1,3; all of them by default")
-    parser.add_argument("--out", type=Path, help="folder for gpu_checks.json")
-    options = parser.parse_args()
-    names = [name for name in CHECKS if not options.only or name[0] in options.only.split(",")]
-    if not names:
-        parser.error(f"--only takes numbers from 1 to {len(CHECKS)}, got {options.only!r}.")
+    options = harness.parse(__doc__, only="12345", out=Path, quick={}, device="cuda")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no GPU here. Use --device cpu.")
-    print_machine()
-    deadline = time.monotonic() + ALL_S * (QUICK_FACTOR if options.quick else 1.0)
-    results = [make(name, options.device, options.quick, deadline) for name in names]
-    print_table(
-        ["check", "result", "seconds"],
-        [[result.check, result.result, f"{result.seconds:.1f}"] for result in results],
-    )
+        raise SystemExit("PyTorch finds no GPU here. Use --device cpu.")
+    names = [name for name in CHECKS if name[0] in options.only]
+    results = [make(name, options.device, options.quick) for name in names]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / "gpu_checks.json"
         machine = {"device": options.device, "torch": torch.__version__}
         if options.device == "cuda":
             machine["gpu"] = torch.cuda.get_device_name()
-        found = {**machine, "checks": [result._asdict() for result in results]}
-        file.write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(any(result.result == "FAIL" for result in results))
+        text = json.dumps({**machine, "checks": results}, indent=1)
+        (options.out / "gpu_checks.json").write_text(text + "\n")
+    sys.exit(any(result["result"] == "FAIL" for result in results))
 
 
 if __name__ == "__main__":

@@ -19,26 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import statistics
 import time
-import warnings
+from functools import partial
 from typing import Any
 
+import harness
 import torch
-from common import (
-    Worker,
-    add_device,
-    against,
-    in_turns,
-    make_parser,
-    ms,
-    print_machine,
-    print_table,
-    run_workers,
-    spread,
-)
+from harness import Worker, ms, spread
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
@@ -46,13 +35,13 @@ from torch.utils.data import DataLoader
 from lightning_loco import DiLoCoStrategy
 from lightning_loco.app.demo.model import ByteGPT
 
-BOUND = 1.02
-BATCH_SIZE = 8
-# name: (settings of the model, local steps per fit, dropped at the start)
+# name: (settings of the model, local steps of a fit, dropped at the start)
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
     "demo": ({}, 50, 10),
     "tiny": ({"num_layers": 1, "num_heads": 1, "width": 8, "context": 8}, 300, 50),
 }
+BATCH_SIZE = 8
+BOUND = 1.02
 
 
 class Clock(Callback):
@@ -67,14 +56,12 @@ class Clock(Callback):
         self.started.append(time.perf_counter())
 
 
-def time_fit(worker: Worker, is_plain: bool, sizes: dict[str, int], steps: int) -> list[float]:
-    """Seconds from the start of each batch of a fit of ByteGPT to the start of the next."""
+def fit(worker: Worker, is_plain: bool, sizes: dict[str, int], steps: int, dropped: int) -> float:
+    """Median seconds from the start of a batch to the start of the next, in one fit."""
     num_ranks = 1 if is_plain else worker.num_workers
     strategy: Strategy | str = "auto" if is_plain else DiLoCoStrategy(sync_every=10**6)
     # Lightning takes each for another machine, and starts no processes then.
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank % num_ranks))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     seed_everything(0, verbose=False)
     model = ByteGPT(**sizes)
     generator = torch.Generator().manual_seed(worker.rank)
@@ -100,59 +87,40 @@ def time_fit(worker: Worker, is_plain: bool, sizes: dict[str, int], steps: int) 
     with worker.process_group(num_ranks) if num_ranks > 1 else contextlib.nullcontext():
         trainer.fit(model, loader)
     worker.wait_for_all()
-    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+    seconds = [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+    return statistics.median(seconds[dropped:])
 
 
-def time_pairs(
-    worker: Worker, sizes: dict[str, int], steps: int, warm_up: int, pairs: int
-) -> dict[str, list[float]]:
-    """Median seconds of a step of each fit; the first pair is dropped."""
-
-    def step_s(is_plain: bool) -> float:
-        return statistics.median(time_fit(worker, is_plain, sizes, steps)[warm_up:])
-
-    return in_turns({"plain": lambda: step_s(True), "diloco": lambda: step_s(False)}, pairs)
+def fit_pairs(worker: Worker, pairs: int, *settings: Any) -> dict[str, list[float]]:
+    """Seconds of a step in each fit; the first pair is dropped."""
+    kinds = {
+        "plain": partial(fit, worker, True, *settings),
+        "diloco": partial(fit, worker, False, *settings),
+    }
+    return harness.in_turns(kinds, pairs)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="processes at the same time")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of fits for each model")
-    add_device(parser)
-    options = parser.parse_args()
-    print_machine()
-    rows = []
-    demo_step_s = None
-    for name, (settings, steps, warm_up) in MODELS.items():
-        pairs = options.pairs
+    options = harness.parse(__doc__, workers=2, pairs=20, quick={"pairs": 2}, device="cpu")
+    rows, demo_step_s = [], 0.0
+    for name, settings in MODELS.items():
         if options.quick:
-            steps, warm_up, pairs = 8, 3, 2
-        results = run_workers(
-            time_pairs, options.workers, settings, steps, warm_up, pairs, device=options.device
+            settings = (settings[0], 8, 3)
+        results = harness.run_workers(
+            fit_pairs, options.workers, options.pairs, *settings, device=options.device
         )
         plain, diloco = ([s for r in results for s in r[kind]] for kind in ("plain", "diloco"))
         plain_s = statistics.median(plain)
         extra_s = [b - a for a, b in zip(plain, diloco, strict=True)]
         demo_step_s = demo_step_s or plain_s
         ratio = 1 + statistics.median(extra_s) / demo_step_s
-        rows.append(
-            [
-                f"{name}, {options.workers} workers",
-                *(ms(plain, 2), ms(diloco, 2)),
-                spread([1e6 * extra for extra in extra_s], digits=0),
-                f"{1 + statistics.median(extra_s) / plain_s:.3f}",
-                f"{ratio:.3f}",
-                against(ratio, BOUND),
-            ]
-        )
+        row = [f"{name}, {options.workers} workers", ms(plain, 2), ms(diloco, 2)]
+        row += [spread([1e6 * extra for extra in extra_s], digits=0)]
+        row += [f"{1 + statistics.median(extra_s) / plain_s:.3f}", f"{ratio:.3f}"]
+        rows.append([*row, harness.at_most(ratio, BOUND)])
         print(f"done: {name}", flush=True)
-    print_table(
-        [
-            *("local step of", "plain ms", "DiLoCo ms", "extra us", "ratio"),
-            *("1 + extra / demo step", "bound"),
-        ],
-        rows,
-    )
+    header = ["local step of", "plain ms", "DiLoCo ms", "extra us", "ratio"]
+    harness.print_table([*header, "1 + extra / demo step", "bound"], rows)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,20 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 # The profiler and the allocator comment on themselves.
 os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
+os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the ranks: large blocks go back to the system
 
+import harness
 import torch
 import torch.distributed as dist
-from common import Worker, make_parser, print_machine, print_table, run_workers
+from harness import Worker
+from libraries.counters import forget_peak, peak_bytes, resident_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -101,15 +105,6 @@ def highest_rise(action: Callable[[], object]) -> int:
     return changes(action)[1]
 
 
-def resident_bytes(field: str) -> int:
-    """``VmRSS``, or ``VmHWM``, its highest value so far; 0 where there is no /proc."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    line = next(x for x in status.read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 def make_model(num_layers: int, width: int) -> nn.Module:
     """Nothing but layers."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
@@ -123,25 +118,34 @@ def make_engine(model: nn.Module, name: str, group: WorkerGroup) -> StepEngine:
     )
 
 
-def measure_tensors(worker: Worker, num_layers: int, width: int) -> dict[str, dict[str, int]]:
-    """Bytes of tensors of one worker, for all settings one after the other."""
-    return {name: tensors_of(worker, name, num_layers, width) for name in SETTINGS}
+def measure_tensors(worker: Worker, *size: int) -> dict[str, tuple[int, int]]:
+    """Bytes of tensors that each setting owns and needs in rounds, on one worker."""
+    return {name: tensors_of(worker, name, *size) for name in SETTINGS}
 
 
-def tensors_of(worker: Worker, name: str, num_layers: int, width: int) -> dict[str, int]:
+def tensors_of(worker: Worker, name: str, *size: int) -> tuple[int, int]:
     """Bytes of tensors of one worker and one setting."""
     with worker.process_group():
-        model = make_model(num_layers, width)
+        model = make_model(*size)
         group = WorkerGroup.create()
         before = living_bytes()
         engine = make_engine(model, name, group)
         for _ in range(2):  # some memory is made at the first use
             engine.step()
         owned = living_bytes() - before
-        rounds = owned + highest_rise(engine.step)
+        rounds = owned + highest_rise(partial(step_and_wait, engine))
         engine.finish()
         engine.close()
-    return {"owned": owned, "rounds": rounds}
+    return owned, rounds
+
+
+def step_and_wait(engine: StepEngine) -> None:
+    """A step; its messages arrive as well, since a collective must not outlive the profiler."""
+    engine.step()
+    for fragment in engine.fragments:
+        while fragment.pending is not None and not fragment.pending.has_arrived():
+            time.sleep(0.01)
+    time.sleep(0.1)  # gloo's thread records the end
 
 
 class Rank:
@@ -242,74 +246,52 @@ def resident_rank(worker: Worker, *settings: Any) -> int:
     """Highest growth of the resident memory of one rank after its set-up."""
     with worker.process_group():
         rank = Rank(worker, *settings)
-        started = resident_bytes("VmRSS")
+        started = resident_bytes()
         for action in (rank.make_model, rank.make_gradients, rank.make_optimizer, rank.make_rounds):
             action()
-        forget_highest()
+        forget_peak()
         rank.train()
-        rise = resident_bytes("VmHWM") - started
+        rise = peak_bytes() - started
         rank.close()
     return rise
 
 
-def forget_highest() -> None:
-    """Let ``VmHWM`` begin at the present value, on Linux."""
-    file = Path("/proc/self/clear_refs")
-    if file.exists():
-        file.write_text("5")
-
-
-def rows_of_ranks(size: tuple[int, int], unit: int, with_resident: bool) -> list[list[str]]:
-    """Measure a rank of each kind of worker."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # in the processes that are started from here on
-    rows = []
-    for inside, (ranks, vectors) in INSIDE.items():
-        found = run_workers(measure_rank, 2 * ranks, inside, *size)[0]
-        total, formula = sum(found.values()) / unit, vectors + BUCKET_BYTES / unit
-        error = total / formula - 1
-        resident = "-"
-        if with_resident:
-            rise = run_workers(resident_rank, 2 * ranks, inside, *size)[0]
-            resident = f"{rise / unit:.2f}"
-        rows.append(
-            [
-                inside,
-                *(f"{found[name] / unit:.2f}" for name in PARTS),
-                *(f"{total:.2f}", f"{formula:.2f}"),
-                f"{100 * error:+.1f} % {'ok' if abs(error) <= FORMULA_WITHIN else 'MISSED'}",
-                resident,
-            ]
-        )
-        print(f"done: {inside}", flush=True)
-    return rows
+def row_of_rank(inside: str, size: tuple[int, int], unit: int, is_quick: bool) -> list[str]:
+    """Measure a rank of one kind of worker."""
+    ranks, vectors = INSIDE[inside]
+    found = harness.run_workers(measure_rank, 2 * ranks, inside, *size)[0]
+    total, formula = sum(found.values()) / unit, vectors + BUCKET_BYTES / unit
+    apart, resident = total / formula - 1, "-"
+    if not is_quick:
+        rise = harness.run_workers(resident_rank, 2 * ranks, inside, *size)[0]
+        resident = f"{rise / unit:.2f}"
+    row = [inside, *(f"{found[name] / unit:.2f}" for name in PARTS), f"{total:.2f}"]
+    verdict = "ok" if abs(apart) <= FORMULA_WITHIN else "MISSED"
+    return [*row, f"{formula:.2f}", f"{100 * apart:+.1f} % {verdict}", resident]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=2048, help="layers of width x width")
-    options = parser.parse_args()
-    if options.quick:
-        options.layers, options.width = 8, 1024
-    print_machine()
+    quick = {"layers": 8, "width": 1024}
+    options = harness.parse(__doc__, workers=2, layers=12, width=2048, quick=quick)
     size = (options.layers, options.width)
     unit = 4 * sum(p.numel() for p in make_model(*size).parameters())
-    tensors = run_workers(measure_tensors, options.workers, *size)[0]
+    tensors = harness.run_workers(measure_tensors, options.workers, *size)[0]
     rows = []
     for name, (_, _, vectors) in SETTINGS.items():
-        found = tensors[name]
+        owned, rounds = tensors[name]
         bound = "-"
         if vectors is not None:
             most = vectors * unit + BUCKET_BYTES
-            kept = max(found["owned"], found["rounds"]) <= most + SLACK_BYTES
-            bound = f"<= {most / unit:.2f} ({vectors} P + bucket) {'ok' if kept else 'MISSED'}"
-        rows.append([name, *(f"{found[key] / unit:.2f}" for key in ("owned", "rounds")), bound])
-    print_table(["in units of 4 P bytes", "owned", "rounds", "bound"], rows)
-    print_table(
-        ["a rank; inside a worker", *PARTS, "total", "formula", "apart", "RSS"],
-        rows_of_ranks(size, unit, not options.quick),
-    )
+            verdict = "ok" if max(owned, rounds) <= most + SLACK_BYTES else "MISSED"
+            bound = f"<= {most / unit:.2f} ({vectors} P + bucket) {verdict}"
+        rows.append([name, f"{owned / unit:.2f}", f"{rounds / unit:.2f}", bound])
+    harness.print_table(["in units of 4 P bytes", "owned", "rounds", "bound"], rows)
+    rows = []
+    for inside in INSIDE:
+        rows.append(row_of_rank(inside, size, unit, options.quick))
+        print(f"done: {inside}", flush=True)
+    header = ["a rank; inside a worker", *PARTS, "total", "formula", "apart", "RSS"]
+    harness.print_table(header, rows)
     print(f"4 P is {unit / MB:.1f} MB, and the bucket has {BUCKET_BYTES / MB:.1f} MB.")
 
 

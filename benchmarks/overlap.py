@@ -17,17 +17,9 @@ import statistics
 import time
 from functools import partial
 
+import harness
 import torch
-from common import (
-    Worker,
-    against,
-    in_turns,
-    make_parser,
-    print_machine,
-    print_table,
-    run_workers,
-    spread,
-)
+from harness import Worker, spread
 from torch import nn
 
 from lightning_loco import DiLoCo, StepEngine
@@ -49,7 +41,7 @@ def time_turns(worker: Worker, width: int, turns: int, rounds: int) -> dict[str,
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
         phase_s = max(SHORTEST_PHASE_S, PHASE_IN_ROUNDS * longest.item())
         kinds = {kind: partial(run_turn, worker, kind, width, rounds, phase_s) for kind in KINDS}
-        found = in_turns(kinds, turns)
+        found = harness.in_turns(kinds, turns)
     return {kind: sum(values, []) for kind, values in found.items()}
 
 
@@ -78,46 +70,30 @@ def run_turn(worker: Worker, kind: str, width: int, rounds: int, phase_s: float)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--width", type=int, default=512, help="20 layers of width x width")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10, help="counted in every turn")
-    options = parser.parse_args()
-    if options.quick:
-        options.workers, options.width, options.turns, options.rounds = [2], 128, 2, 3
-    print_machine()
+    options = harness.parse(
+        __doc__,
+        workers=[2, 4],
+        width=512,  # of 20 layers
+        turns=4,
+        rounds=10,  # counted in every turn
+        quick={"workers": [2], "width": 128, "turns": 2, "rounds": 3},
+    )
     rows = []
-    for num_workers in options.workers:
-        results = run_workers(time_turns, num_workers, options.width, options.turns, options.rounds)
-        waited_ms, boundary_ms = (
-            {
-                kind: [1000 * pair[i] for result in results for pair in result[kind]]
-                for kind in KINDS
-            }
+    for n in options.workers:
+        settings = (options.width, options.turns, options.rounds)
+        results = harness.run_workers(time_turns, n, *settings)
+        waited, boundary = (
+            [[1000 * pair[i] for r in results for pair in r[kind]] for kind in KINDS]
             for i in (0, 1)
         )
-        ratio = statistics.mean(waited_ms["overlap"]) / statistics.mean(waited_ms["blocking"])
-        num_millions = 20 * options.width * (options.width + 1) / 1e6
-        rows.append(
-            [
-                f"{num_millions:.1f}M, {num_workers} workers",
-                *(spread(waited_ms[kind]) for kind in KINDS),
-                *(spread(boundary_ms[kind], digits=1) for kind in KINDS),
-                f"{ratio:.3f}",
-                against(ratio, BOUND),
-            ]
-        )
-        print(f"done: {rows[-1][0]}", flush=True)
-    print_table(
-        [
-            "per round and worker",
-            *(f"{kind}: waited ms" for kind in KINDS),
-            *(f"{kind}: boundary ms" for kind in KINDS),
-            *("waited, ratio of means", "bound"),
-        ],
-        rows,
-    )
+        ratio = statistics.mean(waited[1]) / statistics.mean(waited[0])
+        row = [f"{20 * options.width * (options.width + 1) / 1e6:.1f}M, {n} workers"]
+        row += [*map(spread, waited), *(spread(values, digits=1) for values in boundary)]
+        rows.append([*row, f"{ratio:.3f}", harness.at_most(ratio, BOUND)])
+        print(f"done: {row[0]}", flush=True)
+    header = ["per round and worker"]
+    header += [f"{kind}: {what} ms" for what in ("waited", "boundary") for kind in KINDS]
+    harness.print_table([*header, "waited, ratio of means", "bound"], rows)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 Every run trains the demo's GPT on the demo's text with its own worker processes, and the libraries
 follow each other in turn, forwards and then backwards. All share one training loop
 (``libraries/training.py``); each has one small adapter beside it. Libraries that are not installed
-are listed as absent, and a run that fails or is not done by the deadline says so.
+are listed as absent, and a run that fails or is not done by the deadline (in seconds) says so.
 
   no library   the local steps alone: what the other columns are compared with
   blocking     what the library does after the last local step of a phase, and elsewhere outside of
                the local steps, until the last worker is done. The workers wait for each other
-               before, over a pipe and off the clock. DDP has no rounds: its steps minus the same
-               number of steps of workers alone
+               before, without the network and off the clock. DDP has no rounds: its steps minus the
+               same number of steps of workers alone
   waited       of that, how long the training thread had no processor: it waited for the network, a
                lock or another process (or for a core, on a busy machine)
   sent         bytes on the interface for each worker and round, with headers and acknowledgements
@@ -29,6 +29,9 @@ is the ratio of the medians of one repetition, and should be at most 0.5 to torc
 DiLoCo and at most 0.2 to its DiLoCo with one all-reduce per parameter, on the loopback. On the
 shaped link the bytes decide. Use an idle machine with as many cores as workers.
 
+``--only`` names some of the libraries; the first always runs, and the compressed ones only if they
+are named. ``--dpwa`` is a checkout of dpwa, which has no package. ``--rate`` is what tc calls it.
+
   python benchmarks/peers.py --png peers.png
   python benchmarks/peers.py --workers 2 4 --models 0.8M 5M --dpwa ../dpwa
 """
@@ -37,76 +40,187 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import secrets
 import signal
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from common import QUICK_SIZES, make_parser, print_machine, print_table
+import harness
+from harness import RankFailed, spread
+from libraries import links
+from libraries.counters import marked
 from libraries.library import Job
-from libraries.links import Link, Unavailable, loopback, shaped
-from libraries.picture import draw
-from libraries.running import Failed, run
-from libraries.summary import HEADER, Runs, row, summarise
-from libraries.table import ALONE, ENTRIES, found
+from libraries.training import Result, train
 
+
+class Entry(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        title: What is printed.
+        adapter: ``"module:class"`` within the folder ``libraries``.
+        package: What has to be installed for it; None for what is always there.
+        part: A file or folder of the package that others of its name do not have.
+        bound: Of our blocking round divided by this one's, on the loopback; None for none.
+    """
+
+    title: str
+    adapter: str
+    package: str | None = None
+    part: str = "__init__.py"
+    bound: float | None = None
+
+
+ALONE, OURS = "alone", "ours"
+ENTRIES = {
+    ALONE: Entry("no library, every worker alone", "built_in:Alone"),
+    OURS: Entry("lightning_loco DiLoCo", "built_in:Ours"),
+    "ours_int8": Entry("lightning_loco DiLoCo, int8", "built_in:Ours"),
+    "ours_e3m0": Entry("lightning_loco DiLoCo, e3m0", "built_in:Ours"),
+    "ours_sparse": Entry("lightning_loco DiLoCo, sparse", "built_in:Ours"),
+    "ddp": Entry("torch DDP, every step", "built_in:TorchDDP"),
+    "post_local_sgd": Entry("torch PostLocalSGD", "built_in:TorchPostLocalSGD"),
+    "torchft_buckets": Entry(
+        "torchft DiLoCo, bucketised", "torchft_diloco:TorchftDiLoCoInBuckets", "torchft", bound=0.5
+    ),
+    "torchft": Entry(
+        "torchft DiLoCo, per parameter", "torchft_diloco:TorchftDiLoCo", "torchft", bound=0.2
+    ),
+    "hivemind": Entry("hivemind averager", "hivemind_diloco:HivemindDiLoCo", "hivemind"),
+    "exogym": Entry("exogym DiLoCo", "exogym_diloco:ExogymDiLoCo", "exogym", "strategy"),
+    "dpwa": Entry("dpwa gossip", "dpwa_gossip:DpwaGossip", "dpwa"),
+}
 SIZES = {
     "0.8M": {"num_layers": 4, "num_heads": 4, "width": 128, "context": 128},
     "5M": {"num_layers": 6, "num_heads": 4, "width": 256, "context": 128},
-    "tiny": QUICK_SIZES,
+    "tiny": harness.QUICK_SIZES,
 }
-LINKS = ("loopback", "shaped")
+HEADER = [
+    *("library", "blocking ms", "waited ms", "sent MB a round", "more a local step, us"),
+    *("memory MB", "val loss", "wall s", "ours / it", "bound"),
+]
+MARK = "LOCO_BENCHMARK_RUN"
+MB = 1e6
 
 
-@contextlib.contextmanager
-def open_link(name: str, folder: Path, workers: int, rate: str) -> Iterator[Link]:
-    """One of the networks; Unavailable where it cannot be."""
-    with loopback(folder) if name == "loopback" else shaped(folder, workers, rate) as link:
-        yield link
+def found(entry: Entry, dpwa: str | None) -> str | None:
+    """The version of a library here; None if it is absent, "" if it does not say."""
+    if entry.package is None:
+        return ""
+    if entry.package == "dpwa":
+        return "" if dpwa and Path(dpwa, "dpwa", "dpwa.py").is_file() else None
+    spec = importlib.util.find_spec(entry.package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not any(Path(folder, entry.part).exists() for folder in folders or ()):
+        return None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(entry.package)
+    return ""
 
 
-def make_jobs(
-    key: str, link: Link, size: str, workers: int, folder: Path, options: argparse.Namespace
-) -> list[Job]:
-    """What each worker of one run has to do."""
-    return [
-        Job(
-            entry=key,
-            rank=rank,
-            num_workers=workers,
-            host=link.host(rank),
-            interface=link.interface,
-            shares_interface=link.shared,
-            size=SIZES[size],
-            rounds=options.rounds,
-            sync_every=options.sync_every,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            outer_lr=options.outer_lr,
-            outer_momentum=options.outer_momentum,
-            folder=str(folder),
-            dpwa=options.dpwa and str(Path(options.dpwa).resolve()),
+# ------------------------------------------------------------------------------------ the runs
+
+
+class Run(NamedTuple):
+    """One run, over its workers.
+
+    Attributes:
+        blocking_ms: Of each counted round, until the last worker is done.
+        waited_ms: The training thread's waiting in it.
+        sent: Bytes per worker and round.
+        step_ms: Median of the local steps that end no phase.
+        peak: Bytes of memory, of the worker that needs most.
+        val_loss: Mean over the workers' models.
+        wall_s: Of all counted rounds.
+    """
+
+    blocking_ms: list[float]
+    waited_ms: list[float]
+    sent: float
+    step_ms: float
+    peak: float
+    val_loss: float
+    wall_s: float
+
+
+Runs = dict[str, list[Run | None]]
+"""The runs of each library, one for each repetition; None for one that failed."""
+
+
+def summarise(results: Sequence[Result], alone: Sequence[Result], every: int) -> Run:
+    """Put the workers' results together.
+
+    A library that communicates in every step has no rounds: its ``every`` steps minus the same
+    number of steps of workers that are alone stand for one.
+    """
+    rounds = list(zip(*(result.rounds for result in results), strict=True))
+    blocking = [1000 * max(span.wall_s for span in spans) for spans in rounds]
+    waited = [1000 * max(span.waited_s for span in spans) for spans in rounds]
+    if results[0].every_step:
+        wall, base_wall = (middle(of, lambda span: span.wall_s) for of in (results, alone))
+        wait, base_wait = (middle(of, lambda span: span.waited_s) for of in (results, alone))
+        blocking, waited = [every * (wall - base_wall)], [every * (wait - base_wait)]
+    return Run(
+        blocking_ms=blocking,
+        waited_ms=waited,
+        sent=statistics.fmean(result.bytes_sent for result in results) / len(rounds),
+        step_ms=middle(results, lambda span: span.wall_s),
+        peak=max(result.peak_bytes for result in results),
+        val_loss=statistics.fmean(result.val_loss for result in results),
+        wall_s=max(result.wall_s for result in results),
+    )
+
+
+def middle(results: Sequence[Result], of: Callable[[Any], float]) -> float:
+    """Median in milliseconds over the local steps of all workers."""
+    return 1000 * statistics.median(of(span) for result in results for span in result.steps)
+
+
+def run(key: str, link: links.Link, size: str, workers: int, folder: str, options: Any) -> Any:
+    """Train once with a library; return the results of all workers."""
+    names = ("rounds", "sync_every", "batch_size", "seed", "outer_lr", "outer_momentum")
+    dpwa = options.dpwa and str(Path(options.dpwa).resolve())
+    job = Job(
+        **{name: getattr(options, name) for name in names},
+        **{"entry": key, "size": SIZES[size], "folder": folder, "dpwa": dpwa},
+        **{"interface": link.interface, "is_shared": link.is_shared},
+    )
+    mark = secrets.token_hex(8)
+    try:
+        return harness.run_workers(
+            train,
+            workers,
+            *(job, ENTRIES[key].adapter),
+            network=link,
+            environ={"GLOO_SOCKET_IFNAME": link.interface, MARK: mark},
+            limit_s=options.deadline,
         )
-        for rank in range(workers)
-    ]
+    finally:
+        for process in marked(f"{MARK}={mark}"):  # those that have left the group of their worker
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def measure(
-    link: Link, size: str, workers: int, folder: Path, present: list[str],
-    options: argparse.Namespace,
-) -> tuple[Runs, dict[str, str]]:  # fmt: skip
+    link: links.Link, size: str, workers: int, present: list[str], options: argparse.Namespace
+) -> tuple[Runs, dict[str, str]]:
     """All repetitions of all libraries on one link, and why the last of one failed."""
     runs: Runs = {key: [] for key in present}
     failed: dict[str, str] = {}
+    others, alone = [key for key in present if key != ALONE], []
     for repetition in range(options.repetitions):
-        others = [key for key in present if key != ALONE]
-        alone = None
         for key in [ALONE, *(others[::-1] if repetition % 2 else others)]:
-            jobs = make_jobs(key, link, size, workers, folder, options)
             try:
-                results = run(jobs, link, options.deadline)
-            except Failed as error:
+                with tempfile.TemporaryDirectory(prefix="loco-bench-") as folder:
+                    results = run(key, link, size, workers, folder, options)
+            except RankFailed as error:
                 if key == ALONE:
                     raise SystemExit(f"the workers alone failed: {error}") from error
                 runs[key].append(None)
@@ -119,61 +233,110 @@ def measure(
     return runs, failed
 
 
-def print_rows(
-    title: str, runs: Runs, failed: dict[str, str], keys: list[str], with_bounds: bool
-) -> None:
-    """The table of one link."""
-    rows = []
-    for key in keys:
-        if key not in runs:
-            rows.append([ENTRIES[key].title, "absent", *["-"] * (len(HEADER) - 2)])
-        elif any(run is not None for run in runs[key]):
-            rows.append(row(key, runs, with_bounds))
-        else:
-            rows.append([ENTRIES[key].title, "failed", *["-"] * (len(HEADER) - 2)])
-    print(f"\n{title}:", end="")
-    print_table(HEADER, rows)
-    for key, why in failed.items():
-        print(f"{ENTRIES[key].title}: failed: {why}")
+# ------------------------------------------------------------------------- table and picture
 
 
-def parse() -> argparse.Namespace:
-    """The options of the command line."""
-    parser = make_parser(__doc__)
-    names = list(ENTRIES)
-    usual = [name for name in names if not name.startswith("ours_")]
-    parser.add_argument("--only", nargs="+", choices=names, default=usual, metavar="LIBRARY",
-                        help=f"some of {', '.join(names)}; the first always runs, and the "
-                        "compressed ones only if they are named")  # fmt: skip
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=["0.8M"])
-    parser.add_argument("--workers", nargs="+", type=int, default=[2])
-    parser.add_argument("--rounds", type=int, default=10, help="counted in every run")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--sync-every", type=int, default=10, help="local steps of a round")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--outer-momentum", type=float, default=0.6)
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--rate", default="100mbit", help="of the shaped link, as tc writes it")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for one run")
-    parser.add_argument("--dpwa", help="a checkout of dpwa, which has no package")
-    parser.add_argument("--png", type=Path, help="draw the last model and number of workers")
-    options = parser.parse_args()
-    if options.quick:
-        options.models, options.workers, options.links = ["tiny"], [2], ["loopback"]
-        options.rounds, options.repetitions = 2, 1
-    if min(options.workers) < 2 or options.rounds < 1 or options.sync_every < 2:
-        parser.error("it takes 2 workers, 1 round and 2 local steps a round at least")
-    return options
+def ended(runs: Runs, key: str) -> list[Run]:
+    """The runs of a library that came to an end."""
+    return [run for run in runs.get(key, []) if run is not None]
+
+
+def pairs(runs: Runs, key: str, other: str) -> list[tuple[Run, Run]]:
+    """The repetitions in which two libraries came to an end."""
+    both = zip(runs.get(key, []), runs.get(other, []), strict=False)
+    return [(a, b) for a, b in both if a is not None and b is not None]
+
+
+def row(key: str, runs: Runs, with_bound: bool) -> list[str]:
+    """A library's line in the table."""
+    title, done = ENTRIES[key].title, ended(runs, key)
+    if not done:
+        return [title, "failed" if key in runs else "absent", *["-"] * (len(HEADER) - 2)]
+    if len(done) < len(runs[key]):
+        title += f" ({len(done)} of {len(runs[key])} runs)"
+    of_alone = pairs(runs, key, ALONE)
+    cells = [
+        spread([ms for run in done for ms in run.blocking_ms], 1),
+        spread([ms for run in done for ms in run.waited_ms], 1),
+        f"{statistics.median(run.sent for run in done) / MB:.2f}",
+        spread([1000 * (run.step_ms - base.step_ms) for run, base in of_alone], 0),
+        f"{statistics.median(run.peak - base.peak for run, base in of_alone) / MB:.0f}",
+        spread([run.val_loss for run in done], 4),
+        spread([run.wall_s for run in done], 1),
+    ]
+    if key == ALONE:
+        peak = statistics.median(run.peak for run in done) / MB
+        step_ms = statistics.median(run.step_ms for run in done)
+        cells[:5] = ["-", "-", cells[2], f"({step_ms:.1f} ms)", f"({peak:.0f})"]
+    medians = [[statistics.median(x.blocking_ms) for x in pair] for pair in pairs(runs, OURS, key)]
+    # On a busy machine steps with communication may be shorter than those without.
+    ratios = [ours / theirs for ours, theirs in medians if theirs > 0]
+    if not ratios or key in (ALONE, OURS):
+        return [title, *cells, "-", "-"]
+    bound = ENTRIES[key].bound if with_bound else None
+    judged = "-" if bound is None else harness.at_most(statistics.median(ratios), bound)
+    return [title, *cells, spread(ratios), judged]
+
+
+def draw(tables: dict[str, Runs], path: Path) -> None:
+    """Bars of the blocking time and of the bytes of a round, for each library and link."""
+    from matplotlib.figure import Figure
+
+    keys = [
+        key for key in ENTRIES if key != ALONE and any(ended(runs, key) for runs in tables.values())
+    ]
+    figure = Figure(figsize=(10, 1.5 + 0.35 * len(keys) * len(tables)), layout="constrained")
+    time, size = figure.subplots(1, 2, sharey=True)
+    thickness = 0.8 / len(tables)
+    for index, (name, runs) in enumerate(tables.items()):
+        shown = [(row, done) for row, key in enumerate(keys) if (done := ended(runs, key))]
+        at = [row + (index - (len(tables) - 1) / 2) * thickness for row, _ in shown]
+        blocking = [
+            statistics.median(x for run in done for x in run.blocking_ms) for _, done in shown
+        ]
+        sent = [statistics.median(run.sent / MB for run in done) for _, done in shown]
+        for axes, values in ((time, blocking), (size, sent)):
+            bars = axes.barh(at, [max(value, 1e-3) for value in values], thickness, label=name)
+            labels = [f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in values]
+            axes.bar_label(bars, labels, padding=2, fontsize=8)
+    time.set(xscale="log", xlabel="blocking ms a round", yticks=range(len(keys)))
+    time.set_yticklabels([ENTRIES[key].title for key in keys])
+    time.invert_yaxis()
+    size.set(xlabel="MB sent by a worker a round")
+    for axes in (time, size):
+        axes.margins(x=0.15)
+    time.set_xlim(left=1)
+    figure.legend(*size.get_legend_handles_labels(), loc="outside upper center", ncols=len(tables))
+    figure.savefig(path, dpi=120)
+    print(f"The picture is in {path}")
 
 
 def main() -> None:
-    options = parse()
+    options = harness.parse(
+        __doc__,
+        only=[key for key in ENTRIES if not key.startswith("ours_")],
+        models=["0.8M"],
+        workers=[2],
+        rounds=10,  # counted in every run
+        repetitions=3,
+        sync_every=10,
+        batch_size=8,
+        seed=0,
+        outer_lr=0.7,
+        outer_momentum=0.6,
+        links=["loopback", "shaped"],
+        rate="100mbit",
+        deadline=300.0,
+        dpwa=str,
+        png=Path,
+        quick={"models": ["tiny"], "links": ["loopback"], "rounds": 2, "repetitions": 1},
+        choices={"only": ENTRIES, "models": SIZES, "links": ["loopback", "shaped"]},
+    )
+    if min(options.workers) < 2 or options.rounds < 1 or options.sync_every < 2:
+        raise SystemExit("it takes 2 workers, 1 round and 2 local steps a round at least")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes workers and networks down
-    print_machine()
     keys = [key for key in ENTRIES if key == ALONE or key in options.only]
-    versions = {key: found(key, options.dpwa) for key in keys}
+    versions = {key: found(ENTRIES[key], options.dpwa) for key in keys}
     for key in keys:
         if ENTRIES[key].package:
             version = versions[key]
@@ -183,20 +346,18 @@ def main() -> None:
         for workers in options.workers:
             tables: dict[str, Runs] = {}
             for name in options.links:
-                with tempfile.TemporaryDirectory(prefix="loco-bench-") as folder:
-                    try:
-                        with open_link(name, Path(folder), workers, options.rate) as link:
-                            runs, failed = measure(
-                                link, size, workers, Path(folder), present, options
-                            )
-                            tables[link.name] = runs
-                            title = f"{link.name}, {size}, {workers} workers"
-                            print_rows(title, runs, failed, keys, name == "loopback")
-                    except Unavailable as error:
-                        print(f"{name}: skipped: {error}")
+                try:
+                    with links.opened(name, workers, options.rate) as link:
+                        tables[link.name], failed = measure(link, size, workers, present, options)
+                        print(f"\n{link.name}, {size}, {workers} workers:", end="")
+                        rows = [row(key, tables[link.name], name == "loopback") for key in keys]
+                        harness.print_table(HEADER, rows)
+                        for key, why in failed.items():
+                            print(f"{ENTRIES[key].title}: failed: {why}")
+                except links.Unavailable as error:
+                    print(f"{name}: skipped: {error}")
             if options.png and tables:
                 draw(tables, options.png)
-                print(f"The picture is in {options.png}")
 
 
 if __name__ == "__main__":

@@ -39,16 +39,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import against, make_parser, mean_and_deviation, print_machine, print_table
+import harness
 from curves import Curve, draw
+from harness import ROOT, mean_and_deviation
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_loco.costs import LINKS
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Row(NamedTuple):
@@ -191,6 +190,7 @@ def settings_of(command: str) -> dict[str, Any]:
 def fit_all(options: argparse.Namespace) -> Results:
     """Make the fits that are not in the file yet; it is written after each."""
     results: Results = {}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.exists():
         results = json.loads(options.out.read_text())
     wanted = [command_line(name, s, options) for s in options.seeds for name in options.only]
@@ -239,7 +239,7 @@ def row(name: str, results: Results, options: argparse.Namespace) -> list[str]:
     if bound is None or options.quick or base_row not in gaps:
         cells.append("-")
     else:
-        cells.append(f"{base_row}: {against(statistics.fmean(gaps[base_row]), bound, 1)}")
+        cells.append(f"{base_row}: {harness.at_most(statistics.fmean(gaps[base_row]), bound, 1)}")
     sent = result["bytes_sent"]
     return [*cells, f"{sent / 1e6:,.0f}", f"{result['train_s']:.0f}"]
 
@@ -260,36 +260,29 @@ def curves_of(results: Results, options: argparse.Namespace) -> list[Curve]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--sync-every", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--fresh", action="store_true", help="repeat fits that are in the file")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "outputs" / "quality.json", help="file of all results"
+    options = harness.parse(
+        __doc__,
+        only=list(ROWS),
+        set=[],
+        workers=4,
+        sync_every=10,
+        steps=600,
+        seeds=[0],
+        fresh=False,  # repeat fits that are in the file
+        out=harness.OUTPUTS / "quality.json",
+        png=Path,
+        link="wan",  # of the picture's time
+        step_s=0.1,  # a local step, likewise
+        quick={"steps": 20, "workers": 2, "sync_every": 5},
+        choices={"only": ROWS, "link": LINKS},
     )
-    parser.add_argument("--png", type=Path, help="draw the loss curves into this file")
-    parser.add_argument("--link", choices=LINKS, default="wan", help="of the picture's time")
-    parser.add_argument("--step-s", type=float, default=0.1, help="a local step, likewise")
-    options = parser.parse_args()
     for setting in options.set:
         if "=" not in setting:
-            parser.error(f"--set takes NAME=VALUE, got {setting!r}")
-    if options.quick:
-        options.steps, options.workers, options.sync_every = 20, 2, 5
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    print_machine()
+            raise SystemExit(f"--set takes NAME=VALUE, got {setting!r}")
     results = fit_all(options)
-    print_table(
-        [
-            *("row", "workers", "tokens", "validation loss", "to ddp %", "to alone %"),
-            *("bound, % above", "sent MB", "seconds"),
-        ],
-        [row(name, results, options) for name in options.only],
-    )
+    header = ["row", "workers", "tokens", "validation loss", "to ddp %", "to alone %"]
+    header += ["bound, % above", "sent MB", "seconds"]
+    harness.print_table(header, [row(name, results, options) for name in options.only])
     print(f"All results are in {options.out}")
     if options.png:
         draw(curves_of(results, options), LINKS[options.link], options.step_s, options.png)

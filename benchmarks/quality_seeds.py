@@ -12,10 +12,15 @@ workers      NoLoCo beside DiLoCo on 4 and 16 workers, a round every 50 local st
 optimizers   Muon as inner optimizer (MuLoCo), and rounds of one worker alone (SNOO).
 lora         Fine-tuning of a model of Python source on the text of Python's help: the whole model,
              or LoRA adapters, of which alone messages are made then.
+hostile      The demo's own GPT under DiLoCo, with three means of the pseudo-gradients. The last of
+             four workers sends something else than its pseudo-gradient from the first round on:
+             its negative, 100 times as much, or its sum with Gaussian noise of standard deviation 1
+             for each parameter. The baseline is three honest workers, each on the same quarter of
+             the text. The robust means should stay within 5 % of it.
 
   python benchmarks/quality_seeds.py                        all groups, five seeds
+  python benchmarks/quality_seeds.py --groups hostile --seeds 0
   python benchmarks/quality_seeds.py --groups sparseloco --seeds 0 1
-  python benchmarks/quality_seeds.py --png seeds.png        draws the losses, too
 
 Finished trainings are kept in the file of ``--out``, so an interrupted run continues where it was;
 ``--fresh`` repeats them, after a change of the code for instance.
@@ -33,15 +38,18 @@ import os
 import statistics
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import harness
 import torch
-from common import make_parser, mean_and_deviation, paired_p, print_machine, print_table
-from equal_time import (
+from harness import mean_and_deviation, paired_p
+from simulated import (
     BATCH,
-    CONTEXT,
+    LocalSteps,
+    Task,
     batches,
     new_model,
     train_alone,
@@ -50,6 +58,7 @@ from equal_time import (
     validate,
 )
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_loco import (
     AsyncDiLoCoStrategy,
@@ -58,6 +67,7 @@ from lightning_loco import (
     GASLoC,
     LocalSGD,
     NoLoCo,
+    Simulation,
 )
 from lightning_loco import StreamingDiLoCoStrategy as Streaming
 from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
@@ -68,11 +78,18 @@ from lightning_loco.compression import Compensated, ErrorFeedback, Sparse
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps
 
-ROOT = Path(__file__).resolve().parent.parent
+SMALL = Task(steps=750, clip=1.0)  # clipped as in conf/trainer
+LONGER = SMALL._replace(steps=1500)
+DEMO = Task(steps=600, width=128, layers=4, lr=1e-3, context=128, clip=1.0)
+QUICK = Task(steps=60, width=16, layers=1, clip=1.0)
 PRETRAINING_BYTES = 4_000_000
 RANK, ADAPTER_LR = 8, 1e-2
-CLIP = 1.0
-"""Largest norm of a gradient, as in ``conf/trainer``."""
+ATTACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda pseudo_gradient: pseudo_gradient,
+    "sign_flip": torch.neg,
+    "scaled": lambda pseudo_gradient: 100 * pseudo_gradient,
+    "noise": lambda pseudo_gradient: pseudo_gradient + torch.randn_like(pseudo_gradient),
+}
 
 
 class Row(NamedTuple):
@@ -83,16 +100,20 @@ class Row(NamedTuple):
         workers: How many.
         beside: The row that it is compared with.
         optimizer: Of the local steps.
-        longer: Factor of the local steps.
+        task: What is trained.
         tunes: What is fine-tuned, if a trained model is: the whole model or its adapters.
+        attack: What the last worker sends instead of its pseudo-gradient.
+        shares: Parts of the text; one for each worker if 0.
     """
 
     rounds: RoundSettings | None
     workers: int = 4
     beside: str = "ddp"
     optimizer: Literal["adamw", "muon"] = "adamw"
-    longer: int = 1
+    task: Task = SMALL
     tunes: Literal["", "whole", "adapters"] = ""
+    attack: str = ""
+    shares: int = 0
 
 
 def every(
@@ -107,7 +128,7 @@ AUTHORS = ErrorFeedback(Sparse(k=128, mean_over="senders"), decay=0.95)
 STREAMING = Streaming(10, 2, 2, mix=0.25, outer_lr=0.6, outer_momentum=0.8)
 SPARSELOCO = {
     f"{name}_{steps}": Row(
-        every(steps, algorithm, compression=compression), beside=beside, longer=2
+        every(steps, algorithm, compression=compression), beside=beside, task=LONGER
     )
     for steps in (15, 50, 250)
     for name, algorithm, compression, beside in (
@@ -142,7 +163,7 @@ GROUPS: dict[str, dict[str, Row]] = {
             ("sparse_senders", DiLoCo(1.0, 0.0), AUTHORS, "diloco_0.7_0.5"),
         )
     },
-    "sparseloco": {"ddp_longer": Row(None, beside="ddp_longer", longer=2), **SPARSELOCO},
+    "sparseloco": {"ddp_longer": Row(None, beside="ddp_longer", task=LONGER), **SPARSELOCO},
     "workers": {
         f"{name}_of_{n}": Row(every(50, algorithm, topology), n, f"diloco_of_{n}")
         for n in (4, 16)
@@ -162,6 +183,21 @@ GROUPS: dict[str, dict[str, Row]] = {
         "lora_diloco_10": Row(every(10, DILOCO), beside="lora_ddp", tunes="adapters"),
         "lora_diloco_50": Row(every(50, DILOCO), beside="lora_ddp", tunes="adapters"),
         "lora_alone": Row(None, 1, "lora_ddp", tunes="adapters"),
+    },
+    "hostile": {
+        "three_honest": Row(
+            every(10, DILOCO), 3, "three_honest", task=DEMO, attack="none", shares=4
+        ),
+        **{
+            f"{attack}_{mean}": Row(
+                every(10, DiLoCo(0.9, 0.6, aggregate=mean)),
+                beside="three_honest",
+                task=DEMO,
+                attack=attack,
+            )
+            for attack in ATTACKS
+            for mean in ("mean", "trimmed_mean", "geometric_median")
+        },
     },
 }
 ROWS = {name: row for group in GROUPS.values() for name, row in group.items()}
@@ -200,58 +236,87 @@ class Training(NamedTuple):
 
     def key(self, options: argparse.Namespace) -> str:
         """Its key in the file of results; rows that are equal are trained once."""
-        row = ROWS[self.name]
+        row, task = ROWS[self.name], task_of(self.name, options)
         rounds = None if row.rounds is None else row.rounds.describe()
-        model = [options.width, options.layers, options.lr, self.steps(options)]
-        made = [row.workers, row.optimizer, row.tunes, BATCH, CONTEXT, CLIP]
+        made = [row.workers, row.optimizer, row.tunes, row.attack, row.shares, BATCH]
         if row.tunes:
             made += [PRETRAINING_BYTES, RANK, ADAPTER_LR]
-        return json.dumps([rounds, *made, self.seed, *model], default=str)
-
-    def steps(self, options: argparse.Namespace) -> int:
-        """Local steps."""
-        steps: int = options.steps * ROWS[self.name].longer
-        return steps
+        return json.dumps([rounds, *made, self.seed, *task], default=str)
 
     def train(self, options: argparse.Namespace) -> Result:
         """The validation loss of the consensus, and the bytes that a worker sends."""
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        row, steps = ROWS[self.name], self.steps(options)
+        row, task = ROWS[self.name], task_of(self.name, options)
         torch.manual_seed(self.seed)
-        start = new_model(options, steps, row.optimizer).state_dict()
-        data = ByteTextData(batch_size=BATCH, context=CONTEXT)
+        start = new_model(task, row.optimizer).state_dict()
+        data = ByteTextData(batch_size=BATCH, context=task.context)
         if row.tunes:
-            source = ByteTextData(batch_size=BATCH, context=CONTEXT, max_bytes=PRETRAINING_BYTES)
-            source.check(1)
-            model = new_model(options, steps)
-            train_alone(model, [batches(source, 0, 1, self.seed)], steps, CLIP)
-            start = model.state_dict()
+            start = pretrained(task, self.seed)
             help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
-            data = ByteTextData(path=help_text, batch_size=BATCH, context=CONTEXT)
-        data.check(row.workers)
-        shares = [batches(data, worker, row.workers, self.seed) for worker in range(row.workers)]
-        count = 1 if row.rounds is None else row.workers
-        models = [self._model(start, steps, options) for _ in range(count)]
-        numel = sum(p.numel() for p in models[0].parameters() if p.requires_grad)
-        sent = 8 * numel * steps * (row.workers - 1) / row.workers
+            data = ByteTextData(path=help_text, batch_size=BATCH, context=task.context)
+        n = row.shares or row.workers
+        data.check(n)
+        shares = [batches(data, worker, n, self.seed) for worker in range(n)]
+        models = []
+        for _ in range(row.workers if row.rounds else 1):
+            models.append(new_model(task, row.optimizer))
+            models[-1].load_state_dict(start)
+            if row.tunes == "adapters":
+                add_adapters(models[-1])
+                models[-1].hparams["lr"] = ADAPTER_LR
+        trained = [p for p in models[0].parameters() if p.requires_grad]
+        sent = 8 * sum(p.numel() for p in trained) * task.steps * (row.workers - 1) / row.workers
         if row.rounds is None:
-            train_alone(models[0], shares, steps, CLIP)
+            train_alone(models[0], shares, task)
         else:
-            simulation = train_together(models, shares, row.rounds, steps, CLIP)
-            trained = [p for p in models[0].parameters() if p.requires_grad]
-            nn.utils.vector_to_parameters(simulation.consensus(), trained)
+            together = partial(train_attacked, row.attack) if row.attack else train_together
+            simulation = together(models, shares, row.rounds, task)
+            vector_to_parameters(simulation.consensus(), trained)
             sent = simulation.costs[0].bytes_sent
         return {"loss": validate(models[0], data), "bytes": sent}
 
-    def _model(self, start: dict[str, Any], steps: int, options: argparse.Namespace) -> ByteGPT:
-        row = ROWS[self.name]
-        model = new_model(options, steps, row.optimizer)
-        model.load_state_dict(start)
-        if row.tunes == "adapters":
-            add_adapters(model)
-            model.hparams["lr"] = ADAPTER_LR
-        return model
+
+def task_of(name: str, options: argparse.Namespace) -> Task:
+    """What is trained for a row."""
+    return QUICK if options.quick else ROWS[name].task
+
+
+def pretrained(task: Task, seed: int) -> dict[str, Any]:
+    """A model that has been trained on Python source."""
+    source = ByteTextData(batch_size=BATCH, context=task.context, max_bytes=PRETRAINING_BYTES)
+    source.check(1)
+    model = new_model(task)
+    train_alone(model, [batches(source, 0, 1, seed)], task)
+    return model.state_dict()
+
+
+def train_attacked(
+    attack: str,
+    models: list[ByteGPT],
+    shares: list[Iterator[Tensor]],
+    settings: RoundSettings,
+    task: Task,
+) -> Simulation:
+    """All workers by turns; before a round the fourth moves to where it sends what it wants to."""
+    simulation = Simulation.from_settings(models, settings)
+    take, every = LocalSteps(models, task.clip), settings.schedule.sync_every_of(0)
+    steps, outer = [0] * len(models), torch.empty(0)
+
+    def local_step(worker: int) -> None:
+        nonlocal outer
+        model = models[worker]
+        if worker == 3 and steps[worker] % every == 0:
+            outer = parameters_to_vector(model.parameters()).detach().clone()
+        take(worker, [next(shares[worker])])
+        steps[worker] += 1
+        if worker == 3 and steps[worker] % every == 0 and attack != "none":
+            # A round follows, which sends outer - local.
+            local = parameters_to_vector(model.parameters()).detach()
+            vector_to_parameters(outer - ATTACKS[attack](outer - local), model.parameters())
+
+    simulation.run(local_step, num_rounds=task.steps // every)
+    return simulation
 
 
 def fit_all(options: argparse.Namespace) -> dict[str, Result]:
@@ -297,58 +362,24 @@ def show(group: str, results: dict[str, Result], options: argparse.Namespace) ->
         sent = statistics.fmean(values(name, "bytes", results, options))
         rows.append([*cells, f"{sent / 1e6:,.1f}"])
     header = [group, "validation loss", "beside", "above it, %", "p", "sent MB"]
-    print_table(header, rows)
-
-
-def draw(results: dict[str, Result], options: argparse.Namespace) -> None:
-    """The loss of each row against the bytes that it sends, a panel for each group."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(options.groups), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(options.groups), squeeze=False)[0]
-    for panel, group in zip(panels, options.groups, strict=True):
-        for name in GROUPS[group]:
-            losses = values(name, "loss", results, options)
-            sent = statistics.fmean(values(name, "bytes", results, options)) / 1e6
-            deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            panel.errorbar(
-                sent, statistics.fmean(losses), deviation, fmt="o", capsize=3, label=name
-            )
-        panel.set_xscale("symlog", linthresh=0.1)
-        panel.set(title=group, xlabel="MB sent per worker")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
-    panels[0].set_ylabel("validation loss (nats per byte)")
-    figure.savefig(options.png, dpi=110)
-    print(f"The picture is in {options.png}")
+    harness.print_table(header, rows)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=750, help="local steps of a worker")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--fresh", action="store_true", help="repeat what is in the file")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "outputs" / "quality_seeds.json", help="all results"
+    options = harness.parse(
+        __doc__,
+        groups=list(GROUPS),
+        seeds=[0, 1, 2, 3, 4],
+        jobs=os.cpu_count() or 1,
+        fresh=False,  # repeat what is in the file
+        out=harness.OUTPUTS / "quality_seeds.json",
+        quick={"groups": ["optimizers", "lora"], "seeds": [0]},
+        choices={"groups": GROUPS},
     )
-    parser.add_argument("--png", type=Path, help="draw the losses into this file")
-    options = parser.parse_args()
-    if options.quick:
-        options.steps, options.width, options.layers, options.seeds = 50, 16, 1, [0]
-        options.groups = [group for group in options.groups if group in ("optimizers", "lora")]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    print_machine()
     results = fit_all(options)
     for group in options.groups:
         show(group, results, options)
     print(f"All results are in {options.out}")
-    if options.png:
-        draw(results, options)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import harness
 import torch
 import torch.distributed as dist
-from common import (
-    Worker,
-    against,
-    at_least,
-    in_turns,
-    make_parser,
-    ms,
-    print_machine,
-    print_table,
-    ratios,
-    run_workers,
-    spread,
-)
+from harness import Worker, at_least, at_most, ms, ratios, spread
 from memory import highest_rise
 from torch import Tensor, nn
 
@@ -71,7 +60,7 @@ def time_turns(worker: Worker, numel: int, turns: int, steps: int) -> dict[str, 
         with worker.process_group():
             return run(worker, params, steps)
 
-    return in_turns({name: partial(timed, run) for name, run in KINDS.items()}, turns)
+    return harness.in_turns({name: partial(timed, run) for name, run in KINDS.items()}, turns)
 
 
 def timed(step: Callable[[], object], steps: int) -> float:
@@ -163,47 +152,30 @@ KINDS = {"raw": run_raw, "ours": run_ours, "naive": run_naive}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=5, help="of one turn")
-    options = parser.parse_args()
-    sizes = {"demo": 0, "50M": 50_000_000}
-    if options.quick:
-        sizes, options.turns, options.steps = {"demo": 0}, 2, 2
-    print_machine()
+    options = harness.parse(__doc__, turns=9, steps=5, quick={"turns": 2, "steps": 2})
     rows, counts = [], []
-    for name, numel in sizes.items():
-        seconds = run_workers(time_turns, NUM_WORKERS + 1, numel, options.turns, options.steps)[0]
+    for name, numel in {"demo": 0, "50M": 50_000_000}.items():
+        if numel and options.quick:
+            continue
+        settings = (numel, options.turns, options.steps)
+        seconds = harness.run_workers(time_turns, NUM_WORKERS + 1, *settings)[0]
         raw = ratios(seconds["ours"], seconds["raw"])
         naive = ratios(seconds["naive"], seconds["ours"])
-        rows.append(
-            [
-                name,
-                *(ms(seconds[kind]) for kind in KINDS),
-                spread(raw),
-                against(statistics.median(raw), BOUND_RAW),
-                spread(naive),
-                at_least(statistics.median(naive), BOUND_NAIVE),
-            ]
-        )
+        row = [name, *(ms(seconds[kind]) for kind in KINDS)]
+        row += [spread(raw), at_most(statistics.median(raw), BOUND_RAW)]
+        rows.append([*row, spread(naive), at_least(statistics.median(naive), BOUND_NAIVE)])
+
         size = 4.0 * sum(param.numel() for param in make_params(numel))
-        (sent, received, _), *_, (_, _, memory) = run_workers(count, NUM_WORKERS + 1, numel, 3)
+        first, *_, server = harness.run_workers(count, NUM_WORKERS + 1, numel, 3)
+        sent, received, memory = first[0] / size, first[1] / size, server[2] / size
         bound = 2 + (NUM_WORKERS - 1) * min(AHEAD_BYTES, size) / size + 0.01
-        counts.append(
-            [
-                name,
-                f"{sent / size:.4f}",
-                f"{received / size:.4f}",
-                against(max(sent, received) / size, BOUND_BYTES),
-                f"{memory / size:.2f}",
-                against(memory / size, bound),
-            ]
-        )
+        row = [name, f"{sent:.4f}", f"{received:.4f}", at_most(max(sent, received), BOUND_BYTES)]
+        counts.append([*row, f"{memory:.2f}", at_most(memory, bound)])
         print(f"done: {name}", flush=True)
-    header = ["one step", "raw ms", "ours ms", "naive ms"]
-    print_table([*header, "ours/raw", "bound", "naive/ours", "bound"], rows)
+    header = ["one step", *(f"{kind} ms" for kind in KINDS)]
+    harness.print_table([*header, "ours/raw", "bound", "naive/ours", "bound"], rows)
     header = ["one step, in 4 P bytes", "sent", "received", "bound", "server memory", "bound"]
-    print_table(header, counts)
+    harness.print_table(header, counts)
 
 
 if __name__ == "__main__":

@@ -27,61 +27,40 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import harness
 import torch
 import torch.distributed as dist
-from common import (
-    Worker,
-    add_device,
-    against,
-    in_turns,
-    make_parser,
-    ms,
-    print_machine,
-    print_table,
-    ratios,
-    run_workers,
-    slowest,
-    spread,
-)
+from harness import Worker, at_most, ms, ratios, spread
 from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, StepEngine
 
 # name: (layers, width, rows of the embedding, repetitions)
-MODELS = {
-    "1M": (5, 128, 256, 200),
-    "5M": (6, 256, 512, 60),
-    "50M": (8, 640, 16384, 10),
-}
+MODELS = {"1M": (5, 128, 256, 200), "5M": (6, 256, 512, 60), "50M": (8, 640, 16384, 10)}
+LR, MOMENTUM = 0.7, 0.9
 NUM_WARM_UP = 3
 BOUND_FUSED = 1.1
 BOUND_NAIVE = {"cpu": 0.7, "cuda": 1.1}
-LR, MOMENTUM = 0.7, 0.9
-VARIANTS = ("raw", "fused", "naive", "ours")
-
-
-def gpt_shapes(layers: int, width: int, rows: int) -> list[tuple[int, ...]]:
-    """The shapes of a GPT's parameters, with biases."""
-    block: list[tuple[int, ...]] = [
-        *[(width,), (width,)],
-        *[(3 * width, width), (3 * width,), (width, width), (width,)],
-        *[(width,), (width,)],
-        *[(4 * width, width), (4 * width,), (width, 4 * width), (width,)],
-    ]
-    return [(rows, width), (256, width), *(block * layers), (width,), (width,)]
 
 
 class Shapes(nn.Module):
-    """A model that is nothing but its parameters; equal on all workers."""
+    """The parameters of a GPT, with biases, and nothing else; equal on all workers."""
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, layers: int, width: int, rows: int) -> None:
         super().__init__()
+        block: list[tuple[int, ...]] = [
+            *[(width,), (width,)],
+            *[(3 * width, width), (3 * width,), (width, width), (width,)],
+            *[(width,), (width,)],
+            *[(4 * width, width), (4 * width,), (width, 4 * width), (width,)],
+        ]
+        shapes = [(rows, width), (256, width), *(block * layers), (width,), (width,)]
         generator = torch.Generator().manual_seed(0)
         self.tensors = nn.ParameterList(torch.randn(s, generator=generator) for s in shapes)
 
 
 def make_raw(params: list[Tensor]) -> Callable[[], None]:
-    """One all-reduce of as many bytes."""
+    """One all-reduce of the same number of bytes."""
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
     group = dist.new_group()
 
@@ -140,13 +119,9 @@ def make_naive(params: list[Tensor]) -> Callable[[], None]:
 def time_rounds(
     worker: Worker, size: tuple[int, int, int], repetitions: int
 ) -> dict[str, list[float]]:
-    """Seconds of this worker in every round of every variant.
-
-    Raises:
-        AssertionError: If the rounds do not lead to the same parameters.
-    """
+    """Seconds of this worker in every round of every variant."""
     with worker.process_group():
-        model = Shapes(gpt_shapes(*size)).to(worker.device)
+        model = Shapes(*size).to(worker.device)
         params = [p.detach() for p in model.parameters()]
         generator = torch.Generator().manual_seed(1 + worker.rank)
         local = [p + 0.01 * torch.randn(p.shape, generator=generator).to(p) for p in params]
@@ -171,7 +146,7 @@ def time_rounds(
             return seconds
 
         kinds = {name: partial(timed, name) for name in rounds}
-        found = in_turns(kinds, repetitions, NUM_WARM_UP)
+        found = harness.in_turns(kinds, repetitions, NUM_WARM_UP)
         for name in ("naive", "ours"):
             torch.testing.assert_close(samples[name], samples["fused"], rtol=1e-4, atol=1e-4)
         engine.close()
@@ -179,51 +154,33 @@ def time_rounds(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--repetitions", type=int, help="instead of 200, 60 and 10")
-    add_device(parser)
-    options = parser.parse_args()
-    if options.quick:
-        options.models, options.workers = ["1M"], [2]
-        options.repetitions = options.repetitions or 5
-    print_machine()
+    options = harness.parse(
+        __doc__,
+        models=list(MODELS),
+        workers=[2, 4],
+        repetitions=0,  # those of the table above
+        quick={"models": ["1M"], "workers": [2], "repetitions": 5},
+        choices={"models": MODELS},
+        device="cpu",
+    )
     rows = []
     for name in options.models:
         *size, repetitions = MODELS[name]
-        shapes = gpt_shapes(*size)
-        for num_workers in options.workers:
-            results = run_workers(
-                time_rounds,
-                num_workers,
-                tuple(size),
-                options.repetitions or repetitions,
-                device=options.device,
-            )
-            seconds = slowest(results)
-            ours = {name: ratios(seconds["ours"], seconds[name]) for name in VARIANTS}
-            rows.append(
-                [
-                    f"{name}, {len(shapes)} tensors, {num_workers} workers",
-                    *(ms(seconds[name]) for name in VARIANTS),
-                    spread(ours["fused"]),
-                    against(statistics.median(ours["fused"]), BOUND_FUSED),
-                    spread(ours["naive"]),
-                    against(statistics.median(ours["naive"]), BOUND_NAIVE[options.device]),
-                    spread(ours["raw"]),
-                    spread(ratios(seconds["fused"], seconds["naive"])),
-                ]
-            )
-            print(f"done: {rows[-1][0]}", flush=True)
-    print_table(
-        [
-            "one round",
-            *(f"{variant} ms" for variant in VARIANTS),
-            *("ours/fused", "bound", "ours/naive", "bound", "ours/raw", "fused/naive"),
-        ],
-        rows,
-    )
+        for n in options.workers:
+            settings = (tuple(size), options.repetitions or repetitions)
+            results = harness.run_workers(time_rounds, n, *settings, device=options.device)
+            seconds = harness.slowest(results)
+            to = {kind: ratios(seconds["ours"], seconds[kind]) for kind in seconds}
+            naive_bound = BOUND_NAIVE[options.device]
+            row = [f"{name}, {len(list(Shapes(*size).parameters()))} tensors, {n} workers"]
+            row += [ms(seconds[kind]) for kind in ("raw", "fused", "naive", "ours")]
+            row += [spread(to["fused"]), at_most(statistics.median(to["fused"]), BOUND_FUSED)]
+            row += [spread(to["naive"]), at_most(statistics.median(to["naive"]), naive_bound)]
+            row += [spread(to["raw"]), spread(ratios(seconds["fused"], seconds["naive"]))]
+            rows.append(row)
+            print(f"done: {row[0]}", flush=True)
+    header = ["one round", "raw ms", "fused ms", "naive ms", "ours ms", "ours/fused", "bound"]
+    harness.print_table([*header, "ours/naive", "bound", "ours/raw", "fused/naive"], rows)
 
 
 if __name__ == "__main__":

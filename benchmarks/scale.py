@@ -2,7 +2,7 @@
 number.
 
 The model is tiny (10 thousand parameters), so that what is left is the agreement between workers.
-Workers are forked after all imports. Measured are the seconds from a common barrier until the last
+Workers are forked after the imports. Measured are the seconds from a common barrier until the last
 worker is done: medians over the repetitions, which take everything once in random order, and over
 the jobs for the set-up.
 
@@ -37,19 +37,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-from common import (
-    Worker,
-    against,
-    in_turns,
-    make_parser,
-    ms,
-    print_machine,
-    print_table,
-    run_workers,
-    slowest,
-)
+from harness import Worker, at_most, ms
 from torch import nn
 
 from lightning_loco import DiLoCo, GASLoC, StepEngine
@@ -61,6 +52,7 @@ NUM_WARM_UP = 2
 BOUND_SET_UP_S = 2.0
 BOUND_SYNC_POINT = 1.3
 BOUNDED = range(4, 33)
+TIMES = ("all-reduce", "round", "ring", "one-peer", "gather", "sync point", "checkpoint")
 
 
 def make_model() -> nn.Module:
@@ -110,7 +102,7 @@ def measure(worker: Worker, repetitions: int) -> dict[str, list[float]]:
             "checkpoint": save,
         }
         kinds = {name: partial(timed, work) for name, work in works.items()}
-        found |= in_turns(kinds, repetitions, NUM_WARM_UP)
+        found |= harness.in_turns(kinds, repetitions, NUM_WARM_UP)
         for one in (engine, ring, one_peer):
             worker.wait_for_all()  # closing early may cut off a message to a slower worker
             one.close()
@@ -118,44 +110,34 @@ def measure(worker: Worker, repetitions: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--jobs", type=int, default=3, help="of each number of workers")
-    parser.add_argument("--repetitions", type=int, default=20, help="in each job")
-    options = parser.parse_args()
-    if options.quick:
-        options.workers, options.jobs, options.repetitions = [2, 4], 1, 3
+    options = harness.parse(
+        __doc__,
+        workers=SIZES,
+        jobs=3,  # of each number of workers
+        repetitions=20,  # in each job
+        quick={"workers": [2, 4], "jobs": 1, "repetitions": 3},
+    )
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    print_machine()
     set_ups, rows = [], []
     for n in options.workers:
         jobs = [
-            slowest(run_workers(measure, n, options.repetitions, start_method="fork"))
+            harness.slowest(harness.run_workers(measure, n, options.repetitions))
             for _ in range(options.jobs)
         ]
         found = {name: [s for job in jobs for s in job[name]] for name in jobs[0]}
-        middle = {name: statistics.median(seconds) for name, seconds in found.items()}
-        to_gather = middle["sync point"] / middle["gather"]
+        set_up_s = statistics.median(found["set-up"])
+        to_gather = statistics.median(found["sync point"]) / statistics.median(found["gather"])
         bounds = ("-", "-")
         if n in BOUNDED:
-            bounds = (
-                against(middle["set-up"], BOUND_SET_UP_S),
-                against(to_gather, BOUND_SYNC_POINT),
-            )
-        seconds = (f"{middle[name]:.2f}" for name in ("groups", "set-up"))
-        set_ups.append([f"setting up {n} workers", *seconds, bounds[0]])
-        rows.append(
-            [
-                f"{n} workers",
-                *(ms(found[name]) for name in ("all-reduce", "round", "ring", "one-peer")),
-                *(ms(found["gather"]), ms(found["sync point"]), f"{to_gather:.2f}", bounds[1]),
-                ms(found["checkpoint"]),
-            ]
-        )
+            bounds = (at_most(set_up_s, BOUND_SET_UP_S), at_most(to_gather, BOUND_SYNC_POINT))
+        groups_s = statistics.median(found["groups"])
+        set_ups.append([f"setting up {n} workers", f"{groups_s:.2f}", f"{set_up_s:.2f}", bounds[0]])
+        row = [f"{n} workers", *(ms(found[name]) for name in TIMES[:-1])]
+        rows.append([*row, f"{to_gather:.2f}", bounds[1], ms(found["checkpoint"])])
         print(f"done: {n} workers, load {os.getloadavg()[0]:.1f}", flush=True)
-    print_table(["seconds", "groups", "set-up", "bound"], set_ups)
-    header = ["milliseconds", "all-reduce", "round", "ring", "one-peer"]
-    print_table([*header, "gather", "sync point", "sync point/gather", "bound", "checkpoint"], rows)
+    harness.print_table(["seconds", "groups", "set-up", "bound"], set_ups)
+    header = ["milliseconds", *TIMES[:-1], "sync point/gather", "bound", "checkpoint"]
+    harness.print_table(header, rows)
 
 
 if __name__ == "__main__":

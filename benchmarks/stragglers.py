@@ -25,19 +25,9 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
+import harness
 import torch
-from common import (
-    QUICK_SIZES,
-    Worker,
-    at_least,
-    in_turns,
-    make_parser,
-    print_machine,
-    print_table,
-    ratios,
-    run_workers,
-    spread,
-)
+from harness import Worker, at_least, ratios, spread
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_loco import ClockEngine, PairwiseAverage, PairwiseEngine
@@ -128,25 +118,16 @@ def run_turns(
         if straggling and worker.rank == 0:
             delay_s = (SLOWDOWN - 1) * first.step_s
         kinds = {kind: partial(run_turn, worker, kind, sizes, seconds, delay_s) for kind in KINDS}
-        return in_turns(kinds, turns, warm_up=0)
+        return harness.in_turns(kinds, turns, warm_up=0)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of one turn")
-    parser.add_argument("--turns", type=int, default=5)
-    options = parser.parse_args()
-    sizes: dict[str, int] = {}
-    if options.quick:
-        sizes = QUICK_SIZES
-        options.seconds, options.turns = 0.7, 1
-    print_machine()
+    quick = {"seconds": 0.7, "turns": 1}
+    options = harness.parse(__doc__, seconds=8.0, turns=5, quick=quick)
+    sizes = harness.QUICK_SIZES if options.quick else {}
     for straggling in (True, False):
-        results = run_workers(
-            run_turns, NUM_WORKERS, sizes, options.seconds, options.turns, straggling
-        )
-        counted = results[1:] if straggling else results
-        rows = []
+        settings = (sizes, options.seconds, options.turns, straggling)
+        counted = harness.run_workers(run_turns, NUM_WORKERS, *settings)[int(straggling) :]
         rates = {
             kind: [
                 statistics.mean(r[kind][turn].rate for r in counted)
@@ -154,30 +135,24 @@ def main() -> None:
             ]
             for kind in KINDS
         }
+        rows = []
         for kind in KINDS:
+            turns = [turn for r in counted for turn in r[kind]]
             of_alone = ratios(rates[kind], rates["alone"])
-            hidden = [t.hidden for r in counted for t in r[kind] if t.hidden is not None]
-            bound = ""
-            if straggling and kind in ("async", "pairwise"):
-                bound = at_least(statistics.median(of_alone), BOUND_STRAGGLER)
-            elif not straggling and kind == "async":
-                bound = at_least(statistics.median(of_alone), 1 / BOUND_EQUAL)
-            rows.append(
-                [
-                    kind,
-                    f"{statistics.median(rates[kind]):.2f}",
-                    spread(of_alone),
-                    bound,
-                    f"{statistics.median(hidden):.3f}" if hidden else "-",
-                    at_least(statistics.median(hidden), BOUND_HIDDEN) if hidden else "",
-                    f"{statistics.mean(t.exchanges for r in counted for t in r[kind]):.0f}",
-                ]
-            )
+            lowest = {"async": BOUND_STRAGGLER, "pairwise": BOUND_STRAGGLER}.get(kind)
+            if not straggling:
+                lowest = 1 / BOUND_EQUAL if kind == "async" else None
+            row = [kind, f"{statistics.median(rates[kind]):.2f}", spread(of_alone)]
+            row += [at_least(statistics.median(of_alone), lowest) if lowest else ""]
+            if hidden := [turn.hidden for turn in turns if turn.hidden is not None]:
+                middle = statistics.median(hidden)
+                row += [f"{middle:.3f}", at_least(middle, BOUND_HIDDEN)]
+            else:
+                row += ["-", ""]
+            rows.append([*row, f"{statistics.mean(turn.exchanges for turn in turns):.0f}"])
         who = "3 fast workers, 1 ten times slower" if straggling else "4 equal workers"
-        print_table(
-            [who, "steps/s", "/ alone", "bound", "hidden", "bound", "exchanges"],
-            rows,
-        )
+        header = [who, "steps/s", "/ alone", "bound", "hidden", "bound", "exchanges"]
+        harness.print_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.limits import LONG_S
+from tests.harness.limits import LONG_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -156,8 +156,13 @@ def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert ended.returncode == 1
     assert "the workers alone failed: not done within 1 s" in ended.stderr
-    left = [file for file in Path("/proc").glob("[0-9]*/environ") if mark in environment_of(file)]
-    assert left == []
+    # The server that forks workers ends when it notices that its parent has.
+    wait_until(lambda: not any(mark in environment_of(file) for file in environments()))
+
+
+def environments() -> list[Path]:
+    """Return the files with the variables of all processes."""
+    return list(Path("/proc").glob("[0-9]*/environ"))
 
 
 def environment_of(file: Path) -> str:
@@ -208,13 +213,12 @@ def test_hidden_keeps_finished_trainings(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.process
 def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
-    file, picture = tmp_path / "seeds.json", tmp_path / "seeds.png"
+    file = tmp_path / "seeds.json"
     arguments = ["--quick", "--out", str(file)]
     first = run("quality_seeds", *arguments)
     assert len(json.loads(file.read_text())) == len(re.findall(r"^\d+/\d+:", first, re.MULTILINE))
-    again = run("quality_seeds", *arguments, "--png", str(picture))
+    again = run("quality_seeds", *arguments)
     assert not re.search(r"^\d+/\d+:", again, re.MULTILINE)
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert cells(again, "snoo")[-1] == "0.0"
     sent = {name: float(cells(again, name)[-1]) for name in ("whole_ddp", "lora_ddp")}
     sent["lora_diloco_10"] = float(cells(again, "lora_diloco_10")[-1])
@@ -275,14 +279,13 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_a_hostile_worker_is_compared_with_three_honest_ones() -> None:
-    sizes = ("--quick", "--jobs", "1", "--attacks", "scaled", "--aggregates", "mean")
-    output = run("hostile_worker", *sizes, "trimmed_mean")
-    assert 2.0 < float(cells(output, "three honest workers")[2]) < 5.6
-    lines = [re.split(r"\s{2,}", line) for line in output.splitlines() if "scaled  " in line]
-    assert [line[1] for line in lines] == ["mean", "trimmed_mean"]
-    assert lines[0][5].startswith(">= 5.0 ")
-    judge(float(lines[1][4]), lines[1][5])
+def test_a_hostile_worker_is_compared_with_three_honest_ones(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.json"
+    output = run("quality_seeds", "--quick", "--groups", "hostile", "--out", str(file))
+    honest = float(cells(output, "three_honest")[1])
+    assert 2.0 < honest < math.log(256)
+    assert float(cells(output, "scaled_mean")[1]) > 1.2 * honest
+    assert float(cells(output, "scaled_trimmed_mean")[1]) < 1.2 * honest
 
 
 @pytest.mark.process
@@ -296,33 +299,38 @@ def test_the_checks_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
         "3 syncs": "SKIP",
         "4 memory": "SKIP",
         "5 time": "SKIP",  # it runs, without a verdict
-        "6 failure": "PASS",
-        "7 compiled": "PASS",
     }
-    for check in checks:
-        assert cells(output, check["check"])[1] == check["result"]
+    assert len(re.findall(r"^(?:PASS|SKIP) ", output, re.MULTILINE)) == len(checks)
     assert 0 < checks[0]["numbers"]["apart"] < 1e-3
     assert checks[4]["numbers"]["ratio"] > 0
 
 
-def fail_or_hang(rank: Any, settings: None) -> None:
-    if rank.number == 1:
+def fail_or_hang(worker: Any) -> None:
+    if worker.rank == 1:
         raise LookupError("trouble")
     time.sleep(4 * LONG_S)
 
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_a_rank_that_hangs_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_fail_or_hang_are_ended_and_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    processes = importlib.import_module("ranks").Processes("cpu", time.monotonic() + 2 * LONG_S)
-    hanging, failing = processes.outcomes(fail_or_hang, None, 2, 1, {}, 1.0, start_method="spawn")
-    assert "still running at the limit, after 0 local steps" in hanging.error
-    assert "LookupError: trouble" in failing.error
-    assert hanging.ended_at == math.inf
+    harness = importlib.import_module("harness")
+    monkeypatch.setattr(harness, "OTHERS_S", 1.0)
+    with pytest.raises(harness.RankFailed, match="^rank 1: LookupError: trouble$"):
+        harness.run_workers(fail_or_hang, 2)
+    assert "in fail_or_hang" in capfd.readouterr().err  # where rank 0 was
+    with pytest.raises(harness.RankFailed, match=r"^not done within 0.5 s: rank 0$"):
+        harness.run_workers(time_out, 1, limit_s=0.5)
 
 
-SHARED = ("common", "curves", "equal_time", "gossip_baselines", "ranks")
+def time_out(worker: Any) -> None:
+    time.sleep(4 * LONG_S)
+
+
+SHARED = ("curves", "gossip_baselines", "harness", "simulated")
 
 
 def test_help_says_how_to_read_it(
@@ -341,7 +349,7 @@ def test_help_says_how_to_read_it(
 
 def test_a_bound_says_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    failed, tried = doctest.testmod(importlib.import_module("common"))
+    failed, tried = doctest.testmod(importlib.import_module("harness"))
     assert failed == 0
     assert tried >= 3
 

@@ -1,7 +1,5 @@
-"""Other libraries beside this one: the same training loop, and one small adapter for each.
+"""Other libraries beside this one: the training that all of them share, and an adapter for each.
 
-``table.py`` lists them, ``library.py`` says what an adapter offers, ``training.py`` is the loop
-that all of them share. ``running.py`` starts the workers, ``worker.py`` is one, ``links.py`` makes
-the network between them, ``counters.py`` reads bytes and memory from Linux, and ``summary.py`` and
-``picture.py`` show what came of it.
+``library.py`` says what an adapter offers, ``training.py`` is the training, ``links.py`` makes the
+network between the workers, and ``counters.py`` reads bytes and memory from Linux.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness import Worker
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -12,29 +13,21 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from libraries.library import InRounds, Job, Line, join_process_group
+from libraries.library import Job, Library
 from lightning_loco import DiLoCo, StepEngine
 
 
-class Alone(InRounds):
+class Alone(Library):
     """Workers that do not exchange: the local steps that all others are compared with."""
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        self._optimizer = optimizer
-
-    def step(self, loss: float) -> None:
-        """Take the local step."""
-        self._optimizer.step()
+    needs_group = False
 
 
-class Ours(InRounds):
+class Ours(Library):
     """DiLoCo of this package with blocking rounds, in float32 or compressed."""
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        join_process_group(job, line)
-        self._optimizer = optimizer
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, model, optimizer)
         self._engine = StepEngine(
             model,
             DiLoCo(job.outer_lr, job.outer_momentum),
@@ -44,7 +37,7 @@ class Ours(InRounds):
 
     def step(self, loss: float) -> None:
         """Take the local step, and run the round if one is due."""
-        self._optimizer.step()
+        self.optimizer.step()
         self._engine.step()
 
     def close(self) -> None:
@@ -52,22 +45,16 @@ class Ours(InRounds):
         self._engine.close()
 
 
-class TorchDDP(InRounds):
+class TorchDDP(Library):
     """DistributedDataParallel, which averages gradients in every backward pass."""
 
     every_step = True
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        join_process_group(job, line)
-        super().__init__(DistributedDataParallel(model))
-        self._optimizer = optimizer
-
-    def step(self, loss: float) -> None:
-        """Take the step; the gradients are the mean of all workers already."""
-        self._optimizer.step()
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, DistributedDataParallel(model), optimizer)
 
 
-class TorchPostLocalSGD(InRounds):
+class TorchPostLocalSGD(Library):
     """DDP whose hook sends no gradients, and a mean of parameters in rounds.
 
     It has no outer optimizer, so its loss is Local SGD's. The averager counts from 0 and
@@ -76,8 +63,7 @@ class TorchPostLocalSGD(InRounds):
     at the same steps as the others'.
     """
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        join_process_group(job, line)
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
         module = DistributedDataParallel(model)
         state = PostLocalSGDState(
             process_group=None,
@@ -86,10 +72,5 @@ class TorchPostLocalSGD(InRounds):
             post_local_gradient_allreduce=False,
         )
         module.register_comm_hook(state, post_localSGD_hook)
-        super().__init__(module)
         averager = PeriodicModelAverager(period=job.sync_every, warmup_steps=job.sync_every - 1)
-        self._optimizer = PostLocalSGDOptimizer(optimizer, averager)
-
-    def step(self, loss: float) -> None:
-        """Take the local step, and average when the averager's period is over."""
-        self._optimizer.step()
+        super().__init__(job, worker, module, PostLocalSGDOptimizer(optimizer, averager))

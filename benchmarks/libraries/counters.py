@@ -33,6 +33,14 @@ def forget_peak() -> None:
         (PROC / "self" / "clear_refs").write_text("5")
 
 
+def resident_bytes() -> float:
+    """Resident memory of this process."""
+    try:
+        return 1024 * _kilobytes(PROC / "self" / "status", "VmRSS:")
+    except OSError:
+        return math.nan
+
+
 def peak_bytes() -> float:
     """Highest resident memory of this process, and what its child processes hold now.
 

@@ -14,29 +14,33 @@ import sys
 import types
 
 import yaml
+from harness import Worker, free_port
 from torch import nn
 from torch.optim import Optimizer
 
-from libraries.library import InRounds, Job, Line, free_port
+from libraries.library import Job, Library
 
 FACTOR = 0.5
 TIMEOUT_MS = 60_000
 
 
-class DpwaGossip(InRounds):
+class DpwaGossip(Library):
     """dpwa's adapter for PyTorch, with its constant interpolation."""
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        self._optimizer, self._every, self._steps = optimizer, job.sync_every, 0
+    needs_group = False
+
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, model, optimizer)
+        self._every, self._steps = job.sync_every, 0
         sys.path.append(str(job.dpwa))
         import dpwa.dpwa
         from dpwa.adapters.pytorch import DpwaPyTorchAdapter
 
         dpwa.dpwa.yaml = types.SimpleNamespace(load=yaml.safe_load)
+        here = (worker.host, free_port(worker.host))
         nodes = [
             {"name": f"worker{rank}", "host": host, "port": port}
-            for rank, (host, port) in enumerate(line.gather((job.host, free_port(job.host))))
+            for rank, (host, port) in enumerate(worker.gather(here))
         ]
         settings = [
             {"nodes": nodes},
@@ -46,15 +50,15 @@ class DpwaGossip(InRounds):
             {"divergence_threshold": 0},
             {"constant": {"value": FACTOR}},
         ]
-        path = os.path.join(job.folder, f"dpwa-{job.rank}.yaml")
+        path = os.path.join(job.folder, f"dpwa-{worker.rank}.yaml")
         with open(path, "w") as file:
             yaml.safe_dump(settings, file)
-        self._adapter = DpwaPyTorchAdapter(model, f"worker{job.rank}", path)
-        line.gather()
+        self._adapter = DpwaPyTorchAdapter(model, f"worker{worker.rank}", path)
+        worker.wait_for_all()
 
     def step(self, loss: float) -> None:
         """The local step; before the last one of a phase: send, after it: wait and blend."""
-        self._optimizer.step()
+        self.optimizer.step()
         self._steps += 1
         if (self._steps + 1) % self._every == 0:
             self._adapter.update_send(loss)

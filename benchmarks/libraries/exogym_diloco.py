@@ -11,20 +11,20 @@ from __future__ import annotations
 import torch
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.optim import OptimSpec
+from harness import Worker
 from torch import nn
 from torch.optim import Optimizer
 
-from libraries.library import InRounds, Job, Line, join_process_group
+from libraries.library import Job, Library
 
 
-class ExogymDiLoCo(InRounds):
+class ExogymDiLoCo(Library):
     """The strategy with our optimizer inside."""
 
     extra_steps = 1
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        join_process_group(job, line)
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, model, optimizer)
         outer = OptimSpec(
             torch.optim.SGD, lr=job.outer_lr, momentum=job.outer_momentum, nesterov=True
         )
@@ -33,7 +33,7 @@ class ExogymDiLoCo(InRounds):
             outer_optim_spec=outer,
             H=job.sync_every,
         )
-        self._strategy._init_node(model, job.rank, job.num_workers)
+        self._strategy._init_node(model, worker.rank, worker.num_workers)
 
     def step(self, loss: float) -> None:
         """The local step, and the round if one is due."""

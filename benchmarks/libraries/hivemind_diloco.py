@@ -11,43 +11,46 @@ from __future__ import annotations
 import time
 
 import torch
+from harness import TIMEOUT_S, Worker
 from hivemind import DHT
 from hivemind.averaging import DecentralizedAverager
 from hivemind.utils import get_dht_time
 from torch import nn
 from torch.optim import Optimizer
 
-from libraries.library import TIMEOUT_S, InRounds, Job, Line
+from libraries.library import Job, Library
 
 MATCHMAKING_S = 1.0
 
 
-class HivemindDiLoCo(InRounds):
+class HivemindDiLoCo(Library):
     """An averager in its own process, and the outer optimizer in this one."""
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        self._optimizer, self._every, self._steps = optimizer, job.sync_every, 0
+    needs_group = False
+
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, model, optimizer)
+        self._every, self._steps = job.sync_every, 0
         self._params = [p.detach() for p in model.parameters()]
         self._outer = [nn.Parameter(p.clone()) for p in self._params]
         self._outer_optimizer = torch.optim.SGD(
             self._outer, lr=job.outer_lr, momentum=job.outer_momentum, nesterov=True
         )
-        listen = [f"/ip4/{job.host}/tcp/0"]
-        dht = DHT(host_maddrs=listen, start=True) if job.rank == 0 else None
-        first = line.gather(dht and [str(address) for address in dht.get_visible_maddrs()])[0]
+        listen = [f"/ip4/{worker.host}/tcp/0"]
+        dht = DHT(host_maddrs=listen, start=True) if worker.rank == 0 else None
+        first = worker.gather(dht and [str(address) for address in dht.get_visible_maddrs()])[0]
         self._dht = dht or DHT(initial_peers=first, host_maddrs=listen, start=True)
         self._averager = DecentralizedAverager(
             [torch.zeros_like(p) for p in self._params],
             self._dht,
             start=True,
             prefix="benchmark",
-            target_group_size=job.num_workers,
-            min_group_size=job.num_workers,
+            target_group_size=worker.num_workers,
+            min_group_size=worker.num_workers,
             min_matchmaking_time=MATCHMAKING_S,
             request_timeout=MATCHMAKING_S / 2,
         )
-        line.gather()
+        worker.wait_for_all()
         self._phase_s, self._began = MATCHMAKING_S, time.monotonic()
         self._look_for_group()
 
@@ -61,7 +64,7 @@ class HivemindDiLoCo(InRounds):
 
     def step(self, loss: float) -> None:
         """The local step, and a round if one is due."""
-        self._optimizer.step()
+        self.optimizer.step()
         self._steps += 1
         if self._steps % self._every == 0:
             self._phase_s = time.monotonic() - self._began

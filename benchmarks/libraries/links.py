@@ -7,57 +7,37 @@ count.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
-HOST = "127.0.0.1"
+from harness import HOST
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x0002_0000, 0x0400_0000, 0x4000_0000
 
 
 class Unavailable(Exception):
     """There is no such network here, and why."""
 
 
-class Link(Protocol):
-    """A network between workers.
-
-    Attributes:
-        name: What is printed.
-        interface: By which a worker reaches the others.
-        shared: Whether all workers send through one interface.
-    """
-
-    name: str
-    interface: str
-    shared: bool
-
-    def host(self, rank: int) -> str:
-        """The address of a worker."""
-
-    def command(self, rank: int, words: list[str]) -> list[str]:
-        """How to run a command where a worker is."""
-
-
 class PlainLoopback:
     """The loopback of this machine, shared with other processes."""
 
-    name, shared = "loopback", True
+    name, is_shared = "loopback", True
     interface = "lo" if sys.platform == "linux" else "lo0"
 
-    def host(self, rank: int) -> str:
+    def enter(self, rank: int) -> str:
         """The address of a worker."""
         return HOST
 
-    def command(self, rank: int, words: list[str]) -> list[str]:
-        """The command as it is."""
-        return words
-
 
 class Namespaces:
-    """Workers in namespaces, each with a host name and tables of names.
+    """Workers in network namespaces, each with a host name and tables of names.
 
     Args:
         name: What is printed.
@@ -70,29 +50,37 @@ class Namespaces:
     def __init__(
         self, name: str, interface: str, spaces: Sequence[str], hosts: Sequence[str], folder: Path
     ) -> None:
-        self.name, self.interface, self.shared = name, interface, len(spaces) == 1
+        self.name, self.interface, self.is_shared = name, interface, len(spaces) == 1
         self._spaces, self._hosts, self._folder = spaces, hosts, folder
         names = [f"{host} worker-{index}" for index, host in enumerate(hosts)]
         (folder / "hosts").write_text("\n".join([f"{HOST} localhost", *names]) + "\n")
         (folder / "resolv").write_text(f"nameserver {HOST}\n")
 
-    def host(self, rank: int) -> str:
-        """The address of a worker."""
-        return self._hosts[rank % len(self._hosts)]
-
-    def command(self, rank: int, words: list[str]) -> list[str]:
-        """The command inside a namespace."""
+    def enter(self, rank: int) -> str:
+        """Move this process, which has no other threads yet; return its address."""
         index = rank % len(self._spaces)
-        inside = " && ".join(
-            [
-                f"hostname worker-{index}",
-                f'mount --bind "{self._folder}/hosts" /etc/hosts',
-                f'mount --bind "{self._folder}/resolv" /etc/resolv.conf',
-                'exec "$@"',
-            ]
-        )
-        enter = ["ip", "netns", "exec", self._spaces[index], "unshare", "--uts", "--mount"]
-        return [*enter, "sh", "-c", inside, "sh", *words]
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self._spaces[index]}") as space:
+            entered = libc.setns(space.fileno(), CLONE_NEWNET)
+        if entered != 0 or libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) != 0:
+            raise OSError(ctypes.get_errno(), "this process cannot enter its network namespace")
+        socket.sethostname(f"worker-{index}")
+        _do("mount", "--make-rprivate", "/")
+        _do("mount", "--bind", f"{self._folder}/hosts", "/etc/hosts")
+        _do("mount", "--bind", f"{self._folder}/resolv", "/etc/resolv.conf")
+        return self._hosts[index]
+
+
+Link = PlainLoopback | Namespaces
+
+
+@contextlib.contextmanager
+def opened(name: str, num_workers: int, rate: str) -> Iterator[Link]:
+    """The loopback or the shaped link; Unavailable where it cannot be."""
+    with tempfile.TemporaryDirectory(prefix="loco-bench-") as folder:
+        made = loopback(Path(folder))
+        with made if name == "loopback" else shaped(Path(folder), num_workers, rate) as link:
+            yield link
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from harness import TIMEOUT_S, Worker, free_port
 from torch import nn
 from torch.optim import Optimizer
 from torchft.coordination import LighthouseServer
@@ -19,37 +20,37 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from libraries.library import TIMEOUT_S, InRounds, Job, Line, free_port
+from libraries.library import Job, Library
 
 
-class TorchftDiLoCo(InRounds):
+class TorchftDiLoCo(Library):
     """A manager, and hooks of torchft on the optimizer."""
 
+    needs_group = False
     use_bucketization = False
 
-    def __init__(self, job: Job, line: Line, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model)
-        self._optimizer = optimizer
-        address = f"{job.host}:{free_port(job.host)}"
-        if job.rank == 0:
-            self._lighthouse = LighthouseServer(bind=address, min_replicas=job.num_workers)
+    def __init__(self, job: Job, worker: Worker, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(job, worker, model, optimizer)
+        address = f"{worker.host}:{free_port(worker.host)}"
+        if worker.rank == 0:
+            self._lighthouse = LighthouseServer(bind=address, min_replicas=worker.num_workers)
         patience = timedelta(seconds=TIMEOUT_S)
-        self._store = dist.TCPStore(job.host, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(worker.host, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=patience),
             load_state_dict=model.load_state_dict,
             state_dict=model.state_dict,
-            min_replica_size=job.num_workers,
+            min_replica_size=worker.num_workers,
             use_async_quorum=False,
             timeout=patience,
             quorum_timeout=patience,
             rank=0,
             world_size=1,
-            store_addr=job.host,
+            store_addr=worker.host,
             store_port=self._store.port,
-            lighthouse_addr=f"http://{line.gather(address)[0]}",
-            replica_id=f"worker{job.rank}",
-            hostname=job.host,
+            lighthouse_addr=f"http://{worker.gather(address)[0]}",
+            replica_id=f"worker{worker.rank}",
+            hostname=worker.host,
             init_sync=False,
         )
         outer = torch.optim.SGD(
@@ -67,7 +68,7 @@ class TorchftDiLoCo(InRounds):
 
     def step(self, loss: float) -> None:
         """The local step; torchft's hook counts it and runs the round."""
-        self._optimizer.step()
+        self.optimizer.step()
 
     def close(self) -> None:
         """Stop the manager."""

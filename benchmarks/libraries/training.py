@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from harness import Worker
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from libraries.counters import bytes_sent, forget_peak, peak_bytes
-from libraries.library import Job, Line
-from libraries.table import ENTRIES
+from libraries.library import Job, Library
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 
@@ -71,11 +76,11 @@ class Clock:
 
     Args:
         optimizer: That takes the local steps.
-        line: On which the workers wait for each other.
+        worker: This worker, which waits for the others.
     """
 
-    def __init__(self, optimizer: Optimizer, line: Line) -> None:
-        self._line = line
+    def __init__(self, optimizer: Optimizer, worker: Worker) -> None:
+        self._worker = worker
         self._ends_phase = False
         self._began = self._local_s = (0.0, 0.0)
         self.local = Span(0.0, 0.0)
@@ -89,7 +94,7 @@ class Clock:
     def _local_step_made(self, *_: object) -> None:
         self.local = self._since()
         if self._ends_phase:
-            self._line.gather()
+            self._worker.wait_for_all()
         self._began = _now()
 
     def stop(self) -> Span:
@@ -105,29 +110,53 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), time.thread_time()
 
 
-def train(job: Job, line: Line) -> Result:
+def train(worker: Worker, job: Job, adapter: str) -> Result:
     """One worker's training from the same start as all others, and what it cost."""
+    with Path(job.folder, f"{job.entry}-{worker.rank}.log").open("w") as log:
+        for stream in (1, 2):  # what the libraries print
+            os.dup2(log.fileno(), stream)
+    logging.basicConfig(level=logging.WARNING)
+    module, _, name = adapter.partition(":")
+    kind: type[Library] = getattr(importlib.import_module(f"libraries.{module}"), name)
+    num_steps = (1 + job.rounds) * job.sync_every + kind.extra_steps
     torch.manual_seed(job.seed)
-    entry, adapter = ENTRIES[job.entry], ENTRIES[job.entry].load()
-    num_steps = (1 + job.rounds) * job.sync_every + adapter.extra_steps
     model = ByteGPT(**job.size, lr=LR, warmup_steps=WARMUP_STEPS, total_steps=num_steps)
     made: Any = model.configure_optimizers()
-    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    batches, validation = read_data(job, num_steps)
-    clock = Clock(optimizer, line)
-    library = entry.make(job, line, model, optimizer)
-    result = Result(every_step=library.every_step)
+    batches, validation = read_data(worker, job, num_steps)
+    clock = Clock(made["optimizer"], worker)
+    with worker.process_group() if kind.needs_group else contextlib.nullcontext():
+        library = kind(job, worker, model, made["optimizer"])
+        result = Result(every_step=kind.every_step)
+        run_steps(worker, job, library, made, batches, clock, result)
+        with torch.no_grad():
+            losses = [loss_of(model, batch).item() for batch in validation]
+            result.val_loss = statistics.fmean(losses)
+        worker.wait_for_all()
+        library.close()
+    return result
+
+
+def run_steps(
+    worker: Worker,
+    job: Job,
+    library: Library,
+    made: dict[str, Any],
+    batches: list[Tensor],
+    clock: Clock,
+    result: Result,
+) -> None:
+    """Take all local steps, and write what they cost into the result."""
     phase, warm, sent, started = Span(0.0, 0.0), False, math.nan, math.nan
     for index, batch in enumerate(batches, 1):
         count = index - library.extra_steps
         ends_phase = count > 0 and count % job.sync_every == 0
         clock.start(ends_phase)
-        optimizer.zero_grad()
+        made["optimizer"].zero_grad()
         loss = loss_of(library.module, batch)
         loss.backward()
         library.step(loss.item())
         after = clock.stop()
-        schedule.step()
+        made["lr_scheduler"]["scheduler"].step()
         phase += after
         if warm and ends_phase:
             result.rounds.append(phase)
@@ -137,20 +166,16 @@ def train(job: Job, line: Line) -> Result:
             phase = Span(0.0, 0.0)
         if ends_phase and not warm:  # the first round only warms up
             warm = True
-            line.gather()
+            worker.wait_for_all()
             forget_peak()
             sent, started = bytes_sent(job.interface), time.perf_counter()
-            line.gather()
-    line.gather()
+            worker.wait_for_all()
+    worker.wait_for_all()
     result.wall_s = time.perf_counter() - started
-    share = job.num_workers if job.shares_interface else 1
-    result.bytes_sent = (bytes_sent(job.interface) - sent) / share
+    result.bytes_sent = bytes_sent(job.interface) - sent
+    if job.is_shared:
+        result.bytes_sent /= worker.num_workers
     result.peak_bytes = peak_bytes()
-    with torch.no_grad():
-        result.val_loss = statistics.fmean(loss_of(model, batch).item() for batch in validation)
-    line.gather()
-    library.close()
-    return result
 
 
 def loss_of(module: nn.Module, windows: Tensor) -> Tensor:
@@ -159,7 +184,7 @@ def loss_of(module: nn.Module, windows: Tensor) -> Tensor:
     return F.cross_entropy(module(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def read_data(job: Job, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def read_data(worker: Worker, job: Job, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
     """This worker's batches, and the batches of the validation, which are the same for all."""
     data = ByteTextData(
         batch_size=job.batch_size,
@@ -167,11 +192,11 @@ def read_data(job: Job, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
         max_bytes=MAX_BYTES,
         val_bytes=VAL_BYTES,
     )
-    data.check(job.num_workers)
+    data.check(worker.num_workers)
     windows = data.train_windows
     assert windows is not None
     shuffled = torch.randperm(len(windows), generator=torch.Generator().manual_seed(job.seed))
-    own = shuffled[job.rank :: job.num_workers].tolist()
+    own = shuffled[worker.rank :: worker.num_workers].tolist()
     batches = [
         torch.stack([windows[own[(first + i) % len(own)]] for i in range(job.batch_size)])
         for first in range(0, num_steps * job.batch_size, job.batch_size)
