@@ -38,7 +38,7 @@ _END = "the end of training"
 
 
 class Engine(Participant):
-    """Runs the rounds of one worker when a schedule says so; used like every participant.
+    """Runs the rounds of one worker when a schedule says so; used like every :class:`Participant`.
 
     :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` are
     made from single arguments.
