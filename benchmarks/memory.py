@@ -125,6 +125,7 @@ def measure_tensors(worker: Worker, *size: int) -> dict[str, tuple[int, int]]:
 
 def tensors_of(worker: Worker, name: str, *size: int) -> tuple[int, int]:
     """Bytes of tensors of one worker and one setting."""
+    gc.freeze()  # modules hold no tensors, and many objects to look through
     with worker.process_group():
         model = make_model(*size)
         group = WorkerGroup.create()
@@ -222,6 +223,7 @@ def measure_rank(worker: Worker, *settings: Any) -> dict[str, int]:
     The profiler sees DDP's buckets, which Python does not, but not the messages of FSDP2 and of
     rounds that threads of gloo release.
     """
+    gc.freeze()
     with worker.process_group():
         rank = Rank(worker, *settings)
         found = {}
