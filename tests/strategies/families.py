@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -492,6 +493,12 @@ class Seen(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.save_checkpoint(self.path)
+
+
+def saved_weights(path: str | Path) -> Tensor:
+    """Return the weights in a checkpoint in one vector."""
+    state = torch.load(path, weights_only=True)["state_dict"]
+    return torch.cat([value.reshape(-1) for value in state.values()])
 
 
 def remote_or_ddp(num_workers: int | None, **options: Any) -> Strategy:

@@ -26,7 +26,7 @@ from tests.harness.weight_averaging import (
     WeightAveraging,
     needs_weight_averaging,
 )
-from tests.strategies.families import ALL_METHODS, fit_with, strategy_of
+from tests.strategies.families import ALL_METHODS, fit_with, saved_weights, strategy_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers"),
@@ -135,8 +135,7 @@ def test_the_average_of_all_workers_is_validated_saved_and_final(
             torch.testing.assert_close(validated, local.mean(0), rtol=0, atol=1e-12)
             assert torch.equal(validated, results[0]["validated"][epoch])
     for epoch in range(2):
-        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
-        values = torch.cat([value.reshape(-1) for value in saved.values()])
+        values = saved_weights(tmp_path / f"epoch={epoch}.ckpt")
         torch.testing.assert_close(values, results[0]["validated"][epoch], rtol=0, atol=0)
 
 
@@ -156,9 +155,8 @@ def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
         for one, other in zip(result["validated"], expected["validated"], strict=True):
             assert torch.equal(one, other)
     for epoch, validated in enumerate(expected["validated"]):
-        path = tmp_path / "remote" / f"epoch={epoch}.ckpt"
-        saved = torch.load(path, weights_only=True)["state_dict"]
-        assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), validated)
+        saved = saved_weights(tmp_path / "remote" / f"epoch={epoch}.ckpt")
+        assert torch.equal(saved, validated)
 
 
 @needs_weight_averaging
@@ -180,8 +178,7 @@ def test_with_a_remote_optimizer_the_average_of_the_worker_with_the_most_data_is
         for seen, average in zip(result["validated"], averages, strict=False):
             torch.testing.assert_close(seen, average, rtol=0, atol=1e-12)
     for epoch, average in enumerate(() if until == "end" else averages):
-        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
-        values = torch.cat([value.reshape(-1) for value in saved.values()])
+        values = saved_weights(tmp_path / f"epoch={epoch}.ckpt")
         torch.testing.assert_close(values, average, rtol=0, atol=1e-12)
 
 
