@@ -487,10 +487,13 @@ class FetchingThread(TaskThread):
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
         if not self.is_alive():
             limit_s = 0.0
-        if not futures.wait([self._last], max(limit_s, 0.0)).done and limit_s < left_s:
+        try:
+            error = self._last.exception(max(limit_s, 0.0))
+        except futures.TimeoutError:
+            self._is_taken = limit_s >= left_s
             return None
         self._is_taken = True
-        return self._last.result() if self.has_ended else None
+        return self._last.result() if error is None else None
 
     @property
     def has_ended(self) -> bool:
