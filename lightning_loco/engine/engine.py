@@ -174,6 +174,7 @@ class Engine(Participant):
             for index, fragment in enumerate(self.fragments)
         ]
         if self._sync_every is None and worker.group.inner is not None:
+            # Clocks and arrivals differ between the ranks of a worker: the first one decides.
             first = worker.group.agree([float(value) for due in dues for value in due])[0]
             dues = [
                 (begins > 0, ends > 0) for begins, ends in zip(first[::2], first[1::2], strict=True)
@@ -200,6 +201,8 @@ class Engine(Participant):
         dues = dues or self._find_due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, ends) in enumerate(dues):
+            # The next message of a fragment may need the local steps that the end would overwrite,
+            # so the round that begins in its turn ends the one before.
             if ends and not (begins and index == self._turn):
                 yield from self._end(index)
         if begins:
@@ -236,10 +239,10 @@ class Engine(Participant):
         else:
             new.statuses = KnownStatuses(announced, label)
         self._unrecorded, new.began_at_s = new.statuses, began_at_s
-        self._measure_consensus(new)
+        self._measure_consensus(new)  # now: below the parameters change
         before = fragment.pending
         yield from fragment.run(new, self._replaced)
-        fragment = self.fragments[self._turn]
+        fragment = self.fragments[self._turn]  # another one if this member has caught up
         ended = [found for found in (before, new) if found not in (None, fragment.pending)]
         if ended or new.restarts:
             self._share(self._turn)
@@ -247,14 +250,14 @@ class Engine(Participant):
             self._record_rounds(fragment, ended)
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
-        if not worker.was_finite:
+        if not worker.was_finite:  # then its BatchNorm statistics hold NaN, too
             worker.replica.restore_buffers(self.buffers_at_start)
-        if fragment.pending is None:
+        if fragment.pending is None:  # the weights have moved away from the statistics
             worker.replica.running_statistics.record(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
-        if new.statuses.has_been_read:
+        if new.statuses.has_been_read:  # else later, so as not to wait for them now
             self._record_statuses()
 
     def _replaced(self, received: Round) -> Round:
@@ -273,9 +276,12 @@ class Engine(Participant):
         own = self._status(sync_point)
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
         is_finite = fragment.prepare(worker.round_index)
+        # Before anything is sent: with NaN in one shard, no rank's message may have weight.
         places = worker.group.agree([is_finite, own.loss, norm**2], "the start of a round")
         finite, losses, squares = zip(*places, strict=True)
         fragment.is_finite = worker.was_finite = all(finite)
+        # Without local steps a mean would pull the others back, except by the clock, where every
+        # worker's present parameters count.
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
         if not worker.was_finite:
             for index, other in enumerate(self.fragments):

@@ -199,12 +199,14 @@ class FragmentSync:
         """
         self.make_writable()
         memory, sums = self.memory, [math.nan]
+        # A message that is pending, or that shares its memory with others, must not be overwritten.
         self._is_proposed = memory.holds_all and self.pending is None
         if self._is_proposed:
             with labelled("loco/propose"):
                 for chunk, total in zip(memory.chunks, memory.sums.unbind(), strict=True):
                     self._propose_local(chunk, chunk.message, RoundInfo(index), total)
             sums = memory.sums.tolist()
+        # A sum is not finite if a value is not; if none is, it may still overflow.
         self.is_finite = all(map(math.isfinite, sums)) or are_finite(
             [chunk.params for chunk in memory.chunks]
         )
@@ -248,6 +250,8 @@ class FragmentSync:
             valid: Whether it has its own progress.
         """
         keeps_progress, is_overlapped = self._keeps_progress, self._schedule.is_overlapped(index)
+        # Local steps that follow the first overlapped round begin where those after a later one do:
+        # at a result, which is the start of the round as long as there is none.
         is_first = is_overlapped and (self.pending is None or keeps_progress)
         restarts = is_first and not (keeps_progress and self.is_finite)
         return Round(self, index, began_at, valid, self.is_finite, is_overlapped, restarts)
@@ -285,7 +289,7 @@ class FragmentSync:
         before, count = self.pending, len(self.memory.buckets)
         ended: tuple[Round, RoundInfo] | None = None
         if before is not None:
-            before.finite = before.finite and self.is_finite
+            before.finite = before.finite and self.is_finite  # a merge would keep the NaN
             yield self.has_received
             statuses = self._receive(before)
             info = self._info(before.index, statuses, new.began_at - before.began_at)
@@ -354,6 +358,7 @@ class FragmentSync:
         if ended is not None:
             with labelled("loco/apply"):
                 for chunk, received in self._reduced(ended[0], number, ended[1]):
+                    # Not into the message yet: it is the own message of the round that ends.
                     self._propose(chunk, chunk.scratch, info, new.valid)
                     self._apply_chunk(ended[0], chunk, received, ended[1], chunk.scratch)
                     chunk.message.copy_(chunk.scratch)
@@ -383,7 +388,7 @@ class FragmentSync:
                 f"others' parameters with {type(self._algorithm).__name__}, so it cannot recover. "
                 "Lower the learning rate, and go back to the last checkpoint."
             )
-        if is_weighted:
+        if is_weighted:  # nothing is added to the sum, and this worker has no weight
             into.zero_()
         elif (start := chunk.round_start()) is not None:
             packed = chunk.scratch if self._is_partial else into
