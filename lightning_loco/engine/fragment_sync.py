@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -267,7 +267,7 @@ class FragmentSync:
         exchange, first = self._exchange, self.memory.buckets[0]
         if exchange.carries_status:
             exchange.write_status(first, status, label)
-            self._send(new)
+            self._send(new, 0)
             new.statuses = exchange.read_statuses(first, new.handles[0], status, label)
         else:
             new.statuses = exchange.send_status(status, label)
@@ -296,15 +296,15 @@ class FragmentSync:
             if self._keeps_progress:
                 self._apply(before, info)
             else:
-                self._commit(before, range(count))
+                self._commit(before)
                 ended = before, info
         # Without memory for all messages, each is applied before a later one needs its memory.
         slots = count if self.memory.holds_all else PENDING_BUCKETS
         for number in range(count):
             if number >= slots:
-                self._apply_in_turn(new)
-            if number >= len(new.handles):
-                self._send(new, ended)
+                self._apply_in_turn(new, number - slots)
+            if number > 0 or not new.handles:  # the first may have carried the status
+                self._send(new, number, ended)
         if ended is not None:
             self._finish(ended[0])
         elif self.memory.has_uncut_state:
@@ -317,8 +317,8 @@ class FragmentSync:
             yield self.has_received
             on_received(new).fragment.apply(new.began_at)
             return
-        while len(new.received) < count:
-            self._apply_in_turn(new)
+        for number in range(count - slots, count):
+            self._apply_in_turn(new, number)
         self._finish()
 
     def apply(self, steps: int) -> None:
@@ -351,13 +351,13 @@ class FragmentSync:
 
     # ------------------------------------------------------------------ sending
 
-    def _send(self, new: Round, ended: tuple[Round, RoundInfo] | None = None) -> None:
-        """Compute and send the next bucket, and apply a round that ends to the same chunks."""
-        info, number = RoundInfo(new.index), len(new.handles)
-        bucket = self.memory.buckets[number]
+    def _send(self, new: Round, number: int, ended: tuple[Round, RoundInfo] | None = None) -> None:
+        """Compute and send a bucket, and apply a round that ends to the same chunks."""
+        info, bucket = RoundInfo(new.index), self.memory.buckets[number]
         if ended is not None:
             with labelled("loco/apply"):
-                for chunk, received in self._reduced(ended[0], number, ended[1]):
+                whole = ended[0].received[number]
+                for chunk, received in self._reduced(ended[0], number, whole, ended[1]):
                     # Not into the message yet: it is the own message of the round that ends.
                     self._propose(chunk, chunk.scratch, info, new.valid)
                     self._apply_chunk(ended[0], chunk, received, ended[1], chunk.scratch)
@@ -459,45 +459,48 @@ class FragmentSync:
 
     def _apply(self, ended: Round, info: RoundInfo) -> None:
         """Apply a round that has been received."""
-        self._commit(ended, range(len(self.memory.buckets)))
+        self._commit(ended)
         for number in range(len(self.memory.buckets)):
-            self._apply_bucket(ended, number, info)
+            self._apply_bucket(ended, number, ended.received[number], info)
         self._finish(ended)
 
-    def _apply_in_turn(self, ended: Round) -> None:
-        """Wait for the next bucket of a round, and apply it."""
-        number, info = len(ended.received), self._info(ended.index, self._statuses(ended), age=0)
+    def _apply_in_turn(self, ended: Round, number: int) -> None:
+        """Wait for one bucket of a round, and apply it; nothing of it is kept."""
+        info = self._info(ended.index, self._statuses(ended), age=0)
+        handle = ended.handles.pop(0)  # which may hold the memory of what was received
         with labelled("loco/exchange"):
-            ended.received.append(self._wait_for(ended.handles[number]))
-        self._commit(ended, [number])
-        self._apply_bucket(ended, number, info)
-        ended.handles[number].release()
+            received = self._wait_for(handle)
+        self._mark_torn()
+        self._keep_lost(ended, number, handle)
+        self._apply_bucket(ended, number, received, info)
+        handle.release()
 
-    def _commit(self, ended: Round, numbers: Iterable[int]) -> None:
-        """Mark the fragment as torn until the round is applied; the buckets have been received."""
+    def _commit(self, ended: Round) -> None:
+        """Begin to apply a round that has been received; the fragment is torn until its end."""
+        self._mark_torn()
+        if ended.stage is Stage.RECEIVED:
+            for number, handle in enumerate(ended.handles):
+                self._keep_lost(ended, number, handle)
+
+    def _mark_torn(self) -> None:
         reach("outer step")
         self.is_torn = True
-        if ended.stage is not Stage.REDUCED:
-            self._keep_lost(ended, numbers)
 
-    def _keep_lost(self, ended: Round, numbers: Iterable[int]) -> None:
-        """Keep what compression has lost of the messages for the next round, if that is wanted."""
-        if self._compression is None:
-            return
-        for number in numbers:
-            if (lost := ended.handles[number].lost) is not None:
-                for chunk, part in self.memory.buckets[number].split(lost):
-                    self._compression.update_residual(part, chunk.residual, ended.valid)
+    def _keep_lost(self, ended: Round, number: int, handle: Handle) -> None:
+        """Keep what compression has lost of a message for the next round, if that is wanted."""
+        if self._compression is not None and (lost := handle.lost) is not None:
+            for chunk, part in self.memory.buckets[number].split(lost):
+                self._compression.update_residual(part, chunk.residual, ended.valid)
 
     def _reduced(
-        self, ended: Round, number: int, info: RoundInfo
+        self, ended: Round, number: int, received: Tensor, info: RoundInfo
     ) -> Iterator[tuple[BucketChunk, Tensor]]:
         """Yield each chunk with its mean, decoded, or the combination of all messages."""
         is_reduced, weight = ended.stage is Stage.REDUCED, 1.0
         if self._exchange.is_weighted and not is_reduced:
             total = total_weight(info.weights, ended.statuses.label)
             weight = total if self._is_sum else 1.0
-        for chunk, part in self.memory.buckets[number].split(ended.received[number]):
+        for chunk, part in self.memory.buckets[number].split(received):
             if is_reduced:
                 yield chunk, part
                 continue
@@ -511,10 +514,10 @@ class FragmentSync:
                 self._compression.add_reference(part, chunk.residual)
             yield chunk, part
 
-    def _apply_bucket(self, ended: Round, number: int, info: RoundInfo) -> None:
+    def _apply_bucket(self, ended: Round, number: int, received: Tensor, info: RoundInfo) -> None:
         with labelled("loco/apply"):
-            for chunk, received in self._reduced(ended, number, info):
-                self._apply_chunk(ended, chunk, received, info)
+            for chunk, part in self._reduced(ended, number, received, info):
+                self._apply_chunk(ended, chunk, part, info)
 
     def _apply_chunk(
         self,
@@ -599,10 +602,10 @@ class FragmentSync:
         """The result of a pending round, as it is applied later."""
         info = self._info(pending.index, self._receive(pending), age=0)
         if pending.stage is not Stage.REDUCED:
-            numbers = range(len(self.memory.buckets))
-            self._keep_lost(pending, numbers)
-            for number in numbers:
-                parts = [part for _, part in self._reduced(pending, number, info)]
+            for number, handle in enumerate(pending.handles):
+                self._keep_lost(pending, number, handle)
+                received = pending.received[number]
+                parts = [part for _, part in self._reduced(pending, number, received, info)]
                 if self._gathers:
                     pending.received[number] = torch.cat(parts)
             pending.stage = Stage.REDUCED
