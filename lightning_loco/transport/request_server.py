@@ -220,7 +220,6 @@ class Server(BackgroundThread):
 
     def _record_malformed(self, address: str, error: str) -> None:
         with self._lock:
-            self.malformed += 1
             is_logged = address in self._logged or len(self._logged) >= _MOST_LOG_LINES
             self._logged.add(address)
         if not is_logged:
@@ -231,6 +230,8 @@ class Server(BackgroundThread):
                 self.port,
                 error,
             )
+        with self._lock:
+            self.malformed += 1  # last: who sees the count finds the entry in the log
 
     def close(self) -> None:
         """Close all connections, free the port and end all threads. Idempotent."""
