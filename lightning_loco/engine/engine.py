@@ -219,7 +219,7 @@ class Engine(Participant):
         Args:
             sync_point: Where this worker waits, or ``IN_ROUND``.
             label: Name of the round in messages.
-            announced: Statuses of all workers at a sync point, some of whom run this round.
+            announced: Statuses of all workers at a sync point, if some of them run this round.
         """
         worker, began_at_s = self.worker, self._clock.now()
         if self.connection is not None:

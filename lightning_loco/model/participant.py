@@ -132,7 +132,7 @@ class Participant(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Start anew from the present values of the model; all workers must call it."""
+        """Restart from the present values of the model; all workers must call it."""
 
     def check_whole(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise RuntimeError if a failure has left the parameters half changed."""
