@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,8 +166,7 @@ class Family:
     @property
     def size(self) -> int:
         """Number of ranks of a worker."""
-        data, tensor = as_pair(self.sizes)
-        return data * tensor
+        return size_of(self.sizes)
 
     @property
     def world(self) -> int:
@@ -298,6 +298,11 @@ class Run:
             for name in ("steps", "epochs"):
                 assert result[name] == of_one[name]
         return found
+
+
+def size_of(sizes: Sizes) -> int:
+    """Return the number of ranks of a worker."""
+    return math.prod(as_pair(sizes))
 
 
 def as_pair(sizes: Sizes) -> tuple[int, int]:

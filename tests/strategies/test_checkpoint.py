@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.cases import CASES, Case, params
 from tests.harness.cover import cover
 from tests.harness.pool import Pool
-from tests.strategies.families import Sizes, as_pair
+from tests.strategies.families import Sizes, as_pair, size_of
 from tests.strategies.save_and_resume import (
     METHODS,
     STEPS,
@@ -73,8 +73,7 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         """Number of ranks of a worker."""
-        data, tensor = as_pair(self.sizes)
-        return data * tensor
+        return size_of(self.sizes)
 
     @property
     def world(self) -> int:
