@@ -390,17 +390,8 @@ class Engine(Participant):
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all workers have reached the same sync point; take part in rounds until then.
 
-        Parameters are read only if there is a round to take part in.
-
-        Args:
-            purpose: Its purpose, in words that are equal on all workers.
-
-        Returns:
-            The statuses with which the workers arrived.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or waits at another sync point.
-            StopAgreed: If the others have stopped, as agreed, before they came here.
+        Parameters are read only if there is a round to take part in. Arguments, result and errors
+        as in :meth:`Participant.sync_point`.
         """
         sync_point = sync_point_id(purpose)
         while True:

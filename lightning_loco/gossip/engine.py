@@ -480,7 +480,7 @@ class PairwiseEngine(Participant):
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all ranks of this job have reached the same sync point; serve until then.
 
-        Arguments and errors as in :meth:`lightning_loco.engine.Engine.sync_point`.
+        Arguments, result and errors as in :meth:`Participant.sync_point`.
         """
         return self.worker.sync_point(purpose)
 

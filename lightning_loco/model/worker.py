@@ -215,7 +215,7 @@ class Worker:
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all workers have reached the same sync point; for engines without rounds.
 
-        Arguments, result and errors are as in ``Engine.sync_point``.
+        Arguments, result and errors are as in ``Participant.sync_point``.
         """
         sync_point = sync_point_id(purpose)
         while True:
