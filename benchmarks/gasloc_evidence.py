@@ -111,7 +111,7 @@ def measured_rate(algorithm: Algorithm, topology: Topology, num_workers: int, se
         info = RoundInfo(len(distances) - 1)
         message = algorithm.propose(state["start"].clone(), state, info)
         received = (matrix @ message.view(size)).flatten()
-        distances.append(float(algorithm.update(message, received, state, info).norm()))
+        distances.append(float(algorithm.update(None, message, received, state, info).norm()))
     first = len(distances) // 2
     return float((distances[-1] / distances[first]) ** (1 / (len(distances) - 1 - first)))
 

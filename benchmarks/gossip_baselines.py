@@ -49,6 +49,7 @@ class ChocoSGD(Algorithm):
     codec: Codec | None = None
 
     exchange = "neighbors"
+    reads = frozenset({"message"})
     start_key = "start"
     default_topology = "ring"
 
@@ -62,14 +63,22 @@ class ChocoSGD(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params.sub_(state["estimate"])
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """``received`` is ``W Q(m) + m - Q(m)``, so that the pull grows by ``received - m``."""
+        assert message is not None
         estimate, pull, start = state["estimate"], state["pull"], state["start"]
-        pull.add_(received).sub_(params)
-        torch.add(estimate, params, out=start)
+        pull.add_(received).sub_(message)
+        torch.add(estimate, message, out=start)
         start.add_(pull, alpha=self.gossip_step)
         codec = self.codec
-        estimate.add_(params if codec is None else codec.decode(codec.encode(params), received))
+        estimate.add_(message if codec is None else codec.decode(codec.encode(message), received))
         return start
 
 
@@ -96,6 +105,7 @@ class A2CiD2(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
+    reads = frozenset({"message"})
     start_key = "start"
     default_topology = "random_matching"
 
@@ -121,12 +131,20 @@ class A2CiD2(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Move both vectors by the local step and the exchange, then mix them for the time 1."""
+        assert message is not None
         start, tilde, scale = state["start"], state["tilde"], self.laplacian_scale
-        tilde.add_(params).sub_(start)
-        start.copy_(params)
-        apart = torch.sub(params, received, out=received)
+        tilde.add_(message).sub_(start)
+        start.copy_(message)
+        apart = torch.sub(message, received, out=received)
         tilde.sub_(apart, alpha=self.momentum_step * scale)
         start.sub_(apart, alpha=self.gossip_step * scale)
         pull = torch.sub(tilde, start, out=apart).mul_(-math.expm1(-2 * self.mixing_rate) / 2)

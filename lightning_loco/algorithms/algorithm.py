@@ -5,7 +5,7 @@ A round of one worker, in a Trainer, a plain loop, the simulation or a test::
     state   = algorithm.init(params)                         # once
     message = algorithm.propose(params, state, info)         # what the worker sends
     received = ...                                           # the exchange of all messages
-    params  = algorithm.update(message, received, state, info)  # the new local parameters
+    params  = algorithm.update(local, message, received, state, info)  # the new local parameters
 
 Signs: ``drift = local - start`` and ``pseudo_gradient = outer - local = -drift``.
 """
@@ -37,7 +37,8 @@ class RoundInfo:
 
     Attributes:
         index: Number of the round, from 0.
-        weights: Weight of each message: 1, or 0 for a worker without valid progress.
+        weights: Weight of each message in a mean, as :meth:`Algorithm.weight` gives it; 0 for a
+            worker without valid progress.
         scalars: The numbers of :meth:`Algorithm.scalars`.
         steps: Local steps of each worker since its last round.
         ages: Local steps of this worker since each message was sent: 0 in a blocking round.
@@ -73,8 +74,12 @@ class Algorithm(ABC):
     """
 
     exchange: ClassVar[Literal["mean", "neighbors", "pull"]]
-    """``"mean"``: the mean of the messages; ``"neighbors"``: row i of ``W @ messages``; ``"pull"``:
-    the parameters of one peer at a time, without rounds."""
+    """``"mean"``: the weighted mean of the messages; ``"neighbors"``: row i of ``W @ messages``;
+    ``"pull"``: the parameters of one peer at a time, without rounds."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """What :meth:`update` reads besides what is received: ``"local"``, ``"message"`` or both. It
+    gets None for the rest, for which no memory and no copy is needed."""
 
     sends_parameters: ClassVar[bool] = False
     """Whether messages are parameters instead of differences. With a mean, a codec then encodes
@@ -107,6 +112,11 @@ class Algorithm(ABC):
         1 for an elementwise algorithm; None for one that needs the whole vector.
         """
         return 1
+
+    whole_tensors: ClassVar[bool] = False
+    """Whether no slice ends within a tensor, as methods with a norm or an angle per tensor need.
+    :attr:`RoundInfo.bounds` are then those of whole tensors. Fragments consist of whole tensors,
+    and no tensor may be divided among the ranks of a worker."""
 
     @property
     def gathers(self) -> bool:
@@ -187,13 +197,22 @@ class Algorithm(ABC):
         raise NotImplementedError(f"{type(self).__name__} gathers messages and has no combine.")
 
     @abstractmethod
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Compute the new local parameters.
 
         Args:
-            params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``. With a
-                mean it may share memory with ``received``. If messages are shorter than slices,
-                the local parameters, in memory of their own. May be overwritten.
+            local: The present local parameters ``(P,)``, also with local steps taken since the
+                message was sent. May be overwritten. None unless :attr:`reads` has ``"local"``.
+            message: This worker's own message, as it was before encoding: the result of
+                :meth:`propose`, with what error feedback adds; zeros for a worker of weight 0 in a
+                mean. May be overwritten. None unless :attr:`reads` has ``"message"``.
             received: The result of the exchange, of the shape of a message. May be overwritten.
             state: Updated in place.
             info: Of this round.
@@ -206,7 +225,7 @@ class Algorithm(ABC):
     def on_send(
         self,
         message: Tensor,
-        ended: tuple[Tensor, Tensor] | None,
+        ended: tuple[Tensor | None, Tensor | None, Tensor] | None,
         state: State,
         info: RoundInfo,
     ) -> Tensor | None:
@@ -218,8 +237,8 @@ class Algorithm(ABC):
         Args:
             message: The message, ``(P,)``, before compression; zeros if the worker has no valid
                 progress. Only read.
-            ended: ``params`` and ``received`` of the previous round, which ends at the same time,
-                as in :meth:`update`; None if no round was pending.
+            ended: ``local``, ``message`` and ``received`` of the previous round, which ends at the
+                same time, as in :meth:`update`; None if no round was pending.
             state: Updated in place.
             info: Of the previous round; of this one if no round was pending.
 
@@ -227,6 +246,18 @@ class Algorithm(ABC):
             The new local parameters as in :meth:`update`; None to leave them unchanged.
         """
         return self.round_start(state) if ended is None else self.update(*ended, state, info)
+
+    def weight(self, steps: float) -> float:
+        """Return the weight of this worker's message in a mean, finite and at least 0.
+
+        It is 1 by default. A worker without valid progress has weight 0 and is not asked. A mixing
+        matrix has weights of its own, and a robust mean counts all workers alike: a wrong worker
+        could send any weight.
+
+        Args:
+            steps: Local steps of this worker since its last round.
+        """
+        return 1.0
 
     def scalars(self, state: State) -> Sequence[float]:
         """Return numbers that every worker sends to all others with a round, always as many.
@@ -245,3 +276,8 @@ class Algorithm(ABC):
         None if the algorithm does not keep them.
         """
         return None if self.start_key is None else state[self.start_key]
+
+
+def has_own(algorithm: Algorithm, method: str) -> bool:
+    """Return whether the class of an algorithm overrides an optional method of the base class."""
+    return getattr(type(algorithm), method) is not getattr(Algorithm, method)

@@ -64,8 +64,8 @@ class DelayedNesterov(Algorithm):
         >>> state = algorithm.init(torch.zeros(1))
         >>> for _ in range(2):
         ...     mean = torch.tensor([-1.0])
-        ...     print(algorithm.update(mean, mean, state, RoundInfo()).item())  # plain, then with
-        ...     # the momentum of both
+        ...     result = algorithm.update(None, None, mean, state, RoundInfo())
+        ...     print(result.item())  # plain, then with the momentum of both
         1.0
         3.0
     """
@@ -124,7 +124,14 @@ class DelayedNesterov(Algorithm):
         """Return the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Take a plain outer step; at the end of a block, one with momentum."""
         outer: Tensor = state["outer"]
         rate, n = next_rate(self.outer_lr, state), self.every

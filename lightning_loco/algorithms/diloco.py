@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State
+from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State, has_own
 from lightning_loco.algorithms.merge_policy import Restart
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
@@ -75,7 +75,7 @@ class DiLoCo(Algorithm):
         >>> message
         tensor([-1., -3.])
         >>> mean = torch.tensor([-1.0, -2.0])
-        >>> algorithm.update(message, mean, state, RoundInfo())  # the mean of local parameters
+        >>> algorithm.update(None, None, mean, state, RoundInfo())  # the mean of local parameters
         tensor([1., 2.])
     """
 
@@ -124,6 +124,12 @@ class DiLoCo(Algorithm):
     ) -> DiLoCo:
         """Check that there is no topology, and that the outer optimizer can be used."""
         super().prepare(num_workers, topology, is_late=is_late)
+        if self.gathers and has_own(self, "weight"):
+            raise ValueError(
+                f"aggregate={self.aggregate!r} counts all workers alike, because a wrong one could "
+                f"send any weight, but {type(self).__name__} gives its messages weights. Use "
+                "aggregate='mean'."
+            )
         if self.gathers and num_workers == 2:
             warnings.warn(
                 f"aggregate={self.aggregate!r} cannot tell which of 2 workers is wrong: it needs 3 "
@@ -159,7 +165,14 @@ class DiLoCo(Algorithm):
         assert robust_mean is not None
         return robust_mean.combine(messages, info.weights)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Take an outer step with the mean pseudo-gradient; return the outer parameters."""
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:

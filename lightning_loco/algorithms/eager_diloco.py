@@ -68,7 +68,7 @@ class EagerDiLoCo(Algorithm):
         tensor([1.])
         >>> mean = torch.tensor([-3.0])  # of the two workers
         >>> zero = torch.tensor([0.0])
-        >>> algorithm.on_send(zero, (mean, mean), state, RoundInfo())  # the rest, and theirs
+        >>> algorithm.on_send(zero, (None, None, mean), state, RoundInfo())  # the rest, and theirs
         tensor([3.])
     """
 
@@ -119,7 +119,7 @@ class EagerDiLoCo(Algorithm):
     def on_send(
         self,
         message: Tensor,
-        ended: tuple[Tensor, Tensor] | None,
+        ended: tuple[Tensor | None, Tensor | None, Tensor] | None,
         state: State,
         info: RoundInfo,
     ) -> Tensor:
@@ -127,14 +127,21 @@ class EagerDiLoCo(Algorithm):
         own: Tensor = state["own"]
         gradient = own
         if ended is not None:
-            gradient = ended[1].sub_(own)
+            gradient = ended[2].sub_(own)
         torch.mul(message, self.share, out=own)
         if ended is not None:
             gradient.add_(own)
         state["under_way"] = 1
         return self._step(gradient, state)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Take the step of DiLoCo, or correct the last step if a round was pending."""
         if not state["under_way"]:
             return self._step(received, state)

@@ -77,7 +77,7 @@ class GASLoC(Algorithm):
         >>> local = torch.tensor([3.0])
         >>> message = algorithm.propose(local, state, RoundInfo())
         >>> received = torch.tensor([2.0])  # the worker's row of W @ u
-        >>> algorithm.update(message, received, state, RoundInfo())
+        >>> algorithm.update(None, message, received, state, RoundInfo())
         tensor([2.])
     """
 
@@ -88,6 +88,7 @@ class GASLoC(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
+    reads = frozenset({"message"})
     start_key = "start"
     default_topology = "ring"
     merge_policy = KeepProgress()
@@ -193,18 +194,26 @@ class GASLoC(Algorithm):
         rate = rate_at(self.outer_lr, state.get(ROUNDS, 0))
         return torch.lerp(state["start"], params, rate, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Average with the neighbours and add momentum; the result starts the next round."""
         assert isinstance(self.gossip_step, (int, float))
         assert isinstance(self.momentum, (int, float))
+        assert message is not None
         next_rate(self.outer_lr, state)
         start: Tensor = state["start"]
         pull = self.gossip_step * self.laplacian_scale
         if self.momentum == 0:
-            return torch.lerp(params, received, pull, out=start)
-        gossiped = torch.lerp(params, received, pull, out=received)
+            return torch.lerp(message, received, pull, out=start)
+        gossiped = torch.lerp(message, received, pull, out=received)
         previous = state["previous"]
-        point = params if self.momentum_on == "local" else gossiped
+        point = message if self.momentum_on == "local" else gossiped
         torch.sub(point, previous, out=start)
         previous.copy_(point)
         return torch.add(gossiped, start, alpha=self.momentum, out=start)

@@ -27,7 +27,7 @@ class LocalSGD(Algorithm):
         >>> state = algorithm.init(params.clone())
         >>> message = algorithm.propose(params, state, RoundInfo())
         >>> mean = torch.tensor([0.0, 2.0])  # over the workers
-        >>> algorithm.update(message, mean, state, RoundInfo())
+        >>> algorithm.update(None, None, mean, state, RoundInfo())
         tensor([0., 2.])
     """
 
@@ -42,6 +42,13 @@ class LocalSGD(Algorithm):
         """Return the local parameters."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Return the mean."""
         return received

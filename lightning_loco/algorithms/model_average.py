@@ -35,7 +35,7 @@ class ModelAverage(Algorithm):
         >>> state = algorithm.init(torch.zeros(1))
         >>> snapshot = algorithm.propose(torch.tensor([1.0]), state, RoundInfo())
         >>> mean = torch.tensor([2.0])  # of the workers' snapshots
-        >>> algorithm.update(snapshot, mean, state, RoundInfo())
+        >>> algorithm.update(None, None, mean, state, RoundInfo())
         tensor([2.])
     """
 
@@ -51,7 +51,14 @@ class ModelAverage(Algorithm):
         """Return the local parameters: the snapshot."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Return the result of the exchange."""
         return received
 
@@ -87,7 +94,14 @@ class NeighborAverage(ModelAverage):
         """Return the result of the last round, which is the common start at first."""
         return {"start": params}
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Return the weighted mean of the neighbours, and keep it in the state."""
         start: Tensor = state["start"]
         return start.copy_(received)

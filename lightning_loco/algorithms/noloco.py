@@ -50,7 +50,7 @@ class NoLoCo(Algorithm):
         >>> local = torch.tensor([3.0])
         >>> message = algorithm.propose(local, state, RoundInfo())
         >>> received = torch.tensor([2.0])  # the worker's row of W @ u
-        >>> algorithm.update(message, received, state, RoundInfo())
+        >>> algorithm.update(None, None, received, state, RoundInfo())
         tensor([2.])
     """
 
@@ -116,7 +116,14 @@ class NoLoCo(Algorithm):
             return params
         return torch.lerp(state["start"], params, self.outer_lr / self._gossip_step, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Take an outer step with momentum towards the mean of the group."""
         start: Tensor = state["start"]
         if self.outer_momentum == 0:

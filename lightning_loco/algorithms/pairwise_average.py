@@ -138,6 +138,7 @@ class PairwiseAverage(Algorithm):
     keep_progress: bool = True
 
     exchange = "pull"
+    reads = frozenset({"local"})
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -238,8 +239,16 @@ class PairwiseAverage(Algorithm):
         """Return the parameters that are served to peers: the local ones."""
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Call :meth:`blend` with the factor of equal clocks and losses."""
         factor = self.factor if self.interpolation == "constant" else 0.5
-        self.blend(params, received, factor)
-        return params
+        assert local is not None
+        self.blend(local, received, factor)
+        return local

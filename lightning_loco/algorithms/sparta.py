@@ -55,7 +55,7 @@ class SPARTA(Algorithm):
         >>> message = algorithm.propose(local, {}, info)  # one of each pair
         >>> message
         tensor([1., 3.])
-        >>> algorithm.update(local, torch.tensor([0.0, 0.0]), {}, info)
+        >>> algorithm.update(local, None, torch.tensor([0.0, 0.0]), {}, info)
         tensor([0., 2., 0., 4.])
     """
 
@@ -63,6 +63,7 @@ class SPARTA(Algorithm):
     seed: int = 0
 
     exchange = "mean"
+    reads = frozenset({"local"})
     sends_parameters = True
 
     def __post_init__(self) -> None:
@@ -92,12 +93,20 @@ class SPARTA(Algorithm):
         """Return the parameters that are averaged in this round."""
         return params if self.granularity == 1 else params[self._chosen(params, info)]
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         """Put their means in place of them."""
         if self.granularity == 1:
             return received
-        params[self._chosen(params, info)] = received
-        return params
+        assert local is not None
+        local[self._chosen(local, info)] = received
+        return local
 
     def _chosen(self, params: Tensor, info: RoundInfo) -> Tensor:
         """Positions in the slice of the parameters that are averaged, ascending."""

@@ -48,21 +48,30 @@ def shards(codec: Codec, numel: int, num_workers: int) -> list[Shard]:
     ]
 
 
-def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
-    """Decode the bytes of several workers for the same elements, and add them up in ``total``."""
-    first, *others = wires
-    codec.decode(first, total)
+def add_up(
+    codec: Codec, wires: Sequence[Tensor], total: Tensor, weights: Sequence[float]
+) -> Tensor:
+    """Decode the bytes of several workers for the same elements, and add them up in ``total``.
+
+    The values of each worker are multiplied by its weight.
+    """
+    first, *others = zip(wires, weights, strict=True)
+    codec.decode(first[0], total)
+    if first[1] != 1:
+        total.mul_(first[1])
     for part, written in codec.pieces(total) if others else ():
         read = torch.empty_like(total[part])
-        for wire in others:
-            total[part].add_(codec.decode(wire[written], read))
+        for wire, weight in others:
+            total[part].add_(codec.decode(wire[written], read), alpha=weight)
     return total
 
 
-def average_senders(codec: Codec, wires: Sequence[Tensor], mean: Tensor) -> Tensor:
+def average_senders(
+    codec: Codec, wires: Sequence[Tensor], mean: Tensor, weights: Sequence[float]
+) -> Tensor:
     """Decode the messages of all workers, and average each value over those that have sent it.
 
-    A value that is 0 counts as not sent; one that no worker has sent is 0.
+    A value that is 0 counts as not sent; one that no worker has sent is 0. The mean is weighted.
 
     Example:
         >>> import torch
@@ -70,17 +79,20 @@ def average_senders(codec: Codec, wires: Sequence[Tensor], mean: Tensor) -> Tens
         >>> codec = Sparse(k=4, block=8)
         >>> first = codec.encode(torch.tensor([4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0]))
         >>> second = codec.encode(torch.tensor([2.0, 2.0, 0.0, 0.0, 2.0, 2.0, 0.0, 0.0]))
-        >>> average_senders(codec, [first, second], torch.empty(8))
+        >>> average_senders(codec, [first, second], torch.empty(8), (1, 1))
         tensor([3., 3., 4., 4., 2., 2., 0., 0.])
     """
     for part, written in codec.pieces(mean):
         total = codec.decode(wires[0][written], mean[part])
         count = (total != 0).to(total.dtype)
-        for wire in wires[1:]:
+        if weights[0] != 1:
+            count.mul_(weights[0])
+            total.mul_(weights[0])
+        for wire, weight in zip(wires[1:], weights[1:], strict=True):
             read = codec.decode(wire[written], torch.empty_like(total))
-            total.add_(read)
-            count.add_(read != 0)
-        total.div_(count.clamp_(min=1))
+            total.add_(read, alpha=weight)
+            count.add_(read != 0, alpha=weight)
+        total.div_(count.masked_fill_(count == 0, 1))
     return mean
 
 

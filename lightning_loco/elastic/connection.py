@@ -226,7 +226,7 @@ class ElasticConnection:
             self._submit(request)
         return MemberStatuses(request, self.engine.statistics, label)
 
-    def start(self, bucket: Bucket, round_index: int) -> RoundHandle:
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> RoundHandle:
         """Send the message of the round that was started last."""
         request = self._pending
         assert request is not None
@@ -237,13 +237,15 @@ class ElasticConnection:
             self._submit(request)
         return RoundHandle(request, self.engine, self._record)
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Return the result of each worker: the weighted mean."""
         settings, alone = self._settings, WorkerGroup(0, 1)
         exchange = make_exchange(
             settings.algorithm, alone, Statistics(), None, settings.compression
         )
-        return exchange.simulate(messages, round_index)
+        return exchange.simulate(messages, round_index, weights)
 
     def _submit(self, request: RoundRequest) -> RoundRequest:
         assert self._rounds is not None
@@ -338,7 +340,7 @@ class ElasticConnection:
             sync,
             index,
             sync.began_at,
-            valid=False,
+            weight=0.0,
             is_overlapped=engine.settings.schedule.is_overlapped(index),
             statuses=statuses,
             handles=handles,

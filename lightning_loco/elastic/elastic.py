@@ -10,6 +10,7 @@ import re
 import socket
 
 from lightning_loco.algorithms import Algorithm, Mix
+from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.quorum import is_address
 from lightning_loco.engine.engine import MemberConnection
@@ -147,8 +148,7 @@ def prepare_for_members(
 def check_settings(settings: RoundSettings) -> None:
     """Raise ValueError for algorithms and schedules that members cannot follow."""
     algorithm = settings.algorithm
-    sends_scalars = type(algorithm).scalars is not Algorithm.scalars
-    if algorithm.gathers or sends_scalars or settings.is_partial:
+    if algorithm.gathers or has_own(algorithm, "scalars") or settings.is_partial:
         raise ValueError(
             "membership=Elastic(...) needs an algorithm that averages over all workers, sends all "
             f"parameters, and exchanges no numbers of its own, got {algorithm}. Use DiLoCo, Async "

@@ -30,6 +30,10 @@ class BucketChunk:
         state: The algorithm's state, cut to this chunk.
         residual: State of the compression, cut to this chunk.
         sent_params: Memory for the parameters as they were sent, if they are kept.
+        own_message: What the algorithm's update gets as this worker's message, as long as
+            ``message``; None if it does not read it.
+        local: Memory of ``len(params)`` elements or more for the parameters that it gets; None if
+            it does not read them.
         scratch: Memory of ``len(params)`` elements or more. Default: the message, if it is as long.
         round_start: Returns the parameters at the start of the round; None if the algorithm does
             not keep them.
@@ -42,6 +46,8 @@ class BucketChunk:
         state: State,
         residual: State | None = None,
         sent_params: Tensor | None = None,
+        own_message: Tensor | None = None,
+        local: Tensor | None = None,
         scratch: Tensor | None = None,
         round_start: Callable[[BucketChunk], Tensor | None] = lambda chunk: None,
     ) -> None:
@@ -50,12 +56,14 @@ class BucketChunk:
         self.state = state
         self.residual = residual or {}
         self.sent_params = sent_params
+        self.own_message = own_message
+        self.local = None if local is None else local[: len(params)]
         self.scratch = message if scratch is None else scratch[: len(params)]
         self._round_start = round_start
         self._is_rounded = params.is_rounded(message.dtype)
         ends = itertools.accumulate((view.numel() for view in params.views), initial=0)
         self._bounds = tuple(itertools.pairwise(ends))
-        kept = [message, self.scratch, sent_params, *self.state.values()]
+        kept = [message, self.scratch, self.local, sent_params, *self.state.values()]
         shape = (len(params),)
         # Views of many small tensors take longer to make than to copy, so they are kept.
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == shape]
@@ -95,12 +103,16 @@ class Bucket:
 
     Attributes:
         wire: The memory that is sent.
+        own_message: What is kept of this worker's message, ``(len(self),)``, if it is.
         chunks: In order.
         statuses: The end of ``wire``, behind the messages; empty in all buckets but the first.
     """
 
-    def __init__(self, wire: Tensor, chunks: list[BucketChunk]) -> None:
+    def __init__(
+        self, wire: Tensor, chunks: list[BucketChunk], own_message: Tensor | None = None
+    ) -> None:
         self.wire = wire
+        self.own_message = own_message
         self.chunks = chunks
         self._lengths = [len(chunk.message) for chunk in chunks]
         self._length = sum(self._lengths)

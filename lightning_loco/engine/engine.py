@@ -230,7 +230,7 @@ class Engine(Participant):
         worker.check_trainable()
         status = self._prepare(sync_point)
         fragment = self.fragments[self._turn]
-        new = fragment.new_round(worker.round_index, worker.steps, valid=status.weight > 0)
+        new = fragment.new_round(worker.round_index, worker.steps, status.weight)
         if announced is None:
             fragment.begin(new, status, label)
         elif self._exchange.is_weighted:  # the others need this worker's weight
@@ -290,12 +290,24 @@ class Engine(Participant):
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
                         self._share(index)
+        weight = self._weight(own.steps) if worker.was_finite and has_moved else 0.0
         return own._replace(
-            weight=worker.was_finite and has_moved,
+            weight=weight,
             finite=worker.was_finite,
             loss=sum(losses) / len(losses),
             squared_distance=sum_of_known(squares),
         )
+
+    def _weight(self, steps: float) -> float:
+        """The weight that the algorithm gives this worker's message; RuntimeError if it is none."""
+        algorithm = self.settings.algorithm
+        weight = algorithm.weight(steps)
+        if not 0 <= weight < math.inf:
+            raise RuntimeError(
+                f"{type(algorithm).__name__}.weight has returned {weight!r} for {steps:.0f} local "
+                "steps, but the weight of a message must be finite and at least 0."
+            )
+        return float(weight)
 
     def _share(self, index: int) -> None:
         """Copy the new values of a fragment to the other ranks of this worker."""

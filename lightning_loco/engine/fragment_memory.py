@@ -70,10 +70,19 @@ class FragmentMemory:
         if not self.holds_all:
             lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
         self._wires = [layout.empty(n + status_elements * (i == 0)) for i, n in enumerate(lengths)]
+        reads = settings.algorithm.reads
+        # Gossip leaves a message as it is; a mean takes its memory for the result.
+        self._own_messages = self._wires if "message" in reads else []
+        if self._own_messages and settings.algorithm.exchange == "mean":
+            self._own_messages = [layout.empty(length) for length in lengths]
+        self._local: Tensor | None = None
         self._scratch: Tensor | None = None
         self.sent_params: Tensor | None = None
+        longest = max((len(chunk) for group in groups for chunk in group), default=0)
         if settings.is_overlapped or self._is_partial:
-            self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
+            self._scratch = layout.empty(longest)
+        if "local" in reads:
+            self._local = layout.empty(longest)
         if settings.is_overlapped:
             policy = settings.merge_policy
             if policy is not None and policy.keeps_sent_params(layout.is_rounded):
@@ -106,23 +115,37 @@ class FragmentMemory:
             self.build()
 
     def _bucket(self, index: int, group: list[Chunk]) -> Bucket:
-        wire = self._wires[index % len(self._wires)]
+        wire, own_message = self._wires[index % len(self._wires)], None
+        if self._own_messages:
+            own_message = self._own_messages[index % len(self._wires)]
         chunks: list[BucketChunk] = []
         length = 0
         for params in group:
-            added = self._message_length(params)
-            chunks.append(self._chunk(params, wire[length : length + added]))
-            length += added
-        return Bucket(wire[: length + (0 if index else self._status_elements)], chunks)
+            part = slice(length, length + self._message_length(params))
+            own_part = None if own_message is None else own_message[part]
+            chunks.append(self._chunk(params, wire[part], own_part))
+            length = part.stop
+        if own_message is not None:
+            own_message = own_message[:length]
+        sent = wire[: length + (0 if index else self._status_elements)]
+        return Bucket(sent, chunks, own_message)
 
-    def _chunk(self, params: Chunk, message: Tensor) -> BucketChunk:
+    def _chunk(self, params: Chunk, message: Tensor, own_message: Tensor | None) -> BucketChunk:
         numel, sent_params = self.layout.numel, self.sent_params
         state = self.state if self._is_whole else slice_state(self.state, numel, params)
         residual = slice_state(self.residual, numel, params)
         if sent_params is not None:
             sent_params = sent_params[params.start : params.stop]
         return BucketChunk(
-            params, message, state, residual, sent_params, self._scratch, self._round_start
+            params,
+            message,
+            state,
+            residual,
+            sent_params,
+            own_message,
+            self._local,
+            self._scratch,
+            self._round_start,
         )
 
     def _round_start(self, chunk: BucketChunk) -> Tensor | None:
@@ -161,20 +184,26 @@ class FragmentMemory:
         parts = torch.split_with_sizes(flat, [len(chunk) for chunk in self.chunks])
         return [part.to(self.layout.device, copy=True) for part in parts]
 
+    def gather_own_messages(self) -> Tensor | None:
+        """Concatenate this worker's messages as :meth:`gather`; None if they are not kept."""
+        kept = [b.own_message for b in self.buckets if b.own_message is not None]
+        return self.gather(kept) if kept else None
+
     def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
         """Cut the result of a pending round, from :meth:`gather`, into buckets.
 
-        ``messages`` are this worker's, for algorithms that need them. Without them, the result is
-        put into the memory of the messages.
+        ``messages`` are this worker's, from :meth:`gather_own_messages`.
         """
-        memory = [bucket.message for bucket in self.buckets]
-        lengths = [part.numel() for part in memory]
+        lengths = [len(bucket) for bucket in self.buckets]
+        parts = torch.split_with_sizes(received, lengths)
         if messages is None:
-            torch._foreach_copy_(memory, list(torch.split_with_sizes(received, lengths)))
-            return memory
-        torch._foreach_copy_(memory, list(torch.split_with_sizes(messages, lengths)))
-        pairs = zip(memory, torch.split_with_sizes(received, lengths), strict=True)
-        return [torch.empty_like(own).copy_(part) for own, part in pairs]
+            memory = [bucket.message for bucket in self.buckets]
+        else:
+            kept = [b.own_message for b in self.buckets if b.own_message is not None]
+            torch._foreach_copy_(kept, list(torch.split_with_sizes(messages, lengths)))
+            memory = [torch.empty_like(part) for part in kept]
+        torch._foreach_copy_(memory, list(parts))
+        return memory
 
     def state_dict(self) -> dict[str, Any]:
         """The compression's state and the parameters as they were sent."""

@@ -69,7 +69,7 @@ class Round:
         fragment: The fragment whose parameters it exchanges.
         index: Number of the round.
         began_at: Local steps of this worker when the round began.
-        valid: Whether this worker's message holds its own progress, with weight in a mean.
+        weight: Weight of this worker's message in a mean; 0 if it does not hold its own progress.
         finite: Whether local steps taken since it began may be kept: whether this worker's
             parameters are finite.
         is_overlapped: Whether local steps continue while it is pending.
@@ -84,7 +84,7 @@ class Round:
     fragment: FragmentSync
     index: int
     began_at: int
-    valid: bool
+    weight: float
     finite: bool = True
     is_overlapped: bool = False
     restarts: bool = False
@@ -101,7 +101,7 @@ class Round:
 
     def state_dict(self, statuses: Sequence[WorkerStatus]) -> dict[str, Any]:
         """Everything but the received messages, for a checkpoint, with the statuses to be kept."""
-        names = ("index", "valid", "began_at", "finite")
+        names = ("index", "weight", "began_at", "finite")
         own = {name: getattr(self, name) for name in names}
         return {**own, "statuses": [status.numbers for status in statuses]}
 
@@ -120,7 +120,7 @@ class Round:
             fragment,
             saved["index"],
             saved["began_at"],
-            saved["valid"],
+            saved["weight"],
             saved["finite"],
             is_overlapped=True,
             statuses=KnownStatuses([WorkerStatus.of(numbers) for numbers in saved["statuses"]]),
@@ -241,20 +241,20 @@ class FragmentSync:
 
     # ----------------------------------------------------------------- a round
 
-    def new_round(self, index: int, began_at: int, valid: bool) -> Round:
+    def new_round(self, index: int, began_at: int, weight: float) -> Round:
         """Return the round that follows :meth:`prepare`; nothing has been sent yet.
 
         Args:
             index: Number of the round.
             began_at: Local steps of this worker.
-            valid: Whether it has its own progress.
+            weight: Of its message; 0 without its own progress.
         """
         keeps_progress, is_overlapped = self._keeps_progress, self._schedule.is_overlapped(index)
         # Local steps that follow the first overlapped round begin where those after a later one do:
         # at a result, which is the start of the round as long as there is none.
         is_first = is_overlapped and (self.pending is None or keeps_progress)
         restarts = is_first and not (keeps_progress and self.is_finite)
-        return Round(self, index, began_at, valid, self.is_finite, is_overlapped, restarts)
+        return Round(self, index, began_at, weight, self.is_finite, is_overlapped, restarts)
 
     def begin(self, new: Round, status: WorkerStatus, label: str) -> None:
         """Send this worker's status, with the first bucket if the exchange carries it.
@@ -353,25 +353,31 @@ class FragmentSync:
 
     def _send(self, new: Round, number: int, ended: tuple[Round, RoundInfo] | None = None) -> None:
         """Compute and send a bucket, and apply a round that ends to the same chunks."""
-        info, bucket = RoundInfo(new.index), self.memory.buckets[number]
+        info, bucket, is_valid = RoundInfo(new.index), self.memory.buckets[number], new.weight > 0
         if ended is not None:
             with labelled("loco/apply"):
                 whole = ended[0].received[number]
                 for chunk, received in self._reduced(ended[0], number, whole, ended[1]):
-                    # Not into the message yet: it is the own message of the round that ends.
-                    self._propose(chunk, chunk.scratch, info, new.valid)
+                    # Not into the message yet: its memory may hold what the round that ends reads.
+                    self._propose(chunk, chunk.scratch, info, is_valid)
                     self._apply_chunk(ended[0], chunk, received, ended[1], chunk.scratch)
                     chunk.message.copy_(chunk.scratch)
-        elif not (new.valid and self._is_proposed):
+        elif not (is_valid and self._is_proposed):
             with labelled("loco/propose"):
                 for chunk in bucket.chunks:
-                    self._propose(chunk, chunk.message, info, new.valid)
+                    self._propose(chunk, chunk.message, info, is_valid)
         for chunk in bucket.chunks if new.restarts else ():
             start = self._algorithm.on_send(chunk.message, None, chunk.state, chunk.info_of(info))
             if start is not None:
                 chunk.unpack(start)
+        if bucket.own_message is not None and self._exchange.is_weighted:
+            bucket.own_message.copy_(bucket.message)  # else both are in the same memory
+        if is_valid and self._compression is not None and self._compression.is_relative:
+            # Only now: the round that has just ended may have replaced the reference.
+            for chunk in bucket.chunks:
+                self._compression.prepare_message(chunk.message, chunk.residual)
         reach("before sending")
-        new.handles.append(self._exchange.start(bucket, new.index))
+        new.handles.append(self._exchange.start(bucket, new.index, new.weight))
         reach("after sending")
 
     def _propose(self, chunk: BucketChunk, into: Tensor, info: RoundInfo, valid: bool) -> None:
@@ -424,7 +430,7 @@ class FragmentSync:
                     f"{len(into)}."
                 )
             into.copy_(message)
-        if self._compression is not None:
+        if self._compression is not None and not self._compression.is_relative:
             self._compression.prepare_message(into, chunk.residual)
 
     # ---------------------------------------------------------------- applying
@@ -490,7 +496,7 @@ class FragmentSync:
         """Keep what compression has lost of a message for the next round, if that is wanted."""
         if self._compression is not None and (lost := handle.lost) is not None:
             for chunk, part in self.memory.buckets[number].split(lost):
-                self._compression.update_residual(part, chunk.residual, ended.valid)
+                self._compression.update_residual(part, chunk.residual, ended.weight > 0)
 
     def _reduced(
         self, ended: Round, number: int, received: Tensor, info: RoundInfo
@@ -527,17 +533,18 @@ class FragmentSync:
         info: RoundInfo,
         next_message: Tensor | None = None,
     ) -> None:
-        compression, own, info = self._compression, chunk.message, chunk.info_of(info)
+        compression, info = self._compression, chunk.info_of(info)
         if compression is not None:
             compression.update_reference(received, chunk.residual)
         if self.measure_gradient:
             self._measure_gradient(chunk, received)
-        if self._is_partial:
-            chunk.pack(own := chunk.scratch)
+        if chunk.local is not None:
+            chunk.pack(chunk.local)
+        parts = chunk.local, chunk.own_message, received
         if next_message is None:
-            result = self._algorithm.update(own, received, chunk.state, info)
+            result = self._algorithm.update(*parts, chunk.state, info)
         else:
-            start = self._algorithm.on_send(next_message, (own, received), chunk.state, info)
+            start = self._algorithm.on_send(next_message, parts, chunk.state, info)
             assert start is not None
             result = start
         if self._keeps_progress and ended.is_overlapped and ended.finite:
@@ -593,8 +600,8 @@ class FragmentSync:
         if self.pending is not None:
             received = self._received_and_reduced(self.pending)
             pending = self.pending.state_dict(self._statuses(self.pending))
-            if not self._exchange.is_weighted:
-                pending["messages"] = memory.gather([bucket.message for bucket in memory.buckets])
+            if (messages := memory.gather_own_messages()) is not None:
+                pending["messages"] = messages
         shared = {"state": dict(memory.state), "received": received}
         return shared, {"pending": pending, **memory.state_dict()}
 
@@ -646,6 +653,7 @@ class FragmentSync:
         memory, algorithm = self.memory, self._algorithm
         received, sent_params = memory.scatter(pending["received"]), pending["sent_params"]
         messages = memory.scatter(pending["messages"]) if "messages" in pending else received
+        reads = algorithm.reads
         statuses = [WorkerStatus.of(numbers) for numbers in pending["statuses"]]
         info = self._info(pending["index"], statuses, max(0, steps - pending["began_at"]))
         for chunk, part, message in zip(memory.chunks, received, messages, strict=True):
@@ -655,7 +663,13 @@ class FragmentSync:
             if sent_params is not None:
                 before = sent_params[chunk.params.start : chunk.params.stop].to(local)
             moved = None if before is None else local - before
-            result = algorithm.update(message, part, chunk.state, chunk.info_of(info))
+            result = algorithm.update(
+                local if "local" in reads else None,
+                message if "message" in reads else None,
+                part,
+                chunk.state,
+                chunk.info_of(info),
+            )
             is_sound = moved is not None and bool(torch.isfinite(moved).all())
             chunk.unpack(moved.add_(result) if moved is not None and is_sound else result)
         if memory.has_uncut_state:

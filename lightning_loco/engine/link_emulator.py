@@ -85,7 +85,7 @@ class LinkEmulator:
         self._send_times = SendTimes(group)
         self._count = 0
 
-    def start(self, bucket: Bucket, round_index: int) -> EmulatedHandle:
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> EmulatedHandle:
         """Send a bucket; raises RuntimeError if it would take longer than the timeout."""
         group, number = self._group, self._count
         self._count += 1
@@ -94,7 +94,7 @@ class LinkEmulator:
         with ExplainErrors(group, label):
             self._send_times.record(number, send_time)
         before = self._statistics.bytes_sent
-        handle = self._exchange.start(bucket, round_index)
+        handle = self._exchange.start(bucket, round_index, weight)
         num_bytes = self._statistics.bytes_sent - before
         others = self._others(round_index)
 
@@ -117,9 +117,11 @@ class LinkEmulator:
             handle, self._link, group, self._statistics, first, began, span, last_send_time
         )
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Return the results of the exchange itself: a link does not change numbers."""
-        return self._exchange.simulate(messages, round_index)
+        return self._exchange.simulate(messages, round_index, weights)
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
         """Write the status as the exchange does."""

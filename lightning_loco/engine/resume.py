@@ -142,7 +142,8 @@ def _state_names(algorithm: Algorithm) -> set[str]:
     names = set(state)
     scalars = tuple(map(float, algorithm.scalars(state)))
     info = RoundInfo(weights=(1.0,), scalars=(scalars,), steps=(1.0,), ages=(0.0,))
-    algorithm.update(params, params.new_ones(algorithm.message_length(2)), state, info)
+    message = params.new_ones(algorithm.message_length(2))
+    algorithm.update(params, message.clone(), message, state, info)
     return names | set(state)
 
 

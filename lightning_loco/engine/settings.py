@@ -1,6 +1,7 @@
 """The settings of rounds, checked before any process or tensor exists."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -11,6 +12,7 @@ from typing_extensions import NotRequired, TypedDict, Unpack
 from lightning_loco._util.checks import check_bytes
 from lightning_loco._util.plain import plain
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
+from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.compression import (
     Codec,
     Compensated,
@@ -181,8 +183,7 @@ class RoundSettings:
                 f"cannot be exchanged in {self.schedule.num_fragments} parts. Use fragments=1, or "
                 "DiLoCo with its own outer optimizer."
             )
-        has_own_start = type(algorithm).on_send is not Algorithm.on_send
-        if self.is_overlapped and merge_policy.keeps_progress and has_own_start:
+        if self.is_overlapped and merge_policy.keeps_progress and has_own(algorithm, "on_send"):
             raise ValueError(
                 f"{type(algorithm).__name__} decides itself where local steps restart, and takes "
                 f"no merge policy but Restart(), got {merge_policy!r}. Leave it out, or use DiLoCo."
@@ -201,6 +202,15 @@ class RoundSettings:
     def _check_messages(self, algorithm: Algorithm) -> None:
         """Refuse settings that need messages of one vector per worker where there are others."""
         name = type(algorithm).__name__
+        if unknown := sorted(algorithm.reads - {"local", "message"}):
+            raise ValueError(
+                f"{name}.reads must be of 'local' and 'message', got {', '.join(unknown)}."
+            )
+        if has_own(algorithm, "weight") and algorithm.exchange != "mean":
+            raise ValueError(
+                f"{name} gives its messages weights, which only a mean can have: a mixing matrix "
+                "has its own. Drop the method weight, or use exchange='mean'."
+            )
         if self.is_partial and self.is_overlapped:
             raise ValueError(
                 f"{name} sends a part of the parameters, which needs blocking rounds. Use "
@@ -260,9 +270,12 @@ class RoundSettings:
 
     @property
     def granularity(self) -> int | None:
-        """Lengths of slices are multiples of this; None if the vector cannot be sliced."""
+        """Lengths of slices are multiples of this; None if the vector cannot be sliced.
+
+        Slices of whole tensors have any length, and the last block of a bucket is padded.
+        """
         own = self.algorithm.granularity
-        if own is None or self.compression is None:
+        if own is None or self.compression is None or self.algorithm.whole_tensors:
             return own
         return math.lcm(own, self.compression.codec.block)
 
@@ -297,7 +310,7 @@ class RoundSettings:
         if numel <= bucket:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
             chunk += -chunk % self.granularity  # or little would be left for one more
-        return Cuts(chunk, self.granularity, boundaries)
+        return Cuts(chunk, self.granularity, boundaries, self.algorithm.whole_tensors)
 
     def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
         """The slices of each fragment; ValueError unless they cover each parameter once."""
@@ -307,10 +320,18 @@ class RoundSettings:
         is_covered = [0, *ends] == [*starts, sum(sizes.values())]
         if not is_covered or not all(any(fragment) for fragment in fragments):
             raise ValueError(f"The fragments of {self.schedule} do not cover each parameter once.")
+        name = type(self.algorithm).__name__
+        if self.algorithm.whole_tensors and not set(ends) <= set(
+            itertools.accumulate(sizes.values())
+        ):
+            raise ValueError(
+                f"{name} needs whole tensors, and the fragments of {self.schedule} end within "
+                "some. Use pattern='strided' or 'contiguous', which keep layers together."
+            )
         granularity = self.algorithm.granularity or 1
         if any(start % granularity for start in starts):
             raise ValueError(
                 f"The fragments of {self.schedule} must begin at multiples of {granularity}, "
-                f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
+                f"which {name} is made of, and begin at {starts}."
             )
         return fragments

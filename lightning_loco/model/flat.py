@@ -41,11 +41,13 @@ class Cuts(NamedTuple):
         chunk_elements: Length of the longest chunk; None for no limit.
         granularity: Chunks start at multiples of it.
         boundaries: Positions at which a chunk must end, in ascending order.
+        whole_tensors: Whether chunks must not end within a tensor; they may then be longer.
     """
 
     chunk_elements: int | None = None
     granularity: int = 1
     boundaries: tuple[int, ...] = ()
+    whole_tensors: bool = False
 
 
 _UNCUT = Cuts()
@@ -142,7 +144,7 @@ class FlatLayout:
         if addresses != self._addresses:
             longest = self._cuts.chunk_elements or max(self.num_held, 1)
             named = zip(self.names, self.tensors, strict=True)
-            slices = cut_tensors(named, longest, self._cuts.granularity, self._cuts.boundaries)
+            slices = cut_tensors(named, longest, *self._cuts[1:])
             self._held_chunks = [
                 Chunk(start, views, self._whole_position(start)) for start, views in slices
             ]
@@ -349,6 +351,7 @@ def cut_tensors(
     longest: int,
     granularity: int = 1,
     boundaries: Sequence[int] = (),
+    whole_tensors: bool = False,
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Cut tensors, laid end to end in one vector, into slices of a given length.
 
@@ -358,6 +361,7 @@ def cut_tensors(
         longest: Number of elements of a slice.
         granularity: Slices start at multiples of it.
         boundaries: Positions at which a slice must end, in ascending order.
+        whole_tensors: Whether all tensors stay whole; no boundary may fall into one.
 
     Yields:
         Position at which a slice starts, and the views that it consists of.
@@ -385,7 +389,7 @@ def cut_tensors(
         data = tensor.detach()
         if not data.numel():
             continue
-        if not _is_dense(data):
+        if whole_tensors or not _is_dense(data):
             end = position + data.numel()
             if any(position < boundary < end for boundary in boundaries):
                 raise ValueError(f"{name!r} has gaps in memory and cannot be cut.")

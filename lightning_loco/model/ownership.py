@@ -177,12 +177,13 @@ def check_shards(named: Iterable[tuple[str, Tensor]], group: WorkerGroup) -> Non
 
 
 def check_sliceable(named: Mapping[str, Tensor], granularity: int | None) -> None:
-    """Raise ValueError if a parameter is sharded and ``granularity`` is None."""
+    """Raise ValueError if a parameter is sharded, and ``granularity`` None keeps it together."""
     placements = [t.placements for t in named.values() if isinstance(t, DTensor)]
     if granularity is None and not all(p.is_replicate() for of_one in placements for p in of_one):
         raise ValueError(
-            "An algorithm with granularity=None needs the whole vector of parameters, and each "
-            "rank of a worker holds a shard of it. Use an algorithm that works on slices."
+            "An algorithm with granularity=None needs the whole vector of parameters, and one with "
+            "whole_tensors needs whole ones, but each rank of a worker holds a shard of it. Use an "
+            "algorithm that works on slices."
         )
 
 

@@ -137,9 +137,10 @@ class Worker:
             settings: S = make_settings().prepare(group.num_workers, seed)
             check_outer_device(group, settings.outer_device)
             named = exchanged_parameters(model, optimized)
-            check_sliceable(named, settings.granularity)
+            granularity = None if settings.algorithm.whole_tensors else settings.granularity
+            check_sliceable(named, granularity)
             slices = settings.fragment_slices({n: p.numel() for n, p in named.items()})
-        ownership = find_ownership(named, slices, settings.granularity, group)
+        ownership = find_ownership(named, slices, granularity, group)
         with group.errors_shared("the set-up"):
             replica = make_replica(model, settings, named, ownership)
         emulated = {"link": plain(settings.link), "outer_device": settings.outer_device}

@@ -135,6 +135,7 @@ class HubRound:
         self.members: list[int] = []
         self.arrives_s: dict[int, float] = {}
         self._hub = hub
+        self._weights: dict[int, float] = {}
         self._sent_s: dict[int, float] = {}
         self._status_s = 0.0
         self._times: TransferTimes | None = None
@@ -167,11 +168,11 @@ class HubRound:
     # ---------------------------------------------------------------------- messages
 
     def add_message(
-        self, worker: int, bucket: Bucket, now_s: float, statistics: Statistics
+        self, worker: int, bucket: Bucket, weight: float, now_s: float, statistics: Statistics
     ) -> None:
         """Add a copy of the message of a worker."""
         hub = self._hub
-        self.messages[worker] = bucket.wire.clone()
+        self.messages[worker], self._weights[worker] = bucket.wire.clone(), weight
         if not self._lengths:
             parts = [chunk.message for chunk in bucket.chunks]
             groups = group_chunks(parts, len, hub.bucket_elements)
@@ -273,7 +274,7 @@ class HubRound:
         if self.members and worker in self.members and self.arrives_s[worker] > now_s:
             self.members, self.arrives_s = [], {}
         if not self.members:
-            for kept in (self.messages, self.statuses, self._sent_s):
+            for kept in (self.messages, self._weights, self.statuses, self._sent_s):
                 kept.pop(worker, None)
         self._forget_if_received_by_all()
 
@@ -291,8 +292,10 @@ class HubRound:
             split = [
                 torch.split_with_sizes(self.messages[other], self._lengths) for other in workers
             ]
+            weights = [self._weights[other] for other in workers]
             by_bucket = [
-                hub.exchange.simulate(bucket, self.index) for bucket in zip(*split, strict=True)
+                hub.exchange.simulate(bucket, self.index, weights)
+                for bucket in zip(*split, strict=True)
             ]
             received = [torch.cat(part, dim=-1) for part in zip(*by_bucket, strict=True)]
             self._received = dict(zip(workers, received, strict=True))
@@ -335,16 +338,18 @@ class HubExchange(SeparateStatuses):
         self._hub = hub
         self._worker = worker
 
-    def start(self, bucket: Bucket, round_index: int) -> HubHandle:
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> HubHandle:
         """Send a copy of the worker's message to the hub."""
         hub_round = self._hub.round_at(round_index)
         now_s = self._group.clock.now()
-        hub_round.add_message(self._worker, bucket, now_s, self._statistics)
+        hub_round.add_message(self._worker, bucket, weight, now_s, self._statistics)
         return HubHandle(hub_round, self._worker, self._group.clock, self._statistics)
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Return the results of all workers, given all messages in order of the workers."""
-        return self._hub.exchange.simulate(messages, round_index)
+        return self._hub.exchange.simulate(messages, round_index, weights)
 
     def send_status(self, status: WorkerStatus, label: str) -> HubStatuses:
         """Send this worker's status."""

@@ -84,7 +84,7 @@ def test_blocks_of_one_round_are_torch_sgd_bit_for_bit() -> None:
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
-        algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
+        algorithm.update(None, None, gradient.clone(), state, RoundInfo())
         assert torch.equal(state["outer"], parameter.detach())
 
 
@@ -97,7 +97,7 @@ def test_a_block_equals_one_nesterov_step_with_its_mean(every: int) -> None:
     optimizer = torch.optim.SGD([parameter], 0.7, momentum=0.9, nesterov=True)
     for block in gradients:
         for gradient in block:
-            algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
+            algorithm.update(None, None, gradient.clone(), state, RoundInfo())
         parameter.grad = block.mean(0)
         optimizer.step()
         torch.testing.assert_close(state["outer"], parameter.detach(), rtol=0, atol=1e-14)

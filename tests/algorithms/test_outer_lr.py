@@ -93,7 +93,7 @@ def test_delayed_nesterov_takes_the_rate_of_the_round(subtests: pytest.Subtests)
             state = algorithm.init(torch.zeros(5, dtype=torch.float64))
             moved = m = block_sum = torch.zeros(5, dtype=torch.float64)
             for t, gradient in enumerate(gradients):
-                algorithm.update(gradient.clone(), gradient.clone(), state, RoundInfo())
+                algorithm.update(None, None, gradient.clone(), state, RoundInfo())
                 block_sum = block_sum + gradient
                 step = gradient / 3
                 if t % 3 == 2:
@@ -162,7 +162,7 @@ def test_the_last_correction_of_eager_diloco_takes_the_rate_of_the_last_step() -
     algorithm.on_send(torch.tensor([2.0]).double(), None, state, RoundInfo())
     assert state["outer"].item() == pytest.approx(-0.8)
     mean = torch.tensor([3.0]).double()
-    algorithm.update(mean, mean.clone(), state, RoundInfo())
+    algorithm.update(None, None, mean, state, RoundInfo())
     assert state["outer"].item() == pytest.approx(-0.8 * 3)
 
 

@@ -158,7 +158,7 @@ def test_fractions_are_rounded_such_that_one_over_p_is_an_integer(
     params = torch.arange(600.0)
     message = algorithm.propose(params, {}, RoundInfo(1))
     assert len(message) == algorithm.message_length(600) == -(-600 // granularity)
-    result = algorithm.update(params, -message, {}, RoundInfo(1))
+    result = algorithm.update(params, None, -message, {}, RoundInfo(1))
     assert result.sign().eq(-1).sum() == len(message) - message.eq(0).sum()
 
 
@@ -166,7 +166,7 @@ def test_on_a_device_nothing_is_read_back() -> None:
     params, info = torch.empty(103, device=DEVICE), RoundInfo(2, start=40)
     message = QUARTER.propose(params, {}, info)
     assert (message.device, message.shape) == (DEVICE, (26,))
-    assert QUARTER.update(params, message, {}, info).device == DEVICE
+    assert QUARTER.update(params, None, message, {}, info).device == DEVICE
 
 
 class Odd(torch.nn.Module):

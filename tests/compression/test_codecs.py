@@ -178,7 +178,7 @@ def test_sums_are_sums_of_decoded_values(subtests: pytest.Subtests) -> None:
             for message in messages[1:]:
                 expected = expected + read(codec, message)
             wires = [codec.encode(message) for message in messages]
-            assert torch.equal(add_up(codec, wires, torch.empty(5000)), expected)
+            assert torch.equal(add_up(codec, wires, torch.empty(5000), (1, 1, 1)), expected)
             total = read(codec, messages[0])
             for wire in wires[1:]:
                 add_written(codec, wire, total)
@@ -192,7 +192,8 @@ def test_a_value_is_averaged_over_the_workers_that_have_sent_it() -> None:
     codec = Sparse(16, 64, mean_over="senders")
     messages = [randn(5000, seed) for seed in range(3)]
     messages.append(torch.zeros(5000))
-    mean = average_senders(codec, [codec.encode(one) for one in messages], torch.empty(5000))
+    wires = [codec.encode(one) for one in messages]
+    mean = average_senders(codec, wires, torch.empty(5000), (1, 1, 1, 1))
     sent = torch.stack([read(codec, one) for one in messages])
     counts = (sent != 0).sum(0)
     assert set(counts.tolist()) == {0, 1, 2, 3}

@@ -159,7 +159,7 @@ def test_a_pending_round_that_was_loaded_is_on_the_device(name: str) -> None:
     engine = StepEngine(nn.Linear(3, 4).to(DEVICE), case.algorithm, **case.settings(sync_every=1))
     (fragment,) = engine.fragments
     received = torch.ones(fragment.memory.layout.numel)
-    pending: dict[str, Any] = {"index": 0, "valid": True, "began_at": 1, "statuses": []}
+    pending: dict[str, Any] = {"index": 0, "weight": 1.0, "began_at": 1, "statuses": []}
     pending["finite"] = True
     if not fragment._exchange.is_weighted:
         pending["messages"] = received.clone()

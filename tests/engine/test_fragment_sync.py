@@ -178,7 +178,7 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 def run(fragment: FragmentSync, index: int) -> Round:
     """Run a round with known statuses; an overlapped one stays pending."""
     fragment.prepare(index)
-    new = fragment.new_round(index, 0, valid=True)
+    new = fragment.new_round(index, 0, weight=1.0)
     new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, 1.0, 1.0)], f"round {index}")
     run_through(fragment.run(new))
     return new

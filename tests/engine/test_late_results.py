@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, RoundInfo
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps
 from tests.harness.rounds import LARGE, SMALL_BUCKET, Counting
 from tests.harness.small_model import flat
-from tests.harness.toys import Point, randn
+from tests.harness.toys import Point, randn, updated
 
 ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counting(), GASLoC()]
 
@@ -55,7 +55,7 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
             start = at_send if keeps_params else prepared.round_start(before)
             assert start is not None
             start = start.clone()
-            result = prepared.update(message.clone(), received.clone(), before, RoundInfo()).clone()
+            result = updated(prepared, params, message.clone(), received.clone(), before).clone()
             torch.testing.assert_close(found, result + (params - start), rtol=0, atol=1e-13)
             assert before.keys() == after.keys()
             for name, value in before.items():

@@ -398,7 +398,7 @@ class TwiceHandle:
 class Twice(AllReduce):
     """An exchange in two parts; the second part is sent when the first has arrived."""
 
-    def start(self, bucket: Bucket, round_index: int) -> Any:
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> Any:
         return TwiceHandle(self._group, self._statistics, bucket.wire)
 
 
@@ -455,7 +455,7 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
         engine.count_step()
         (fragment,), label = engine.fragments, "round 0"
         fragment.prepare(0)
-        new = fragment.new_round(0, 1, valid=True)
+        new = fragment.new_round(0, 1, weight=1.0)
         fragment.begin(new, WorkerStatus(IN_ROUND, 0, 1, 1.0, 1.0), label)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.report_error(ValueError("broken"))

@@ -268,7 +268,7 @@ class Impatient(Algorithm):
     def on_send(
         self,
         message: Tensor,
-        ended: tuple[Tensor, Tensor] | None,
+        ended: tuple[Tensor | None, Tensor | None, Tensor] | None,
         state: State,
         info: RoundInfo,
     ) -> Tensor:
@@ -276,7 +276,14 @@ class Impatient(Algorithm):
         state["sends"] += 1
         return state["outer"].sub_(message)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         return state["outer"].sub_(received, alpha=state["sends"])
 
 

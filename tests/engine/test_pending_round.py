@@ -43,14 +43,14 @@ def test_it_has_arrived_when_all_buckets_and_the_statuses_have(subtests: pytest.
 
 
 def test_one_from_a_checkpoint_has_arrived_and_equals_the_one_that_was_saved() -> None:
-    old = Round(FRAGMENT, 3, 30, valid=False)
+    old = Round(FRAGMENT, 3, 30, weight=0.5)
     statuses = [
         WorkerStatus(IN_ROUND, 3, 5, 1.0, 1.0, 0.5, 0.25, scalars=(1.0, 2.0)),
         WorkerStatus(IN_ROUND, 3, 7, 0.0, 1.0, 1.5, 0.25, scalars=(3.0, 4.0)),
     ]
     received = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     new = Round.from_state(FRAGMENT, saved_and_loaded(old.state_dict(statuses)), received)
-    assert (new.index, new.valid, new.began_at) == (3, False, 30)
+    assert (new.index, new.weight, new.began_at) == (3, 0.5, 30)
     assert new.has_arrived()
     assert new.is_overlapped
     assert new.stage is Stage.REDUCED
@@ -59,7 +59,7 @@ def test_one_from_a_checkpoint_has_arrived_and_equals_the_one_that_was_saved() -
 
 
 def test_one_between_neighbours_has_no_statuses_after_a_resume() -> None:
-    old = Round(FRAGMENT, 0, 1, valid=True)
+    old = Round(FRAGMENT, 0, 1, weight=1.0)
     new = Round.from_state(FRAGMENT, saved_and_loaded(old.state_dict([])), [])
     assert new.statuses.wait() == []
 

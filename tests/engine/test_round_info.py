@@ -45,7 +45,14 @@ class Recorder(Algorithm):
         self.seen.append(("propose", info))
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         self.seen.append(("update", info))
         state["rounds"] += 1
         start: Tensor = state["start"]

@@ -66,7 +66,14 @@ class Counting(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return torch.sub(state["outer"], params, out=params)
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         state["rounds"] += 1
         state["scale"].mul_(0.9)
         state["matrix"] = state["matrix"] @ torch.tensor([[1.0, 1.0], [0.0, 1.0]]).double()
@@ -78,9 +85,16 @@ class Counting(Algorithm):
 class Forgetful(Counting):
     """Adds an entry to the state that :meth:`init` lacks."""
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         state["surprise"] = 1.0
-        return super().update(params, received, state, info)
+        return super().update(local, message, received, state, info)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +126,14 @@ class SignBlocks(Algorithm):
         signs = blocks.sum(1, keepdim=True).sign()
         return (blocks.abs() * signs).flatten()[: len(params)]
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         self.seen.append(len(received))
         outer: Tensor = state["outer"]
         return outer.add_(received, alpha=0.5)
@@ -135,7 +156,14 @@ class SendingScalars(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
         assert len({rounds for _, rounds in info.scalars}) == 1
         numbers = enumerate(info.scalars)
         state["received"] = sum((i + 1) * own + rounds for i, (own, rounds) in numbers)

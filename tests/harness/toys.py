@@ -154,6 +154,20 @@ def train_ddp(
     return torch.stack(history)
 
 
+def updated(
+    algorithm: Algorithm,
+    local: Tensor,
+    message: Tensor,
+    received: Tensor,
+    state: State,
+    info: RoundInfo = RoundInfo(),  # noqa: B008 (frozen)
+) -> Tensor:
+    """Return the new local parameters, for which the algorithm gets only what it reads."""
+    reads = algorithm.reads
+    own = local if "local" in reads else None, message if "message" in reads else None
+    return algorithm.update(*own, received, state, info)
+
+
 def apply_update(
     algorithm: Algorithm,
     params: Tensor,
@@ -162,7 +176,7 @@ def apply_update(
     info: RoundInfo = RoundInfo(),  # noqa: B008 (frozen)
 ) -> None:
     """Write the new local parameters into ``params``."""
-    result = algorithm.update(params, received, state, info)
+    result = updated(algorithm, params, params, received, state, info)
     if result is not params:
         params.copy_(result)
 

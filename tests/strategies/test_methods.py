@@ -153,8 +153,16 @@ class Blend(Algorithm):
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
         return params
 
-    def update(self, params: Tensor, received: Tensor, state: State, info: RoundInfo) -> Tensor:
-        return torch.lerp(params, received, self.part, out=state["start"])
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
+        assert message is not None
+        return torch.lerp(message, received, self.part, out=state["start"])
 
 
 MODULE = f"""

@@ -23,6 +23,7 @@ from tests.harness.small_model import (
     train_step,
     worker_batch,
 )
+from tests.harness.toys import updated
 from tests.strategies.families import fit_with, remote_or_ddp
 from tests.strategies.test_remote import ReadInHooks
 
@@ -102,10 +103,8 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     def apply() -> None:
         """Apply the results, and add the progress made since the messages were sent."""
         for worker, (message, received, sent_params) in enumerate(pending):
-            own = message if len(message) == len(start) else params[worker]
-            result = algorithm.update(
-                own.clone(), received.clone(), states[worker], RoundInfo()
-            ).clone()
+            own = params[worker].clone(), message.clone()
+            result = updated(algorithm, *own, received.clone(), states[worker]).clone()
             progress = 0.0 if sent_params is None else params[worker] - sent_params
             params[worker] = result + progress
         pending.clear()
@@ -134,7 +133,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             received = [sum(valid) / len(valid)] * world
         late = case.overlap and not (case.warm_start and round_index == 0)
         if late and not keeps:
-            ended = [(m.clone(), r.clone()) for m, r, _ in pending] or [None] * world
+            ended = [(None, None, r.clone()) for _, r, _ in pending] or [None] * world
             pending.clear()
             three = zip(messages, ended, states, strict=True)
             again = [

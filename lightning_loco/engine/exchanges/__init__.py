@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.compression import Compression
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -48,7 +49,8 @@ def make_exchange(
             return Gather(group, statistics)
         if compression is None:
             return AllReduce(group, statistics, carries_status, is_overlapped)
-        return CompressedAllReduce(group, statistics, compression, is_overlapped)
+        sends_weights = has_own(algorithm, "weight")
+        return CompressedAllReduce(group, statistics, compression, is_overlapped, sends_weights)
     if topology is None:
         raise ValueError(f"{name} needs a topology to know its neighbours.")
     codec = None if compression is None else compression.codec

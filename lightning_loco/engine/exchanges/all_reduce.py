@@ -24,7 +24,7 @@ from lightning_loco.distributed.worker_status import (
     write_status,
 )
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.exchange import SeparateStatuses
+from lightning_loco.engine.exchanges.exchange import SeparateStatuses, scale
 
 PATIENCE_S = 0.02
 """How long a round may take before workers at a sync point are called to it, in seconds."""
@@ -55,8 +55,9 @@ class AllReduce(SeparateStatuses):
         self.carries_status = carries_status
         self._calls_at_once = is_overlapped and not group.wait_blocks_host
 
-    def start(self, bucket: Bucket, round_index: int) -> AllReduceSum:
-        """Sum the messages in place; a worker of weight 0 must send zeros."""
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> AllReduceSum:
+        """Sum the messages in place, each times its weight; one of weight 0 must be zeros."""
+        scale(bucket.message, weight)
         return AllReduceSum(self._group, self._statistics, bucket.wire, f"round {round_index}")
 
     @property
@@ -64,9 +65,14 @@ class AllReduce(SeparateStatuses):
         """How many messages follow each other: a ring all-reduce goes around twice."""
         return 2 * (self._group.num_workers - 1)
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Sum in the order of the workers."""
-        total = torch.stack(list(messages)).sum(0)
+        rows = torch.stack(list(messages))
+        for row, weight in zip(rows, weights or (), strict=weights is not None):
+            scale(row, weight)
+        total = rows.sum(0)
         return [total.clone() for _ in messages]
 
     # ---------------------------------------------------------------- statuses

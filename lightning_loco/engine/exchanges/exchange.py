@@ -56,22 +56,28 @@ class Exchange(Protocol):
     """One way to move messages.
 
     Attributes:
-        is_weighted: Whether workers of weight 0 send zeros and are left out: a received message is
-            a sum, to be divided by the total weight, or a mean if the codec averages senders, or
-            holds the messages of all.
+        is_weighted: Whether messages have weights, and workers of weight 0 send zeros: what is
+            received is a weighted sum, to be divided by the total weight; or the weighted mean, if
+            the codec averages senders; or the messages of all as they are.
         carries_status: Whether statuses travel behind the message of a round's first bucket.
     """
 
     is_weighted: bool
     carries_status: bool
 
-    def start(self, bucket: Bucket, round_index: int) -> Handle:
-        """Send a bucket; its memory must stay untouched until :meth:`Handle.wait` has returned."""
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> Handle:
+        """Send a bucket; its memory must stay untouched until :meth:`Handle.wait` has returned.
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        ``weight`` is this worker's. It is ignored unless :attr:`is_weighted`.
+        """
+
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Return the received message of each worker, given all messages in order.
 
-        Their loss is left in the messages' memory, if it is fed back.
+        Their loss is left in the messages' memory, if it is fed back. Without ``weights`` all
+        are 1.
         """
 
     def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
@@ -91,6 +97,12 @@ class Exchange(Protocol):
         Returns:
             The statuses; None if a worker runs a round that carries them.
         """
+
+
+def scale(message: Tensor, weight: float) -> None:
+    """Multiply a message by its weight, in place; with weight 0 it is zeros already."""
+    if weight not in (0, 1):
+        message.mul_(weight)
 
 
 class SeparateStatuses:

@@ -26,8 +26,10 @@ class Gather(SeparateStatuses):
 
     is_weighted = True
 
-    def start(self, bucket: Bucket, round_index: int) -> GatherHandle | Arrived:
-        """Send a bucket to all workers; a worker of weight 0 must send zeros."""
+    def start(
+        self, bucket: Bucket, round_index: int, weight: float = 1.0
+    ) -> GatherHandle | Arrived:
+        """Send a bucket to all workers as it is; a worker of weight 0 must send zeros."""
         group, message, label = self._group, bucket.wire, f"round {round_index}"
         if group.data is None:
             return Arrived(message.clone().unsqueeze(0))
@@ -43,7 +45,9 @@ class Gather(SeparateStatuses):
         """How many messages follow each other: an all-gather goes around a ring once."""
         return self._group.num_workers - 1
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Return all messages to each worker."""
         return [torch.stack(list(messages)) for _ in messages]
 

@@ -48,7 +48,7 @@ class NeighborExchange(SeparateStatuses):
         self._codec = codec
         self._spare: list[Tensor] = []
 
-    def start(self, bucket: Bucket, round_index: int) -> NeighborHandle:
+    def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> NeighborHandle:
         """Post all sends and receives of one bucket; its message is not changed."""
         group, message, label = self._group, bucket.wire, f"round {round_index}"
         row = MixingRow.of(self._topology, group.worker, group.num_workers, round_index)
@@ -80,7 +80,9 @@ class NeighborExchange(SeparateStatuses):
         give_back = functools.partial(self._spare.extend, memory)
         return NeighborHandle(pending, group.wait_blocks_host, mix, timed, give_back)
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+    def simulate(
+        self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
+    ) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
         num_workers, by_worker = len(messages), dict(enumerate(messages))
         return [
