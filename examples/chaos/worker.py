@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_loco as loco
 from lightning_loco.elastic.data_stream import MembersSampler
+from lightning_loco.elastic.member_connection import MemberConnection
 
 FEATURES, SAMPLES, BATCH = 16, 20_000, 8
 LEARNING_RATE = 5e-3
@@ -89,9 +90,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     inputs, targets = make_data(2, SAMPLES)
     test_inputs, test_targets = make_data(3, 2000)
-    engine.join()
-    connection = engine.connection
-    assert connection is not None
+    engine.start()
+    connection = engine.exchange
+    assert isinstance(connection, MemberConnection)
     samples = MembersSampler(range(SAMPLES), connection.data_shard, seed=4)
     indices = iter(samples)
     args.log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The connection of an engine with the members: exchange and statuses of rounds, and recovery."""
+"""The exchange of an engine with the other members: messages and statuses of rounds."""
 
 from __future__ import annotations
 
@@ -13,33 +13,20 @@ from torch import Tensor
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import (
-    IN_ROUND,
-    PendingStatuses,
-    WorkerStatus,
-    statuses_in,
-)
+from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus, statuses_in
 from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_seen_by
+from lightning_loco.elastic.member_connection import LoopPosition, MemberConnection
 from lightning_loco.elastic.places import Places
-from lightning_loco.elastic.quorum import NO_STATE, resumed_round
-from lightning_loco.elastic.recovery import (
-    apply_saved_rounds,
-    fragment_of_round,
-    is_ahead,
-    outer_state,
-    position_of,
-    resume_from_state,
-)
+from lightning_loco.elastic.recovery import outer_state, position_of
 from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.data_shard import DataShard
-from lightning_loco.engine.engine import Engine, LoopPosition
+from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Handle
-from lightning_loco.engine.fragment_sync import FragmentSync, Round
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.ownership import Block
@@ -48,12 +35,12 @@ _MAY_DIFFER = ("sync_every", "bucket_bytes")
 """Settings that need not be equal on all members."""
 
 
-class ElasticConnection:
-    """Connects one engine with the other members of an elastic run.
+class ElasticConnection(MemberConnection):
+    """The exchange of one engine with the other members of an elastic run.
 
-    Implements :class:`lightning_loco.engine.engine.MemberConnection`. A round of the engine
-    calls :meth:`send_status` with its status, then :meth:`start` with its message. ``last_round``
-    is the last round whose result was received; None before the first one.
+    A round of the engine calls :meth:`send_status` with its status, then :meth:`start` with its
+    message. ``pending`` is the last round that was asked for, and ``last_round`` the last one whose
+    result was received; None before the first one.
 
     ``check_every`` is 0 for no comparison; other keyword arguments as in
     :class:`lightning_loco.Elastic`.
@@ -88,7 +75,7 @@ class ElasticConnection:
         self._check_every = check_every
         self._engine: Engine | None = None
         self._rounds: RoundThread | None = None
-        self._pending: RoundRequest | None = None
+        self.pending: RoundRequest | None = None
         self._has_finished = False
 
     @property
@@ -98,49 +85,17 @@ class ElasticConnection:
 
     @property
     def engine(self) -> Engine:
-        """The connected engine; RuntimeError before :meth:`join`."""
+        """The connected engine; RuntimeError before :meth:`open`."""
         if self._engine is None:
-            raise RuntimeError("This worker does not take part: call join() before training.")
+            raise RuntimeError("This worker does not take part: call start() before training.")
         return self._engine
 
     # ------------------------------------------------------------------ join and leave
 
-    def join(self, engine: Engine) -> None:
-        """Join the run, and receive its state.
-
-        If a round is pending, this worker takes part in it with weight 0. A worker that has a later
-        round from a checkpoint starts with that one instead.
-        """
+    def open(self, engine: Engine) -> None:
+        """Start the round thread of an engine, for its first round or after :meth:`leave`."""
         self._engine, self._has_finished = engine, False
         self._rounds = self._start_rounds(engine)
-        worker = engine.worker
-        apply_saved_rounds(engine)
-        round_index = resumed_round(worker.round_index) if worker.steps else NO_STATE
-        status = WorkerStatus(IN_ROUND, NO_STATE, 0, weight=0.0, finite=1.0)
-        request = RoundRequest(round_index, status)
-        request.position = position_of(engine, self.loop, worker.round_index)
-        request.position["steps_since_round"] = worker.steps_since_round
-        request.message_ready.set()
-        try:
-            self._submit(request).wait()
-            self._continue_data(request)
-            assert request.plan is not None
-            engine.statistics.members = len(request.plan.names)
-            if is_ahead(engine, request.state):
-                self._rounds.last_group = ""
-                return
-            if request.state is not None:
-                self._resume(request)
-            if request.received is not None:
-                sync = self._add_pending_round(request)
-                if not engine.settings.schedule.is_overlapped(worker.round_index):
-                    sync.make_writable()
-                    sync.apply(worker.steps)
-                    worker.replica.share()
-                worker.round_index += 1
-        except BaseException:
-            self.close()
-            raise
 
     def _start_rounds(self, engine: Engine) -> RoundThread:
         """Start the round thread, which connects to the lighthouse in its first round."""
@@ -190,7 +145,7 @@ class ElasticConnection:
 
     def close(self) -> None:
         """Leave the run: at once, but regularly if all rounds are complete."""
-        is_idle = self._pending is None or self._pending.is_done()
+        is_idle = self.pending is None or self.pending.is_done()
         if self._has_finished and is_idle:
             self.leave()
         elif self._rounds is not None:
@@ -220,22 +175,22 @@ class ElasticConnection:
         An overlapped round is submitted with the message only, so as not to compete with its
         computation for the processor.
         """
-        request = self._pending = RoundRequest(int(status.round_index), status)
+        request = self.pending = RoundRequest(int(status.round_index), status)
         request.is_overlapped = self.engine.settings.schedule.is_overlapped(request.round_index)
         if not request.is_overlapped:
-            self._submit(request)
+            self.submit(request)
         return MemberStatuses(request, self.engine.statistics, label)
 
     def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> RoundHandle:
         """Send the message of the round that was started last."""
-        request = self._pending
+        request = self.pending
         assert request is not None
         request.position = position_of(self.engine, self.loop, request.round_index)
         request.message = bucket.wire
         request.message_ready.set()
         if request.is_overlapped:
-            self._submit(request)
-        return RoundHandle(request, self.engine, self._record)
+            self.submit(request)
+        return self.handle_of(request)
 
     def simulate(
         self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
@@ -247,10 +202,20 @@ class ElasticConnection:
         )
         return exchange.simulate(messages, round_index, weights)
 
-    def _submit(self, request: RoundRequest) -> RoundRequest:
+    def submit(self, request: RoundRequest) -> RoundRequest:
+        """Let the round thread run a round."""
         assert self._rounds is not None
         self._rounds.submit(request)
         return request
+
+    def keep_own_state(self) -> None:
+        """Let the next round be one with the state of a checkpoint, and not of this run."""
+        assert self._rounds is not None
+        self._rounds.last_group = ""
+
+    def handle_of(self, request: RoundRequest) -> RoundHandle:
+        """The handle of the message of a round."""
+        return RoundHandle(request, self.engine, self._record)
 
     def _record(self, request: RoundRequest) -> None:
         """Record a round whose result was received."""
@@ -259,95 +224,6 @@ class ElasticConnection:
         assert plan is not None
         statistics.members = len(plan.names)
         statistics.repaired += len(plan.drifted)
-
-    # ------------------------------------------------------------------------ recovery
-
-    def catch_up(self) -> None:
-        """Wait for the pending round; if this worker is behind, resume from the run's state.
-
-        Its local steps since it was left behind are lost. The round of the run, possibly one of
-        another fragment, then replaces the pending one.
-        """
-        engine, request = self.engine, self._pending
-        if request is None:
-            return
-        with WaitTimer(engine.statistics):
-            request.wait()
-        self._continue_data(request)
-        has_pending = any(sync.pending is not None for sync in engine.fragments)
-        if request.state is None or request.is_adopted or not has_pending:
-            return
-        assert request.plan is not None
-        started = engine.worker.round_index - request.round_index
-        missed_steps = self._missed_steps(request) if started else 0
-        for sync in engine.fragments:
-            sync.drop_pending()
-        self._resume(request, missed_steps)
-        self._add_pending_round(request)
-        engine.worker.round_index = request.plan.round_index + started
-
-    def _continue_data(self, request: RoundRequest) -> None:
-        """Continue where the members of a new group have agreed to.
-
-        Only here, after the same local step on all ranks of a worker: ranks of one tensor-parallel
-        group must read the same samples.
-        """
-        start, request.data_start = request.data_start, None
-        if start is not None:
-            self.data_shard.reassign(*start)
-
-    def _missed_steps(self, request: RoundRequest) -> int:
-        """Return the local steps between the start of the run's round and this worker's position.
-
-        The position is the one in its own round, which may be shorter or longer.
-        """
-        assert request.state is not None
-        theirs = request.state.values["steps_under_way"]
-        made = self.engine.worker.steps - request.position["steps"]
-        return int(theirs if made >= request.position["steps_under_way"] else min(made, theirs))
-
-    def _resume(self, request: RoundRequest, missed_steps: int = 0) -> None:
-        """Resume from the state that came with a round, as it was at the start of the round."""
-        plan, state = request.plan, request.state
-        assert plan is not None
-        assert state is not None
-        request.is_adopted = True
-        resume_from_state(
-            self.engine,
-            self.loop,
-            state,
-            plan.names[plan.donor],
-            keep_position=request.has_drifted,
-            missed_steps=missed_steps,
-        )
-        self.engine.worker.replica.share()
-
-    def _add_pending_round(self, request: RoundRequest) -> FragmentSync:
-        """Make pending the round whose state this worker resumed from; it has no weight in it.
-
-        Returns the fragment to which its result will be applied, when all members apply it.
-        """
-        engine, plan, state = self.engine, request.plan, request.state
-        assert plan is not None
-        assert state is not None
-        position = request.position if request.has_drifted else state.values
-        index = plan.round_index
-        sync = fragment_of_round(engine, index)
-        sync.began_at = int(position["steps"])
-        statuses = MemberStatuses(request, engine.statistics, f"round {index}")
-        handles: list[Handle] = [RoundHandle(request, engine, self._record)]
-        sync.pending = Round(
-            sync,
-            index,
-            sync.began_at,
-            weight=0.0,
-            is_overlapped=engine.settings.schedule.is_overlapped(index),
-            statuses=statuses,
-            handles=handles,
-        )
-        for message in [bucket.message for bucket in sync.memory.buckets]:
-            message.zero_()
-        return sync
 
 
 class MemberStatuses:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
-from lightning_loco.engine.data_shard import DataShard
+from lightning_loco.elastic.data_shard import DataShard
 
 
 class MembersSampler(Sampler[int]):

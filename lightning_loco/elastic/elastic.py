@@ -13,7 +13,8 @@ from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.quorum import is_address
-from lightning_loco.engine.engine import MemberConnection
+from lightning_loco.engine.engine import RoundHooks
+from lightning_loco.engine.exchanges.exchange import Exchange
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.topology import Topology
@@ -53,7 +54,7 @@ class Elastic:
     Example::
 
         engine = StepEngine(model, DiLoCo(), membership=Elastic("10.0.0.1:29510"))
-        engine.join()
+        engine.start()
     """
 
     lighthouse: str
@@ -95,8 +96,8 @@ class Elastic:
         """Check the algorithm; see :class:`lightning_loco.engine.settings.Membership`."""
         return prepare_for_members(algorithm, topology, is_late)
 
-    def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
-        """Connect an engine; see :class:`lightning_loco.engine.settings.Membership`."""
+    def connect(self, settings: RoundSettings, group: WorkerGroup) -> tuple[Exchange, RoundHooks]:
+        """Connect an engine; see :class:`lightning_loco.engine.engine.ConnectingMembership`."""
         check_settings(settings)
         if group.num_workers > 1:
             num_ranks = group.num_workers * group.replica_size
@@ -114,8 +115,9 @@ class Elastic:
         _set_torchft_log_levels()
         # Only now, since torchft is optional, and reads the log level when it is imported.
         from lightning_loco.elastic.connection import ElasticConnection
+        from lightning_loco.elastic.hooks import ElasticHooks
 
-        return ElasticConnection(
+        connection = ElasticConnection(
             settings,
             group,
             lighthouse=self.lighthouse,
@@ -125,6 +127,7 @@ class Elastic:
             timeout_s=self.timeout_s,
             check_every=self.check_every or 0,
         )
+        return connection, ElasticHooks(connection)
 
 
 def prepare_for_members(

@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Mix
 from lightning_loco.compression import shared_part
-from lightning_loco.engine.engine import Engine, LoopPosition
+from lightning_loco.elastic.member_connection import LoopPosition
+from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.fragment_sync import FragmentSync
 
 MAX_VECTORS = 8

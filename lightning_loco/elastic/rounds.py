@@ -27,6 +27,7 @@ from lightning_loco._util.background import BackgroundThread, run_in_thread
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import UNRESPONSIVE_S, MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse
@@ -43,7 +44,6 @@ from lightning_loco.elastic.quorum import (
     make_plan,
 )
 from lightning_loco.elastic.recovery import RunState
-from lightning_loco.engine.data_shard import DataShard
 
 WARN_EVERY_S = 10.0
 """Time between two warnings about what a round waits for."""

@@ -22,7 +22,6 @@ from lightning_loco.distributed.worker_status import (
     is_round,
     sync_point_id,
 )
-from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
@@ -61,8 +60,7 @@ class Engine(Participant):
         consensus_elements: Number of elements to estimate it from.
         measure_outer_gradient: Whether rounds measure the norm of the outer gradient, which costs
             one more pass over memory.
-        connection: Connection to the other members of an elastic run; None if all ranks always take
-            part.
+        exchange: How its messages move.
 
     Raises:
         ValueError: Or TypeError on every worker, if the model or the settings do not fit.
@@ -80,9 +78,8 @@ class Engine(Participant):
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             worker, settings = Worker.join(model, make_settings, group, optimized)
-            connection = connect_to_members(worker, settings)
-            exchange = connection or make_group_exchange(worker, settings)
-            self._set_up(worker, settings, exchange, connection)
+            exchange, hooks = make_exchange_and_hooks(worker, settings)
+            self._set_up(worker, settings, exchange, hooks)
         except BaseException as error:
             group.close(error)
             raise
@@ -92,19 +89,20 @@ class Engine(Participant):
         worker: Worker,
         settings: RoundSettings,
         exchange: Exchange,
-        connection: MemberConnection | None = None,
+        hooks: RoundHooks,
         bucket_elements: int | None = None,
     ) -> None:
-        self.worker, self.settings, self._exchange = worker, settings, exchange
-        self.connection = connection
+        self.worker, self.settings, self.exchange = worker, settings, exchange
+        self._hooks = hooks
         self.fragments = make_fragments(worker, settings, exchange, bucket_elements)
         self.statistics = worker.statistics
         self.paused = self.measure_outer_gradient = False
-        self.shows_outer = connection is not None
+        self.shows_outer = not hooks.shares_sync_points
         self.consensus_every, self.consensus_elements = 0, 8192
         self._clock = worker.group.clock
         self._schedule = settings.schedule.of_worker(worker.group.worker)
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
+        self._can_measure_consensus = self._sync_every is not None and hooks.shares_sync_points
         self._dues: list[tuple[bool, bool]] = []
         self._unrecorded: PendingStatuses | None = None
         self._dropped: list[Handle] = []
@@ -134,13 +132,12 @@ class Engine(Participant):
         """
         engine = cls.__new__(cls)
         whole = max(1, worker.replica.layout.numel)
-        engine._set_up(worker, settings, exchange, bucket_elements=whole)  # noqa: SLF001
+        engine._set_up(worker, settings, exchange, RoundHooks(), whole)  # noqa: SLF001
         return engine
 
-    def join(self) -> None:
-        """Take part in an elastic run, in its present state; call it before the first step."""
-        if self.connection is not None:
-            self.connection.join(self)
+    def start(self) -> None:
+        """Take part in the run, see :meth:`Participant.start`."""
+        self._hooks.start(self)
 
     # ---------------------------------------------------------------- local steps
 
@@ -195,45 +192,44 @@ class Engine(Participant):
         else until then, as the simulation does.
         """
         dues, self._dues = self._dues, []
-        if self.connection is not None:
-            self._record_statuses()  # which may replace this worker's state, and its pending rounds
-            dues = []
+        if self._hooks.when_due(self):
+            dues = []  # they were found in another state
         dues = dues or self._find_due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, ends) in enumerate(dues):
             # The next message of a fragment may need the local steps that the end would overwrite,
             # so the round that begins in its turn ends the one before.
             if ends and not (begins and index == self._turn):
-                yield from self._end(index)
+                yield from self.end_in_parts(index)
         if begins:
             if self._unrecorded is not None:
                 yield self._unrecorded.has_arrived
-            self._record_statuses()
-            yield from self._begin(IN_ROUND, f"round {self.worker.round_index}")
+            self.record_statuses()
+            yield from self.begin_in_parts()
 
-    def _begin(
-        self, sync_point: float, label: str, announced: list[WorkerStatus] | None = None
+    def begin_in_parts(
+        self,
+        sync_point: float = IN_ROUND,
+        purpose: str | None = None,
+        announced: list[WorkerStatus] | None = None,
     ) -> Iterator[HasArrived]:
         """Begin a round, and end it at once if the schedule says so; in parts.
 
         Args:
             sync_point: Where this worker waits, or ``IN_ROUND``.
-            label: Name of the round in messages.
+            purpose: Purpose of the sync point. Default: there is none.
             announced: Statuses of all workers at a sync point, if some of them run this round.
         """
         worker, began_at_s = self.worker, self._clock.now()
-        if self.connection is not None:
-            for index in range(len(self.fragments)):
-                if index != self._turn:
-                    # A worker that joins gets the state between two rounds.
-                    run_through(self._end(index))
+        label = purpose or f"round {worker.round_index}"
+        fragment = self.fragments[self._turn]
+        self._hooks.before_round(self, fragment)
         worker.check_trainable()
         status = self._prepare(sync_point)
-        fragment = self.fragments[self._turn]
         new = fragment.new_round(worker.round_index, worker.steps, status.weight)
         if announced is None:
             fragment.begin(new, status, label)
-        elif self._exchange.is_weighted:  # the others need this worker's weight
+        elif self.exchange.is_weighted:  # the others need this worker's weight
             new.statuses = GatheredStatuses(worker.group, self.statistics, status, label)
             new.statuses.wait()
         else:
@@ -241,11 +237,11 @@ class Engine(Participant):
         self._unrecorded, new.began_at_s = new.statuses, began_at_s
         self._measure_consensus(new)  # now: below the parameters change
         before = fragment.pending
-        yield from fragment.run(new, self._replaced)
-        fragment = self.fragments[self._turn]  # another one if this member has caught up
+        applied = yield from fragment.run(new, lambda round_: self._hooks.received(self, round_))
+        fragment = applied.fragment
         ended = [found for found in (before, new) if found not in (None, fragment.pending)]
         if ended or new.restarts:
-            self._share(self._turn)
+            self._share(fragment)
         if ended:
             self._record_rounds(fragment, ended)
         self.statistics.rounds += self._sync_every is not None
@@ -255,19 +251,10 @@ class Engine(Participant):
         if fragment.pending is None:  # the weights have moved away from the statistics
             worker.replica.running_statistics.record(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
-        worker.round_index += 1
+        worker.round_index = applied.index + 1
         worker.steps_since_round = 0
         if new.statuses.has_been_read:  # else later, so as not to wait for them now
-            self._record_statuses()
-
-    def _replaced(self, received: Round) -> Round:
-        """Return the round to apply: another one if this worker has fallen behind the members."""
-        if self.connection is None:
-            return received
-        self.connection.catch_up()
-        pending = self.fragments[self._turn].pending
-        assert pending is not None
-        return pending
+            self.record_statuses()
 
     def _prepare(self, sync_point: float) -> WorkerStatus:
         """Do the local part of the next round, and return this worker's status."""
@@ -284,12 +271,12 @@ class Engine(Participant):
         # worker's present parameters count.
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
         if not worker.was_finite:
-            for index, other in enumerate(self.fragments):
+            for other in self.fragments:
                 if other is not fragment:
                     own_part = other.holds_finite_params()
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
-                        self._share(index)
+                        self._share(other)
         weight = self._weight(own.steps) if worker.was_finite and has_moved else 0.0
         return own._replace(
             weight=weight,
@@ -309,13 +296,12 @@ class Engine(Participant):
             )
         return float(weight)
 
-    def _share(self, index: int) -> None:
+    def _share(self, fragment: FragmentSync) -> None:
         """Copy the new values of a fragment to the other ranks of this worker."""
         if self.worker.group.inner is None:
             return
-        fragment = self.fragments[index]
         fragment.is_torn = True
-        self.worker.replica.share(index)
+        self.worker.replica.share(self.fragments.index(fragment))
         fragment.is_torn = False
 
     def _status(self, sync_point: float) -> WorkerStatus:
@@ -346,16 +332,14 @@ class Engine(Participant):
 
     def _measure_consensus(self, pending: Round) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
-        every = (
-            self.consensus_every if self._sync_every is not None and self.connection is None else 0
-        )
+        every = self.consensus_every if self._can_measure_consensus else 0
         if every and pending.index % every == 0:
             pending.statuses.wait()  # so that workers at a sync point take part
             self.statistics.consensus_distance = self.worker.measure_consensus(
                 self.consensus_elements
             )
 
-    def _end(self, index: int) -> Iterator[HasArrived]:
+    def end_in_parts(self, index: int) -> Iterator[HasArrived]:
         """Apply the pending round of a fragment, if there is one; in parts."""
         fragment, statistics = self.fragments[index], self.statistics
         if (pending := fragment.pending) is None:
@@ -363,7 +347,7 @@ class Engine(Participant):
         yield fragment.has_received
         fragment.make_writable()
         fragment.apply(self.worker.steps)
-        self._share(index)
+        self._share(fragment)
         fragment.applied_at = self._clock.now()
         self._record_rounds(fragment, [pending])
         if not self.worker.was_finite:
@@ -373,25 +357,24 @@ class Engine(Participant):
             statistics.staleness = self.worker.steps - pending.began_at
         if self._unrecorded is pending.statuses:
             yield pending.statuses.has_arrived
-            self._record_statuses()
+            self.record_statuses()
 
     @torch.no_grad()
     def apply_all_in_parts(self) -> Iterator[HasArrived]:
         """Apply all pending rounds, in parts as :meth:`round_in_parts`."""
         if self._unrecorded is not None:
             yield self._unrecorded.has_arrived
-        self._record_statuses()
+        self.record_statuses()
         for index in range(len(self.fragments)):
-            yield from self._end(index)
+            yield from self.end_in_parts(index)
 
-    def _record_statuses(self) -> None:
+    def record_statuses(self) -> None:
         """Record the statuses of the last round: losses, workers with NaN, consensus distance."""
         pending, self._unrecorded = self._unrecorded, None
         if pending is None:
             return
         self.worker.record_statuses(statuses := pending.wait())
-        if self.connection is not None:
-            self.connection.catch_up()
+        self._hooks.recorded(self)
         squares = [s.squared_distance for s in statuses if math.isfinite(s.squared_distance)]
         if squares and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(squares) / len(squares))
@@ -407,17 +390,17 @@ class Engine(Participant):
         """
         sync_point = sync_point_id(purpose)
         while True:
-            self._record_statuses()
+            self.record_statuses()
             if self._schedule.applies_at_sync_points:
                 run_through(self.apply_all_in_parts())
             own = self._status(sync_point)
             losses = [loss for (loss,) in self.worker.group.agree([own.loss], purpose)]
             own = own._replace(loss=sum(losses) / len(losses))
-            statuses = self._exchange.wait_at_sync_point(own, purpose)
+            statuses = self.exchange.wait_at_sync_point(own, purpose)
             if statuses is None:
-                run_through(self._begin(sync_point, purpose))
+                run_through(self.begin_in_parts(sync_point, purpose))
             elif is_round(statuses):
-                run_through(self._begin(sync_point, purpose, statuses))
+                run_through(self.begin_in_parts(sync_point, purpose, statuses))
             else:
                 self.worker.record_statuses(statuses)
                 if self.worker.are_together(statuses, sync_point, purpose):
@@ -492,38 +475,25 @@ class Engine(Participant):
         """Leave the mean of the local parameters in the model, on all workers.
 
         No round is run: a short last one would move the parameters as far as a whole one. Pending
-        rounds are waited for and not applied, unless :meth:`drain` was called. Elastic members run
-        a last round, whose outer parameters are the same on all.
+        rounds are waited for and not applied, unless :meth:`drain` was called. Workers that share
+        no sync points run a last round, whose outer parameters are the same on all.
 
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
-        if self.connection is None:
+        if self._hooks.shares_sync_points:
             self.sync_point(_END)
         self.finish_at_sync_point()
 
     @torch.no_grad()
     def finish_at_sync_point(self) -> None:
         """Do the rest of :meth:`finish`, when all workers are at the same sync point."""
-        if self.connection is not None:
-            self._make_last_rounds()
-        else:
-            for fragment in self.fragments:
-                fragment.wait()
-            self._record_statuses()
-            self.shows_outer = False
+        self._hooks.finish(self)
+        for fragment in self.fragments:
+            fragment.wait()
+        self.record_statuses()
+        self.shows_outer = not self._hooks.shares_sync_points
         self.write_consensus("the final consensus")
-
-    def _make_last_rounds(self) -> None:
-        assert self.connection is not None
-        self.connection.finish()
-        for _ in self.fragments:
-            statuses = self.sync_point(_END)
-            if self._sync_every is not None and any(status.steps > 0 for status in statuses):
-                run_through(self._begin(IN_ROUND, f"round {self.worker.round_index}"))
-            elif len(self.fragments) > 1:
-                self.worker.round_index += 1
-        run_through(self.apply_all_in_parts())
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -538,7 +508,7 @@ class Engine(Participant):
         of several ranks, vectors of rounds hold only the elements that this rank owns: see
         ``gather_state``.
         """
-        self._record_statuses()
+        self.record_statuses()
         shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
         return {
             **self.worker.state_dict(),
@@ -564,15 +534,17 @@ class Engine(Participant):
 
         Outer parameters are the present ones and momentum is zero; pending rounds are dropped, and
         the next round is a whole one. All workers must call it at the same step, and hold the same
-        parameters. An elastic member calls it alone, and keeps in step with the others.
+        parameters. A worker that shares no sync points calls it alone, and keeps in step with the
+        others.
         """
         worker, settings = self.worker, self.settings
+        is_shared = self._hooks.shares_sync_points
         start = worker.replica.layout.new_flat()
         own = {"pending": None, "residual": settings.init_residual(start), "sent_params": start}
         self.load_state_dict(
             {
                 **worker.state_dict(),
-                "steps_since_round": 0 if self.connection is None else worker.steps_since_round,
+                "steps_since_round": 0 if is_shared else worker.steps_since_round,
                 "running": {},
                 "buffers_at_start": worker.replica.buffers.new_flat(),
                 "began_at": [worker.steps for _ in self.fragments],
@@ -602,67 +574,57 @@ class Engine(Participant):
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
         self.drop_pending()
-        if self.connection is not None:
-            self.connection.close()
+        self._hooks.close()
         self.worker.group.close()
         for handle in self._dropped:
             handle.release()
         self._dropped.clear()
 
 
-@runtime_checkable
-class MemberConnection(Exchange, Protocol):
-    """The connection of one engine with the other members: sends its messages and statuses.
+class RoundHooks:
+    """What else happens around the rounds of an engine; by default nothing.
 
     Attributes:
-        loop: Position of the training loop around the engine, which is sent to joining workers;
-            None if there is no such loop.
-        data_shard: This member's part of the training data.
+        shares_sync_points: Whether all workers wait for each other at sync points. Where they do
+            not, the consensus can only be what is equal on all of them without a collective: the
+            outer parameters.
     """
 
-    loop: LoopPosition | None
-    data_shard: DataShard
+    shares_sync_points = True
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this worker takes part in rounds."""
+    def start(self, engine: Engine) -> None:
+        """Take part in the run, before the first local step."""
 
-    def join(self, engine: Engine) -> None:
-        """Join the run; a worker without state, or with an older one, receives the run's state."""
+    def when_due(self, engine: Engine) -> bool:
+        """Called when a round is to begin or to end; returns whether that may have changed."""
+        return False
 
-    def catch_up(self) -> None:
-        """Wait for the pending round; a worker that is behind then resumes from the run's state."""
+    def before_round(self, engine: Engine, fragment: FragmentSync) -> None:
+        """Called before a round of a fragment begins."""
 
-    def finish(self) -> None:
-        """Announce that the next rounds are the last of this worker.
+    def received(self, engine: Engine, received: Round) -> Round:
+        """Called when a blocking round has been received; returns the round to apply."""
+        return received
 
-        They do not wait for further workers to join.
-        """
+    def recorded(self, engine: Engine) -> None:
+        """Called when the statuses of a round have been recorded."""
 
-    def leave(self) -> None:
-        """Leave the run after the pending round."""
+    def finish(self, engine: Engine) -> None:
+        """Called after the last local step, before the consensus is left in the model."""
 
     def close(self) -> None:
-        """Leave the run: at once, or after the pending round if :meth:`finish` was called."""
+        """Called when the engine is closed, perhaps twice."""
 
 
-class LoopPosition(Protocol):
-    """Position of the training loop around an engine, such as learning rates and their schedules.
+@runtime_checkable
+class ConnectingMembership(Protocol):
+    """A membership that connects engines in separate processes."""
 
-    The position is read between two local steps, after the first one is complete.
-    """
+    def connect(self, settings: RoundSettings, group: WorkerGroup) -> tuple[Exchange, RoundHooks]:
+        """Make the exchange of an engine, and what else it does around its rounds.
 
-    def read(self) -> Any:
-        """Return the current position as plain values."""
-
-    def resume_from(self, position: Any, member: str) -> None:
-        """Continue at a result of :meth:`read` on another member, which is named."""
-
-    def finish_step(self) -> None:
-        """Advance the learning rate schedules by one local step."""
-
-    def count_steps(self) -> None:
-        """Set the step count of the loop to the engine's."""
+        ValueError if the settings, or the ranks of this job, are not supported.
+        """
 
 
 def sum_of_known(numbers: Iterable[float]) -> float:
@@ -677,13 +639,12 @@ def run_through(parts: Iterator[object]) -> None:
         pass
 
 
-def connect_to_members(worker: Worker, settings: RoundSettings) -> MemberConnection | None:
-    """The connection to the other members of an elastic run; None if all ranks take part."""
+def make_exchange_and_hooks(worker: Worker, settings: RoundSettings) -> tuple[Exchange, RoundHooks]:
+    """How an engine exchanges, and what else it does around its rounds, by its membership."""
     if settings.membership is None:
-        return None
-    connection = settings.membership.connect(settings, worker.group)
-    assert isinstance(connection, MemberConnection)
-    return connection
+        return make_group_exchange(worker, settings), RoundHooks()
+    assert isinstance(settings.membership, ConnectingMembership)
+    return settings.membership.connect(settings, worker.group)
 
 
 def make_group_exchange(worker: Worker, settings: RoundSettings) -> Exchange:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -274,7 +274,7 @@ class FragmentSync:
 
     def run(
         self, new: Round, on_received: Callable[[Round], Round] = lambda received: received
-    ) -> Iterator[HasArrived]:
+    ) -> Generator[HasArrived, None, Round]:
         """Send the messages of a round, and apply what ends now; yield a function before each wait.
 
         A blocking round ends now. When an overlapped one begins, the round before ends: first, if
@@ -285,6 +285,9 @@ class FragmentSync:
         Args:
             new: The round.
             on_received: Called when a blocking round has been received; returns the round to apply.
+
+        Returns:
+            The round, or the one that was applied in its place.
         """
         before, count = self.pending, len(self.memory.buckets)
         ended: tuple[Round, RoundInfo] | None = None
@@ -312,14 +315,16 @@ class FragmentSync:
         if new.is_overlapped or self.memory.holds_all:
             self.pending = new
         if new.is_overlapped:
-            return
+            return new
         if self.memory.holds_all:
             yield self.has_received
-            on_received(new).fragment.apply(new.began_at)
-            return
+            replaced = on_received(new)
+            replaced.fragment.apply(new.began_at)
+            return replaced
         for number in range(count - slots, count):
             self._apply_in_turn(new, number)
         self._finish()
+        return new
 
     def apply(self, steps: int) -> None:
         """Wait for the pending round, if any, and apply its result as a whole, or not at all.

@@ -22,8 +22,6 @@ from lightning_loco.compression import (
     check_compression,
 )
 from lightning_loco.costs import LinkLike, Links, as_links
-from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.exchanges.exchange import Exchange
 from lightning_loco.model.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import Topology, as_topology, get_topology
@@ -48,12 +46,6 @@ class Membership(Protocol):
         """Check an algorithm and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
 
         The result must not depend on the current number of workers; ValueError if it would.
-        """
-
-    def connect(self, settings: "RoundSettings", group: WorkerGroup) -> Exchange:
-        """Make the exchange of an engine with the other members, a ``MemberConnection``.
-
-        ValueError if the settings, or the ranks of this job, are not supported.
         """
 
 

@@ -32,7 +32,7 @@ class StepEngine(Engine):
         group: The workers. Default: all ranks of the default process group, in new groups.
         options: ``compression``, ``bucket_bytes``, ``membership``, ``link`` and ``outer_device``,
             as in :class:`~lightning_loco.strategies.RoundArguments`. With a ``membership`` this job
-            is one worker; call :meth:`join` before the first step.
+            is one worker; call :meth:`start` before the first step.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.

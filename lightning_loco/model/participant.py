@@ -32,6 +32,9 @@ class Participant(ABC):
     is_saved_after_failure: ClassVar[bool] = False
     """Whether its state can be saved after :meth:`close`, when training has failed."""
 
+    def start(self) -> None:  # noqa: B027  # most take part from the beginning
+        """Take part in the run, in its present state; before the first step, after a resume."""
+
     # ---------------------------------------------------------------- local steps
 
     def step(self) -> bool:

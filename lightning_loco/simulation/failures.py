@@ -10,10 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.elastic import prepare_for_members
-from lightning_loco.engine.engine import MemberConnection
-from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.topology import Topology
 
 NOTICED_AFTER_S = 5.0
@@ -136,7 +133,3 @@ class MembersOfSimulation:
     def prepare(self, algorithm: Algorithm, topology: Topology | None, is_late: bool) -> Algorithm:
         """Check the algorithm, as for elastic members."""
         return prepare_for_members(algorithm, topology, is_late)
-
-    def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
-        """Raise RuntimeError: simulated workers exchange messages through the hub."""
-        raise RuntimeError("Simulated workers do not connect to a lighthouse.")

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.data_stream import MembersSampler
-from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server.optimizer_state import (
     read_hyperparameters,
     write_hyperparameters,
@@ -54,7 +54,7 @@ def shard_dataloader(
     rank_zero_warn(
         "The members of this run can only share data that are read by index with Lightning's own "
         "sampler. Every member reads all of these data, unless they divide themselves. Use "
-        "elastic.data_stream.MembersSampler with engine.connection.data_shard."
+        "elastic.data_stream.MembersSampler with engine.exchange.data_shard."
     )
     return dataloader
 
@@ -62,8 +62,8 @@ def shard_dataloader(
 class TrainerPosition:
     """The loop position of a trainer: learning rates, their schedules, and the logged step.
 
-    Implements :class:`lightning_loco.engine.engine.LoopPosition`; ``steps`` returns the local
-    steps of this worker.
+    Implements :class:`lightning_loco.elastic.member_connection.LoopPosition`; ``steps`` returns the
+    local steps of this worker.
     """
 
     def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:

@@ -23,8 +23,8 @@ from lightning_loco._util.checks import (
 )
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
+from lightning_loco.elastic.member_connection import MemberConnection
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.engine import MemberConnection
 from lightning_loco.model.participant import Participant
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import Schedule
@@ -159,7 +159,7 @@ class EngineStrategy(WorkerStrategy):
     @property
     def member_connection(self) -> MemberConnection | None:
         """The connection to members that join and leave; None if the workers are fixed."""
-        return self.engine.connection if isinstance(self.engine, Engine) else None
+        return None
 
     @property
     def failed_engine(self) -> Participant | None:

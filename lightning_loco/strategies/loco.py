@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
+from lightning_loco.elastic.member_connection import MemberConnection
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.engine.settings import RoundOptions
 from lightning_loco.model.worker import EarlierRun
@@ -55,6 +56,12 @@ class RoundStrategy(EngineStrategy):
 
     # ----------------------------------------------------------------- members
 
+    @property
+    def member_connection(self) -> MemberConnection | None:
+        """The connection to members that join and leave; None if the workers are fixed."""
+        exchange = None if self.engine is None else self.engine.exchange
+        return exchange if isinstance(exchange, MemberConnection) else None
+
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the training data among the workers, or among the present members."""
         connection, membership = self.member_connection, self.settings.membership
@@ -78,10 +85,9 @@ class RoundStrategy(EngineStrategy):
         connection, engine = self.member_connection, self.engine
         if connection is None or connection.has_joined or engine is None:
             return
-        assert isinstance(engine, Engine)
         self._external_updates.on_batch_start()
         connection.loop = TrainerPosition(self._trainer, lambda: engine.worker.steps)
-        engine.join()
+        engine.start()
         if (members := engine.statistics.members) is not None:
             rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_loco.compression import Codec
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.engine.engine import MemberConnection
+from lightning_loco.elastic.member_connection import MemberConnection
 from lightning_loco.model.participant import Participant
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.parameter_server import RemoteOptimizer

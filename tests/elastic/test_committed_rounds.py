@@ -12,6 +12,7 @@ from lightning_loco.algorithms import DiLoCo
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic.consistency import ConsistencyCheck
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse
@@ -19,7 +20,6 @@ from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.quorum import Commit, QuorumPlan
 from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.schedules import EverySteps
 from tests.harness.programs import free_ports
 

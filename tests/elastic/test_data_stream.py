@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.data_stream import MembersSampler
-from lightning_loco.engine.data_shard import DataShard
 
 
 def make_shards(base: int, num_members: int) -> list[DataShard]:

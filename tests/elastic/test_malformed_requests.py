@@ -30,7 +30,7 @@ def test_a_worker_with_an_invalid_address_is_named_and_ignored(
             address, min_workers=1, name="w0", host="127.0.0.1", timeout_s=TIMEOUT_S
         )
         engine = StepEngine(nn.Linear(2, 1), DiLoCo(), membership=membership)
-        engine.join()
+        engine.start()
         assert engine.statistics.members == 1
         assert len(requesting.result().members) == 2
         engine.close()

@@ -119,7 +119,7 @@ def test_a_worker_that_has_not_joined_makes_no_round() -> None:
     model = nn.Linear(1, 1)
     engine = StepEngine(model, DiLoCo(), sync_every=1, membership=Elastic(HERE))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"call join\(\) before training"):
+    with pytest.raises(RuntimeError, match=r"call start\(\) before training"):
         engine.step()
     assert all(map(torch.equal, before, model.parameters()))
     engine.close()

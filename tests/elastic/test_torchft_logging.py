@@ -21,7 +21,7 @@ from lightning_loco import DiLoCo, Elastic, StepEngine
 def main():
     elastic = Elastic(sys.argv[1], min_workers=1, host="127.0.0.1")
     engine = StepEngine(nn.Linear(1, 1), DiLoCo(), sync_every=1, membership=elastic)
-    engine.join()
+    engine.start()
     engine.step()
     engine.close()
     levels = [logging.getLogger(name).level for name in ("torchft", "torchft_errors")]

@@ -104,7 +104,7 @@ class RoundLog(Callback):
         before, self._round = self._round, engine.worker.round_index
         if before is None or self._round != before + 1:  # the last step may run two rounds
             return
-        last = engine.connection.last_round
+        last = engine.exchange.last_round
         self._line = {
             "round": engine.worker.round_index,
             "steps": trainer.global_step,

@@ -187,7 +187,7 @@ def failing(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[
     worker = engine.worker
 
     def is_time() -> bool:
-        last = engine.connection.last_round
+        last = engine.exchange.last_round
         members = 0 if last is None else len(last.plan.names)
         return worker.round_index >= args.fail_in and members >= args.fail_among
 
@@ -213,7 +213,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
 
         def log_line() -> None:
             nonlocal counted_from
-            last = engine.connection.last_round
+            last = engine.exchange.last_round
             line = {
                 "round": worker.round_index,
                 "steps": worker.steps,
@@ -232,7 +232,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
             if counted_from is None and len(line["members"]) == args.from_members:
                 counted_from = progress()
 
-        engine.join()
+        engine.start()
         log_line()
         model.mark.fill_(args.index)
         while counted_from is None or progress() - counted_from < (args.steps or args.rounds):
@@ -250,7 +250,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
                     engine.fragments[0].state["outer"].view(torch.int32)[0] ^= 2**16
                     args.flip_at = -1
                     if args.other_past:
-                        engine.connection._rounds.last_group = "another/1"
+                        engine.exchange._rounds.last_group = "another/1"
             if (worker.round_index, worker.steps_since_round) == (args.keep_in, 1):
                 torch.save(engine.state_dict(), args.log.with_suffix(".pt"))
         if args.steps:

@@ -12,7 +12,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.engine import connect_to_members, make_fragments, make_group_exchange
+from lightning_loco.engine.engine import RoundHooks, make_exchange_and_hooks, make_fragments
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.model.worker import Worker
@@ -32,8 +32,8 @@ def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests)
         with subtests.test(name):
             make = partial(RoundSettings, algorithm, schedule)
             worker, settings = Worker.join(torch.nn.Linear(2, 3), make, WorkerGroup(0, 1))
-            assert connect_to_members(worker, settings) is None
-            exchange = make_group_exchange(worker, settings)
+            exchange, hooks = make_exchange_and_hooks(worker, settings)
+            assert type(hooks) is RoundHooks
             assert type(exchange) is kind
             assert exchange.carries_status is carries_status
             (fragment,) = make_fragments(worker, settings, exchange)

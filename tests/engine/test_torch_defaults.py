@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.compression import CODECS, E3M0, Int4
+from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.recovery import RunState
 from lightning_loco.elastic.state_transfer import receive_state, send_state
 from lightning_loco.engine import StepEngine
-from lightning_loco.engine.data_shard import DataShard
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from lightning_loco.simulation import PairwiseSimulation, Simulation
 from lightning_loco.topology import TOPOLOGIES, get_topology, optimal_gossip
