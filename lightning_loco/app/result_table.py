@@ -12,10 +12,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.app.demo.data import ByteTextData
-from lightning_loco.strategies import LocoModelParallelStrategy, RemoteOptimizerStrategy
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies import LocoModelParallelStrategy
 from lightning_loco.strategies.loco import RoundStrategy
 from lightning_loco.strategies.summary import bytes_of_ddp
+from lightning_loco.strategies.worker_strategy import WorkerStrategy
 from lightning_loco.topology import as_topology
 
 
@@ -111,7 +111,7 @@ def measure(
     step_bytes = None
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
-    if not isinstance(strategy, EngineStrategy | RemoteOptimizerStrategy):
+    if not isinstance(strategy, WorkerStrategy):
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         return replace(
             report,

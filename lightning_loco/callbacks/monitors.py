@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.engine import Engine
 from lightning_loco.gossip import PairwiseEngine
-from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.model.participant import Participant
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
 from lightning_loco.strategies.summary import errors_as_warnings
+from lightning_loco.strategies.worker_strategy import WorkerStrategy
 
 
 class RoundMonitor(pl.Callback):
@@ -96,16 +96,15 @@ class CommunicationMonitor(RoundMonitor):
         Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
     """
 
-    strategies = (EngineStrategy, RemoteOptimizerStrategy)
+    strategies = (WorkerStrategy,)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the engine measure the outer gradient."""
+        """Make rounds measure the outer gradient."""
         super().on_fit_start(trainer, pl_module)
-        strategy = trainer.strategy
-        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
-            strategy.engine.measure_outer_gradient = True
+        if (participant := participant_of(trainer)) is not None:
+            participant.measure_outer_gradient = True
 
-    def metrics(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
+    def metrics(self, strategy: WorkerStrategy) -> dict[str, float]:
         """Return rounds, bytes, waiting and staleness of this worker; the mean loss of all."""
         statistics = strategy.statistics
         metrics = {
@@ -119,9 +118,8 @@ class CommunicationMonitor(RoundMonitor):
         if statistics.members is not None:
             metrics["loco/members"] = float(statistics.members)
             metrics["loco/repaired"] = float(statistics.repaired)
-        if isinstance(engine := getattr(strategy, "engine", None), Engine):
-            own = engine.settings.algorithm.metrics(engine.fragments[0].state)
-            own |= engine.settings.schedule.metrics(engine.worker.round_index)
+        if strategy.participant is not None:
+            own = strategy.participant.metrics()
             metrics |= {f"loco/{name}": value for name, value in own.items()}
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
@@ -165,12 +163,11 @@ class ConsensusMonitor(RoundMonitor):
         self.max_elements = max_elements
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the engine measure; the same on all workers."""
+        """Make rounds measure; the same on all workers."""
         super().on_fit_start(trainer, pl_module)
-        strategy = trainer.strategy
-        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
-            strategy.engine.consensus_every = self.every_n_rounds
-            strategy.engine.consensus_elements = self.max_elements
+        if (participant := participant_of(trainer)) is not None:
+            participant.consensus_every = self.every_n_rounds
+            participant.consensus_elements = self.max_elements
 
     def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
         """Return the distance that was measured last."""
@@ -224,3 +221,9 @@ class PeerMonitor(RoundMonitor):
             for percent in (10, 50, 90):
                 metrics[f"loco/peer_staleness_p{percent}"] = tenths[percent // 10 - 1]
         return metrics
+
+
+def participant_of(trainer: pl.Trainer) -> Participant | None:
+    """Return the participant of this rank during ``fit``; None with other strategies."""
+    strategy = trainer.strategy
+    return strategy.participant if isinstance(strategy, WorkerStrategy) else None

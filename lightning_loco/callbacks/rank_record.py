@@ -244,8 +244,8 @@ class RankRecord:
         """Return the settings of the strategy, of its engine if it has one."""
         strategy = self._trainer.strategy
         found = {"class": type(strategy).__name__}
-        if isinstance(strategy, EngineStrategy) and strategy.engine is not None:
-            found |= strategy.engine.settings.describe()
+        if isinstance(strategy, WorkerStrategy) and strategy.participant is not None:
+            found |= strategy.participant.describe()
         return {"strategy": found}
 
     def _ddp_bytes(self, steps: int) -> float | None:
@@ -279,18 +279,13 @@ def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
     All of them must call it. RuntimeError, as in every collective, if one does not.
     """
     strategy, label = trainer.strategy, "the report of the run"
-    if isinstance(strategy, EngineStrategy) and strategy.group is not None:
-        return strategy.group.gather_from_ranks(value, label)
+    if isinstance(strategy, WorkerStrategy):
+        return strategy.gather(value, label)
     group = dist.group.WORLD
     if trainer.world_size == 1 or group is None:
         return [value]
     names = [f"Rank {rank}" for rank in range(trainer.world_size)]
-    waiting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if isinstance(strategy, WorkerStrategy):
-        strategy.sync_point(label)
-        waiting = strategy.waiting_in(label)
-    with waiting:
-        messages = json_messages.all_gather(json_messages.write(value), group, names)
+    messages = json_messages.all_gather(json_messages.write(value), group, names)
     return [json_messages.read(*pair) for pair in zip(messages, names, strict=True)]
 
 

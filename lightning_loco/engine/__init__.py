@@ -2,7 +2,6 @@
 
 from lightning_loco.engine.clock_engine import ClockEngine
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.resume import resume_from
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.engine.step_engine import StepEngine
 
@@ -11,5 +10,4 @@ __all__ = [
     "Engine",
     "RoundSettings",
     "StepEngine",
-    "resume_from",
 ]

@@ -27,17 +27,19 @@ from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, HasArrived, Round
 from lightning_loco.engine.link_emulator import LinkEmulator
+from lightning_loco.engine.resume import FittingState
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor
-from lightning_loco.model.participant import Participant
-from lightning_loco.model.worker import Worker
+from lightning_loco.model.participant import LocalParticipant
+from lightning_loco.model.worker import EarlierRun, Worker
 from lightning_loco.schedules import EveryInterval, StepInfo
 
 _END = "the end of training"
 
 
-class Engine(Participant):
-    """Runs the rounds of one worker when a schedule says so; used like every :class:`Participant`.
+class Engine(LocalParticipant):
+    """Runs the rounds of one worker when a schedule says so; used like every
+    :class:`~lightning_loco.model.participant.Participant`.
 
     :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` are
     made from single arguments.
@@ -54,12 +56,6 @@ class Engine(Participant):
         settings: Checked against the number of workers, without ``"auto"``.
         statistics: Bytes, seconds and rounds of communication so far.
         paused: Set it to skip rounds for a while; the same on all workers.
-        shows_outer: Whether the consensus is the outer parameters, if there are any, instead
-            of the mean of the local ones.
-        consensus_every: Rounds between measurements of the consensus distance; 0 for never.
-        consensus_elements: Number of elements to estimate it from.
-        measure_outer_gradient: Whether rounds measure the norm of the outer gradient, which costs
-            one more pass over memory.
         exchange: How its messages move.
 
     Raises:
@@ -96,9 +92,8 @@ class Engine(Participant):
         self._hooks = hooks
         self.fragments = make_fragments(worker, settings, exchange, bucket_elements)
         self.statistics = worker.statistics
-        self.paused = self.measure_outer_gradient = False
+        self.paused = False
         self.shows_outer = not hooks.shares_sync_points
-        self.consensus_every, self.consensus_elements = 0, 8192
         self._clock = worker.group.clock
         self._schedule = settings.schedule.of_worker(worker.group.worker)
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
@@ -139,7 +134,18 @@ class Engine(Participant):
         """Take part in the run, see :meth:`Participant.start`."""
         self._hooks.start(self)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the algorithm and of the schedule."""
+        settings = self.settings
+        own = settings.algorithm.metrics(self.fragments[0].state)
+        return {**own, **settings.schedule.metrics(self.worker.round_index)}
+
     # ---------------------------------------------------------------- local steps
+
+    def before_optimizer_step(self, parameters: Iterable[Tensor]) -> None:
+        """Average the gradients over the workers while rounds by the clock warm up."""
+        if self.is_warming_up:
+            self.average_gradients(parameters)
 
     def count_step(self) -> None:
         """Count one local step without running a round."""
@@ -386,7 +392,7 @@ class Engine(Participant):
         """Wait until all workers have reached the same sync point; take part in rounds until then.
 
         Parameters are read only if there is a round to take part in. Arguments, result and errors
-        as in :meth:`Participant.sync_point`.
+        as in :meth:`LocalParticipant.sync_point`.
         """
         sync_point = sync_point_id(purpose)
         while True:
@@ -527,6 +533,23 @@ class Engine(Participant):
         for fragment, (shared, own, began_at) in zip(self.fragments, states, strict=True):
             fragment.load_state_dict(shared, own)
             fragment.began_at = fragment.fresh_at = began_at
+
+    @torch.no_grad()
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Load as much as fits of a run with other settings or another number of workers.
+
+        With another algorithm, training starts from the consensus with a new state. With another
+        number of workers too, but state that was equal on all workers, such as outer parameters,
+        is kept.
+        """
+        fitting = FittingState(saved, self.worker, self.settings, self.fragments)
+        if (state := fitting.find()) is not None:
+            self.load_state_dict(state)
+        else:
+            fitting.load_counters()
+            self.reset()
+            fitting.note_reset()
+        return fitting.notes
 
     @torch.no_grad()
     def reset(self) -> None:

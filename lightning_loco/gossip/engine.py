@@ -35,7 +35,7 @@ from lightning_loco.gossip.node import PeerNode, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
 from lightning_loco.model.flat import CHUNK_ELEMENTS
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.same_model import broadcast_inside
 from lightning_loco.model.worker import EarlierRun, Worker
 
@@ -101,7 +101,7 @@ class RankReport(NamedTuple):
         return reports[0], sum(losses) / len(losses) if losses else None
 
 
-class PairwiseEngine(Participant):
+class PairwiseEngine(LocalParticipant):
     """Publishes this worker's parameters, and blends in the parameters of random peers.
 
     Serving and fetching happen in background threads, so a slow or dead peer does not slow down
@@ -268,6 +268,10 @@ class PairwiseEngine(Participant):
         return self.worker.group.inner is not None and self.algorithm.uses_loss
 
     # ------------------------------------------------------------- local steps
+
+    def before_step(self, loss: float | Tensor | None = None) -> None:
+        """Publish the present parameters and maybe start a fetch, as :meth:`update_send`."""
+        self.update_send(loss)
 
     @torch.no_grad()
     def update_send(self, loss: float | Tensor | None = None) -> None:
@@ -460,27 +464,19 @@ class PairwiseEngine(Participant):
 
     # ---------------------------------------------------------------- sync points
 
-    def finish(self) -> None:
-        """Wait for the other ranks of this job and put the mean of all ranks into the model.
-
-        The parameters are served until all ranks have arrived.
-
-        Raises:
-            RuntimeError: If a rank is missing or has failed, no rank has finite parameters, or a
-                parameter became trainable after the start.
-        """
-        self.sync_point("the end of training")
-        self.finish_at_sync_point()
-
     def finish_at_sync_point(self) -> None:
-        """Finish as :meth:`finish` does, when all ranks are at the same sync point."""
+        """Put the mean of all ranks into the model, when all are at the same sync point.
+
+        RuntimeError if no rank has finite parameters, or a parameter became trainable after the
+        start.
+        """
         self.worker.check_trainable()
         self.write_consensus("the final consensus")
 
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all ranks of this job have reached the same sync point; serve until then.
 
-        Arguments, result and errors as in :meth:`Participant.sync_point`.
+        Arguments, result and errors as in :meth:`LocalParticipant.sync_point`.
         """
         return self.worker.sync_point(purpose)
 
@@ -499,25 +495,24 @@ class PairwiseEngine(Participant):
 
     @torch.no_grad()
     def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Resume from an earlier run, which may have had other settings or other workers.
+        """Load as much as fits of an earlier run, and publish it.
 
-        The model must hold the consensus of that run. With another algorithm or number of workers,
-        all workers start from it, each with its own clock. Returns a note for each dropped entry;
-        KeyError if the saved state is incomplete.
+        With another algorithm or number of workers, all workers start from the consensus, each with
+        its own clock.
         """
         state, replica = saved.state, self.worker.replica
         is_same_algorithm = saved.is_of(self.algorithm)
-        if is_same_algorithm and saved.has_same_workers:
-            self.load_state_dict(state)
-            return []
-        at_consensus = {
-            **{name: value for name, value in state.items() if name != "others"},
-            "params": replica.layout.new_flat_on_cpu(),
-            "buffers": replica.buffers.new_flat_on_cpu(),
-            "clock": state["clock"] if is_same_algorithm else float(state["steps"]),
-        }
-        self.load_state_dict(at_consensus)
-        return saved.dropped_by(self.algorithm)
+        is_same = is_same_algorithm and saved.has_same_workers
+        if not is_same:
+            state = {
+                **{name: value for name, value in state.items() if name != "others"},
+                "params": replica.layout.new_flat_on_cpu(),
+                "buffers": replica.buffers.new_flat_on_cpu(),
+                "clock": state["clock"] if is_same_algorithm else float(state["steps"]),
+            }
+        self.load_state_dict(state)
+        self.reset()
+        return [] if is_same else saved.dropped_by(self.algorithm)
 
     def close(self) -> None:
         """Stop serving, end all threads and destroy the groups. Calling it again does nothing."""

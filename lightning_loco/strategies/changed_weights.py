@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.model.fingerprint import fingerprints
 from lightning_loco.model.flat import local_tensor
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.same_model import broadcast_model
 from lightning_loco.model.worker import Worker
 from lightning_loco.strategies import lightning_compat
@@ -44,9 +44,13 @@ class ExternalUpdates:
         self._epoch_start: tuple[int, int, list[int]] | None = None
 
     @property
-    def _worker(self) -> Worker:
+    def _engine(self) -> LocalParticipant:
         assert self._strategy.engine is not None
-        return self._strategy.engine.worker
+        return self._strategy.engine
+
+    @property
+    def _worker(self) -> Worker:
+        return self._engine.worker
 
     @property
     def _model(self) -> pl.LightningModule:
@@ -102,7 +106,7 @@ class ExternalUpdates:
         is_changed = self._fingerprints() != self._last_prints
         if any(group.gather_from_ranks(is_changed, "the first batch")):
             self._worker.checksum = broadcast_model(self._model, group)
-            self._strategy.reset()
+            self._engine.reset()
             self._last_prints = self._fingerprints()
 
     # ---------------------------------------------------------- between two epochs
@@ -196,7 +200,7 @@ class ExternalUpdates:
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:
                 parameter.detach().copy_(written[name])
-        self._strategy.reset()
+        self._engine.reset()
 
     def _check_same(self, written: dict[str, Tensor]) -> None:
         """Raise RuntimeError on all workers if they have written different weights."""
@@ -255,7 +259,9 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
         tensor.detach().copy_(sent)
 
 
-def finish_with_averages(engine: Participant, trainer: pl.Trainer, *, keeps_local: bool) -> None:
+def finish_with_averages(
+    engine: LocalParticipant, trainer: pl.Trainer, *, keeps_local: bool
+) -> None:
     """Finish the training of an engine, before callbacks write their final weights into the model.
 
     All workers must be at the same sync point. If the model already holds an average, the mean of

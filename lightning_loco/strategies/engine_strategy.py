@@ -24,9 +24,8 @@ from lightning_loco._util.checks import (
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.elastic.member_connection import MemberConnection
-from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.model.participant import Participant
-from lightning_loco.model.worker import EarlierRun
+from lightning_loco.engine import RoundSettings
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.arguments import WorkerArguments
@@ -80,7 +79,7 @@ class EngineStrategy(WorkerStrategy):
     """
 
     settings: Any
-    engine: Participant | None
+    engine: LocalParticipant | None
     checkpoints: WorkerCheckpoints
 
     def _init_with(
@@ -116,8 +115,8 @@ class EngineStrategy(WorkerStrategy):
         self.checkpoint_folder = checkpoint_folder
         self._max_steps: MaxSteps | None = None
         self._loss: Any = math.nan
-        self.engine: Participant | None = None
-        self._failed_engine: Participant | None = None
+        self.engine: LocalParticipant | None = None
+        self._failed_engine: LocalParticipant | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._external_updates = ExternalUpdates(self)
 
@@ -137,22 +136,11 @@ class EngineStrategy(WorkerStrategy):
         return [share for share in shares for _ in range(readers // workers)]
 
     @abstractmethod
-    def make_engine(self, group: WorkerGroup) -> Participant:
+    def make_engine(self, group: WorkerGroup) -> LocalParticipant:
         """Make the engine of this worker from the settings; called on every worker."""
 
-    @abstractmethod
-    def reset(self) -> None:
-        """Restart the algorithm from the parameters in the model; called on every worker."""
-
-    @abstractmethod
-    def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Resume from a run with other settings or another number of workers.
-
-        All workers must call it; the state is used as far as it fits. Returns notes on the rest.
-        """
-
     @property
-    def synchronizer(self) -> Participant | None:
+    def participant(self) -> LocalParticipant | None:
         """The engine, which takes part in the rounds of the others while it waits."""
         return self.engine
 
@@ -162,7 +150,7 @@ class EngineStrategy(WorkerStrategy):
         return None
 
     @property
-    def failed_engine(self) -> Participant | None:
+    def failed_engine(self) -> LocalParticipant | None:
         """The engine of a fit that this worker has ended with an error; None without.
 
         An engine with rounds is kept until the next fit, because checkpoints read it.
@@ -172,7 +160,7 @@ class EngineStrategy(WorkerStrategy):
         return self.engine if self._is_alone and not self._finished else None
 
     @property
-    def _engine(self) -> Participant:
+    def _engine(self) -> LocalParticipant:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
         return self.engine
@@ -264,7 +252,7 @@ class EngineStrategy(WorkerStrategy):
             assert self.lightning_module is not None
             self.model = self._replica_group.wrap(self, self.lightning_module)
 
-    def _set_evaluated(self, engine: Participant, trainer: pl.Trainer) -> None:
+    def _set_evaluated(self, engine: LocalParticipant, trainer: pl.Trainer) -> None:
         """Choose the validated model; ValueError for settings that contradict the choice."""
         if self.evaluate == "outer":
             if engine.settings.consensus_key is None:
@@ -272,7 +260,6 @@ class EngineStrategy(WorkerStrategy):
                     "evaluate='outer' needs outer parameters that are the same on all workers, "
                     f"which {engine.settings.algorithm} does not have. Use evaluate='average'."
                 )
-            assert isinstance(engine, Engine)
             engine.shows_outer = True
         for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
             monitor = getattr(callback, "monitor", None)
@@ -318,7 +305,7 @@ class EngineStrategy(WorkerStrategy):
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop at a common step; safe to call from a signal handler."""
         if self.engine is not None:
-            self.engine.worker.stop.request(reason)
+            self.engine.request_stop(reason)
         else:
             lightning_compat.raise_in_loop(self._trainer)
 
@@ -425,12 +412,28 @@ class EngineStrategy(WorkerStrategy):
         return output
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure to pass to the optimizer; subclasses may wrap it.
+        """Prepare the next local step, and return the closure to pass to the optimizer.
 
         A step outside Lightning has no closure: then ``closure`` does nothing, and the returned one
         is called right before the step.
         """
-        return closure
+        engine = self._engine
+        if self._steps.is_next(optimizer):
+            engine.before_step(self._known_loss)
+
+        def prepared() -> Any:
+            output = closure()
+            groups = optimizer.param_groups
+            engine.before_optimizer_step(p for group in groups for p in group["params"])
+            return output
+
+        return prepared
+
+    @property
+    def _known_loss(self) -> Tensor | float | None:
+        """The last loss that ``training_step`` has returned; None if it was not one number."""
+        loss = self._loss
+        return None if isinstance(loss, float) and math.isnan(loss) else loss
 
     def _before_raw_step(self, optimizer: Optimizer) -> None:
         self.prepare_step(optimizer, lambda: None)()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.elastic.member_connection import MemberConnection
-from lightning_loco.engine import Engine, RoundSettings, resume_from
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.settings import RoundOptions
-from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import RoundArguments
 from lightning_loco.strategies.elastic_members import TrainerPosition, shard_dataloader
@@ -41,18 +39,6 @@ class RoundStrategy(EngineStrategy):
         assert self.lightning_module is not None
         optimized = optimized_by(self.optimizers)
         return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
-
-    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Average the gradients after the backward pass while rounds by the clock warm up."""
-        engine = self._engine
-        assert isinstance(engine, Engine)
-
-        def averaged() -> Any:
-            output = closure()
-            engine.average_gradients(p for group in optimizer.param_groups for p in group["params"])
-            return output
-
-        return averaged if engine.is_warming_up else closure
 
     # ----------------------------------------------------------------- members
 
@@ -103,16 +89,6 @@ class RoundStrategy(EngineStrategy):
         if self.member_connection is not None and isinstance(exception, SIGTERMException):
             self.member_connection.leave()
         super().on_exception(exception)
-
-    def reset(self) -> None:
-        """Restart the rounds from the parameters in the model."""
-        assert isinstance(self._engine, Engine)
-        self._engine.reset()
-
-    def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Resume the rounds of a run with other settings or another number of workers."""
-        assert isinstance(self._engine, Engine)
-        return resume_from(self._engine, saved)
 
 
 class LocoStrategy(RoundStrategy, DDPStrategy):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms.pairwise_average import Interpolation
@@ -22,7 +19,6 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.gossip import Peer
 from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.settings import PairwiseSettings, pairwise_gossip
-from lightning_loco.model.worker import EarlierRun
 from lightning_loco.strategies.arguments import CommonArguments
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
@@ -153,18 +149,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
-    def reset(self) -> None:
-        """Publish the parameters in the model, and wait until all ranks have."""
-        assert isinstance(self._engine, PairwiseEngine)
-        self._engine.reset()
-
-    def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Publish the state of an earlier run, and wait until all ranks have."""
-        assert isinstance(self._engine, PairwiseEngine)
-        notes = self._engine.resume_from(saved)
-        self._engine.reset()
-        return notes
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step. Raises if the factor may need a loss and none is returned."""
         output = super().training_step(*args, **kwargs)
@@ -180,17 +164,3 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
                 "or {'loss': ...}, or use interpolation='constant' or 'clock'."
             )
         return output
-
-    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Publish the present parameters and maybe start a fetch, once in each local step."""
-        engine = self._engine
-        assert isinstance(engine, PairwiseEngine)
-        if self._steps.is_next(optimizer):
-            engine.update_send(self._known_loss)
-        return closure
-
-    @property
-    def _known_loss(self) -> Tensor | float | None:
-        """The last loss that ``training_step`` has returned; None if it was not one number."""
-        loss = self._loss
-        return None if isinstance(loss, float) and math.isnan(loss) else loss

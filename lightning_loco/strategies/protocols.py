@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from lightning_loco.compression import Codec
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.elastic.member_connection import MemberConnection
-from lightning_loco.model.participant import Participant
-from lightning_loco.model.worker import EarlierRun
-from lightning_loco.parameter_server import RemoteOptimizer
+from lightning_loco.model.participant import LocalParticipant
+from lightning_loco.parameter_server import RemoteParticipant
 from lightning_loco.schedules import Schedule
 
 
@@ -42,9 +41,9 @@ class StrategyWithEngine(TrainingStrategy, Protocol):
     optimizers: list[Optimizer]
 
     @property
-    def engine(self) -> Participant | None: ...
+    def engine(self) -> LocalParticipant | None: ...
     @property
-    def failed_engine(self) -> Participant | None: ...
+    def failed_engine(self) -> LocalParticipant | None: ...
     @property
     def member_connection(self) -> MemberConnection | None: ...
     @property
@@ -70,14 +69,12 @@ class StrategyWithEngine(TrainingStrategy, Protocol):
 
     def wait_inside(self, purpose: str) -> None: ...
     def show_consensus(self, purpose: str) -> None: ...
-    def reset(self) -> None: ...
-    def resume_from(self, saved: EarlierRun) -> list[str]: ...
 
 
 class StrategyWithRemoteOptimizer(TrainingStrategy, Protocol):
     """A strategy whose optimizer is on service ranks."""
 
-    remote: RemoteOptimizer | None
+    remote: RemoteParticipant | None
     service: WorkerGroup | None
 
     @property

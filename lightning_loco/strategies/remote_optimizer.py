@@ -15,12 +15,15 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco._util.checks import check_bytes
-from lightning_loco._util.clock import REAL_CLOCK
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.costs.server_times import BUCKET_BYTES
-from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.model.same_model import broadcast_model, check_model
-from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
+from lightning_loco.parameter_server import (
+    RemoteOptimizer,
+    RemoteParticipant,
+    Serving,
+    Transport,
+)
 from lightning_loco.parameter_server.backends import check_optimizer
 from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.roles import check_ranks
@@ -146,19 +149,20 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             broadcast_model(self.lightning_module, self.training_ranks())
         (local,) = self.optimizers
         lightning_compat.expect_no_step(local)
-        self.remote = RemoteOptimizer(
+        optimizer = RemoteOptimizer(
             local.param_groups,
             self.tiers.aggregators,
             transport=self._transport(),
             replica_group=self.replica_group,
         )
-        self.remote.set_local_optimizer(local)
-        self.optimizers = [self.remote]
-        self.statistics = Statistics()
+        optimizer.set_local_optimizer(local)
+        self.optimizers = [optimizer]
+        self.remote = RemoteParticipant(optimizer)
+        self.statistics = self.remote.statistics
         self._steps = LocalSteps()
         parameters = list(self.lightning_module.parameters())
         self._added.callback(self._steps.watch(parameters, self._check_raw_step, self._count))
-        self._precision = RemotePrecision(self.precision_plugin, self.remote)
+        self._precision = RemotePrecision(self.precision_plugin, optimizer)
         self._is_in_step = self._has_mean = False
         around_hooks = lightning_compat.surround(
             self.precision_plugin, "post_backward", self._mean_shown
@@ -170,7 +174,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             and not self._precision.scales
             and not self._shows_mean
         )
-        self.remote.receive_weights()
+        self.remote.start()
         if self._stop_reason is not None:
             self.remote.request_stop(self._stop_reason)
         numel = sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
@@ -203,7 +207,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         assert remote is not None
 
         def streaming() -> Any:
-            remote.expect_backward()
+            remote.optimizer.expect_backward()
             return closure()
 
         def with_mean() -> Any:
@@ -215,11 +219,11 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         chosen = streaming if self._can_stream else with_mean if self._shows_mean else closure
         self._is_in_step = True
         try:
-            with self._steps.through_lightning(), self._bytes_counted(remote):
+            with self._steps.through_lightning(), remote.counting_bytes():
                 output = super().optimizer_step(optimizer, chosen, model, **kwargs)
         finally:
             self._is_in_step = False
-        self._count(remote)
+        self._count(optimizer)
         return output
 
     @contextmanager
@@ -238,7 +242,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         is_last = self.model.require_backward_grad_sync  # type: ignore[union-attr]
         if is_last and not self._is_in_step:
             assert self.remote is not None
-            with self._bytes_counted(self.remote):
+            with self.remote.counting_bytes():
                 self._average_gradients()
         elif is_last and self._shows_mean:
             self._average_gradients()
@@ -246,18 +250,11 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
     def _average_gradients(self) -> None:
         assert self.remote is not None
-        self.remote.average_gradients()
+        self.remote.optimizer.average_gradients()
         self._has_mean = True
 
-    @contextmanager
-    def _bytes_counted(self, remote: RemoteOptimizer) -> Iterator[None]:
-        sent, saved = remote.bytes_sent, remote.bytes_saved
-        yield
-        self.statistics.bytes_sent += remote.bytes_sent - sent
-        self.statistics.bytes_saved += remote.bytes_saved - saved
-
     def _check_raw_step(self, optimizer: Optimizer) -> None:
-        if optimizer is not self.remote:
+        if self.remote is None or optimizer is not self.remote.optimizer:
             raise RuntimeError(
                 f"{type(optimizer).__name__} is about to step here, but the optimizer is on "
                 "another rank: the workers would end with different parameters. Call the step of "
@@ -268,10 +265,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         remote = self.remote
         assert remote is not None
         self._has_mean = False
-        self.statistics.rounds += 1
-        now_s, waited_s = REAL_CLOCK.now(), remote.wait_s - self.statistics.wait_s
-        self.statistics.record("wait", now_s - waited_s, now_s)
-        self.statistics.wait_s = remote.wait_s
+        remote.count_step()
         if remote.stop_agreed is not None:
             lightning_compat.stop_after_batch(self._trainer, self._added)
 
@@ -286,7 +280,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         if self.remote is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            self.checkpoints.load_param_groups(self.remote, checkpoint)
+            self.checkpoints.load_param_groups(self.remote.optimizer, checkpoint)
 
     # --------------------------------------------------------------------- end
 
@@ -304,8 +298,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self._finished = True
         self._leave(self.remote)
 
-    def _leave(self, remote: RemoteOptimizer) -> None:
-        remote.leave(self._farewell() if self.is_global_zero else None)
+    def _leave(self, remote: RemoteParticipant) -> None:
+        remote.optimizer.leave(self._farewell() if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save a checkpoint after an agreed stop; report a failure to the other ranks."""
@@ -327,14 +321,14 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             self._leave(remote)
         self._end_together(self.service or self.group)
         if remote is not None:
-            remote.remove_hooks()
+            remote.optimizer.remove_hooks()
             self.remote = None
         if self._precision is not None:
             self._precision.close()
             self._precision = None
         super().teardown()
         if remote is not None:
-            remote.release()  # last: the servers regard it as the end of this rank
+            remote.close()  # last: the servers regard it as the end of this rank
 
 
 def check_arguments(trainer: pl.Trainer, module: pl.LightningModule) -> None:

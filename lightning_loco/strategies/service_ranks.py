@@ -15,14 +15,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup, abort_groups
 from lightning_loco.model.replica import ParameterOwners
 from lightning_loco.model.same_model import check_same_tensors
-from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, serve
+from lightning_loco.parameter_server import RemoteParticipant, Serving, Tiers, Transport, serve
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.changed_weights import averaged_models, share_complete_averages
 from lightning_loco.strategies.checkpoint.reader import resumed_by_all
@@ -41,14 +40,14 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     Attributes:
         counts: ``(num_workers, num_servers, replica_size)``; ``num_workers`` None means 2 tiers.
         timeout_s: Longest wait for another rank, in seconds.
-        remote: A worker's client of the servers, during ``fit``.
+        remote: A worker with its client of the servers, during ``fit``.
         service: All ranks, those that train and those that serve, during ``fit``.
         replica_group: The ranks of this worker, if there are several, during ``fit``.
     """
 
     counts: tuple[int | None, int, int]
     timeout_s: float
-    remote: RemoteOptimizer | None = None
+    remote: RemoteParticipant | None = None
     service: WorkerGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     _gradients_group: dist.ProcessGroup | None = None
@@ -59,8 +58,8 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     # ------------------------------------------------------------------- ranks
 
     @property
-    def synchronizer(self) -> RemoteOptimizer | None:
-        """The client of the servers, at which workers wait for each other."""
+    def participant(self) -> RemoteParticipant | None:
+        """The client of the servers, at which workers wait for each other; None on others."""
         return self.remote
 
     @property
@@ -272,15 +271,13 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
             with self.waiting_in(purpose):
                 share_complete_averages(self._trainer, self.training_ranks())
 
-    def sync_point(self, purpose: str) -> None:
-        """Wait until all workers are at the sync point."""
-        if not self.is_training:
-            return
-        assert self.remote is not None
-        stopped = self.remote.stop_agreed
-        super().sync_point(purpose)
-        if self.remote.stop_agreed and not stopped:
-            raise SIGTERMException
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Return the values of all ranks that train, see :class:`WorkerStrategy`."""
+        if self.service is None:
+            return super().gather(value, purpose)
+        self.sync_point(purpose)
+        with self.waiting_in(purpose):
+            return self.training_ranks().gather_from_ranks(value, purpose)
 
     def training_ranks(self) -> WorkerGroup:
         """Return the ranks that train, as a worker group for collectives."""

@@ -21,7 +21,7 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.schedules import Schedule, Staggered
 
 MIN_ROUNDS = 10
@@ -58,7 +58,7 @@ NOT_SHOWN = "The summary of this run cannot be shown."
 # ------------------------------------------------------------ before training
 
 
-def describe(engine: Participant, schedule: Schedule | None) -> str:
+def describe(engine: LocalParticipant, schedule: Schedule | None) -> str:
     """Return one line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)

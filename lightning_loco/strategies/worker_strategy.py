@@ -35,7 +35,6 @@ from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.worker_group import ExplainErrors
 from lightning_loco.model.participant import Participant
-from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
@@ -50,9 +49,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as LightningStrategy
 else:
     LightningStrategy = ParallelStrategy
-
-Synchronizer = Participant | RemoteOptimizer
-"""Has the method ``sync_point(purpose)``, which waits for all workers."""
 
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 
@@ -131,8 +127,8 @@ class WorkerStrategy(LightningStrategy):
 
     @property
     @abstractmethod
-    def synchronizer(self) -> Synchronizer | None:
-        """The object that provides sync points during ``fit``; None at other times."""
+    def participant(self) -> Participant | None:
+        """This worker's part in the training of all, during ``fit``; None at other times."""
 
     @property
     def replica_size(self) -> int:
@@ -162,7 +158,7 @@ class WorkerStrategy(LightningStrategy):
     @property
     def is_connected(self) -> bool:
         """Whether sync points are possible: during ``fit``, unless this worker alone has failed."""
-        return self.synchronizer is not None and not self._is_alone
+        return self.participant is not None and not self._is_alone
 
     @property
     def is_training(self) -> bool:
@@ -185,8 +181,8 @@ class WorkerStrategy(LightningStrategy):
         module = self.lightning_module
         trainer = None if module is None else lightning_compat.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        synchronizer = self.synchronizer
-        return interrupted and (synchronizer is None or synchronizer.stop_agreed is None)
+        participant = self.participant
+        return interrupted and (participant is None or participant.stop_agreed is None)
 
     # ------------------------------------------------------------- process group
 
@@ -226,11 +222,11 @@ class WorkerStrategy(LightningStrategy):
         ``purpose`` says why, in words that are equal on all workers. SIGTERMException if the others
         have stopped at an agreed step before this one.
         """
-        synchronizer = self.synchronizer
-        if synchronizer is not None and self.is_training:
+        participant = self.participant
+        if participant is not None and self.is_training:
             started_s = REAL_CLOCK.now()
             try:
-                synchronizer.sync_point(purpose)
+                participant.sync_point(purpose)
             except StopAgreed as stop:
                 raise SIGTERMException from stop
             self.statistics.record("sync point", started_s, REAL_CLOCK.now())
@@ -285,6 +281,14 @@ class WorkerStrategy(LightningStrategy):
             return tensor
         with self.waiting_in("all_gather"):
             return super().all_gather(tensor, group, sync_grads)
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Return the values of all ranks that train: text, numbers, None, lists and dictionaries.
+
+        All of them must call it. RuntimeError, as in every collective, if one does not.
+        """
+        assert self.group is not None
+        return self.group.gather_from_ranks(value, purpose)
 
     def _end_together(self, group: WorkerGroup | None) -> None:
         """Wait for all ranks before the teardown, so that one that was lost is named by all."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, EagerDiLoCo, GASLoC
-from lightning_loco.engine import Engine, RoundSettings, resume_from
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps
 from tests.harness.cover import cover
@@ -68,7 +68,7 @@ def go_on(
     engine = Engine.from_settings(model, settings)
     with torch.no_grad():
         model.value.copy_(mean_of(states))  # the consensus of the main file
-    notes = resume_from(engine, saved)
+    notes = engine.resume_from(saved)
     taken = saved_and_loaded(engine.state_dict())
     for _ in range(3):
         approach(rank, model)

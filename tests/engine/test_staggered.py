@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_loco import Simulation
 from lightning_loco.algorithms import DiLoCo, GASLoC, Mix, ModelAverage
-from lightning_loco.engine import Engine, RoundSettings, resume_from
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.engine.fragments import simulate, slices_of, stream, train
@@ -448,7 +448,7 @@ def go_on(
     engine = Engine.from_settings(Layers(), now)
     engine.worker.replica.layout.write(state["shared"][0]["state"]["outer"])
     saved = EarlierRun(state, "DiLoCo", described, has_same_workers=True)
-    notes = resume_from(engine, saved)
+    notes = engine.resume_from(saved)
     pending_rounds = sum(fragment.pending is not None for fragment in engine.fragments)
     for _ in range(7):
         engine.step()

@@ -85,7 +85,8 @@ def train(
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if path:
                 trainer.save_checkpoint(path)
-                full.extend(trainer.strategy.remote.full_precision_parameters() if not rank else ())
+                remote = trainer.strategy.remote.optimizer
+                full.extend(remote.full_precision_parameters() if not rank else ())
 
     options = {"num_workers": 2, "compression": CODEC, **options}
     fit_with(remote_or_ddp(**options), module, make_loader(rank, STEPS), callbacks=[Save()])

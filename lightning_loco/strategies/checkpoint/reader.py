@@ -14,7 +14,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.worker import EarlierRun
 from lightning_loco.schedules.schedule import reduce_ratio
 from lightning_loco.strategies.checkpoint.atomic_io import (
@@ -380,7 +380,7 @@ class SavedRun:
         by_worker = reduce_ratio(every) if isinstance(every, list) else [1] * self.num_workers
         return DataShares(by_worker, self.replica_size, self.own.get(READERS, self.replica_size))
 
-    def equals(self, engine: Participant) -> bool:
+    def equals(self, engine: LocalParticipant) -> bool:
         """Return whether the present run has the same settings and workers."""
         return (
             self._has_same_workers(engine)
@@ -388,12 +388,12 @@ class SavedRun:
             and self._settings == engine.settings.describe()
         )
 
-    def earlier_run(self, engine: Participant) -> EarlierRun:
+    def earlier_run(self, engine: LocalParticipant) -> EarlierRun:
         """Return the state for an engine with other settings or other workers."""
         is_same = self._has_same_workers(engine)
         return EarlierRun(self.own["engine"], self.algorithm, self._settings, is_same)
 
-    def _has_same_workers(self, engine: Participant) -> bool:
+    def _has_same_workers(self, engine: LocalParticipant) -> bool:
         return self.num_workers == engine.worker.group.num_workers and not self._missing
 
     def missing(self) -> list[str]:

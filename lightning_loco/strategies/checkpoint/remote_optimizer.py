@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.parameter_server import RemoteOptimizer
+from lightning_loco.parameter_server import RemoteOptimizer, RemoteParticipant
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
 from lightning_loco.strategies.checkpoint.reader import (
     check_same_save,
@@ -47,7 +47,7 @@ class RemoteCheckpoints:
         self._final_state = {}
         self._lost = None
 
-    def finish_fit(self, remote: RemoteOptimizer) -> None:
+    def finish_fit(self, remote: RemoteParticipant) -> None:
         """Keep the optimizer's state for checkpoints after ``fit``."""
         if self._strategy.is_global_zero:
             try:
@@ -60,7 +60,7 @@ class RemoteCheckpoints:
         if not self._strategy.is_global_zero:
             return {}
         remote, module = self._strategy.remote, self._strategy.lightning_module
-        if remote is None or remote.has_left:
+        if remote is None or remote.optimizer.has_left:
             if module is not None and module.trainer.interrupted and not self._final_state:
                 self._lost = "the fit has ended"
             return self._final_state
@@ -68,7 +68,7 @@ class RemoteCheckpoints:
             return remote.state_dict()
         return self._state_after_failure(remote)
 
-    def _state_after_failure(self, remote: RemoteOptimizer) -> dict[str, Any]:
+    def _state_after_failure(self, remote: RemoteParticipant) -> dict[str, Any]:
         """Return the state if the optimizer's rank still answers, as after an error of worker 0."""
         service = self._strategy.service
         assert service is not None
@@ -95,8 +95,9 @@ class RemoteCheckpoints:
         strategy.sync_point("checkpoint")  # brings a worker that has run out of data up to date
         state = read()
         is_rounded = strategy.compression is not None
-        if strategy.is_global_zero and is_rounded and not remote.has_changed_parameters:
-            values = {id(param): value for param, value in remote.full_precision_parameters()}
+        optimizer = remote.optimizer
+        if strategy.is_global_zero and is_rounded and not optimizer.has_changed_parameters:
+            values = {id(param): value for param, value in optimizer.full_precision_parameters()}
             for name, param in module.named_parameters(remove_duplicate=False):
                 if name in state and id(param) in values:
                     state[name] = values[id(param)]

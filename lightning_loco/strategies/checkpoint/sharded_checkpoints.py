@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.distributed.devices import CPU
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.strategies.checkpoint.atomic_io import META, local_path
 from lightning_loco.strategies.checkpoint.position import DataShares
 from lightning_loco.strategies.checkpoint.reader import READING, SavedRun, read_main
@@ -128,7 +128,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
         checkpoint[SHARDS] = write_folder(own, path, dist.group.WORLD)
 
     def _gathered(
-        self, engine: Participant, state: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: LocalParticipant, state: dict[str, Any], files: SideFiles, stamp: str
     ) -> dict[str, Any] | None:
         held = super()._gathered(engine, state, files, stamp)
         assert held is not None
@@ -147,7 +147,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
         return plain if engine.worker.group.place == 0 else None
 
     def _worker_state(
-        self, engine: Participant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: LocalParticipant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         own, shared = super()._worker_state(engine, checkpoint, files, stamp)
         if own is not None:
@@ -182,7 +182,7 @@ class ShardedCheckpoints(WorkerCheckpoints):
         return self._folder(self._engine, files, run.stamp, run.worker).read(state)
 
     def _folder(
-        self, engine: Participant, files: SideFiles, stamp: str, worker: int
+        self, engine: LocalParticipant, files: SideFiles, stamp: str, worker: int
     ) -> ShardFolder:
         folders = files.shards(stamp, worker), files.shards(stamp, None)
         return ShardFolder(*folders, engine.worker.replica, engine.worker.group)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.model.fingerprint import crc32
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
     META,
@@ -141,7 +141,7 @@ class Manifest(NamedTuple):
     has_shared: bool
 
     @classmethod
-    def of(cls, engine: Participant, stamp: str) -> Manifest:
+    def of(cls, engine: LocalParticipant, stamp: str) -> Manifest:
         """Describe a save of the present run."""
         algorithm = engine.settings.algorithm
         return cls(

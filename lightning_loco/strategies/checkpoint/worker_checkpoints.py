@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_loco._util.checks import check_choice
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine.gathered_state import gather_state, own_state
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.position import (
     OTHER_RANKS,
@@ -77,7 +77,7 @@ class WorkerCheckpoints:
         self._saved_on_stop: int | None = None
 
     @property
-    def _engine(self) -> Participant | None:
+    def _engine(self) -> LocalParticipant | None:
         return self._strategy.engine if self._strategy.is_connected else None
 
     def start_fit(self) -> None:
@@ -182,7 +182,7 @@ class WorkerCheckpoints:
         write = save.to_private_folders if self._is_private else save.to_shared_folder
         self._writes_main = write(group)
 
-    def _check_whole(self, failed: Participant) -> None:
+    def _check_whole(self, failed: LocalParticipant) -> None:
         """Raise RuntimeError if a round has failed while it was being applied."""
         try:
             failed.check_whole()
@@ -195,7 +195,7 @@ class WorkerCheckpoints:
 
     def _save_alone(
         self,
-        failed: Participant,
+        failed: LocalParticipant,
         checkpoint: dict[str, Any],
         path: str | Path,
         write_main: Callable[[str], None],
@@ -230,7 +230,7 @@ class WorkerCheckpoints:
         """Write the parts of the main file that several ranks write; all ranks call it."""
 
     def _worker_state(
-        self, engine: Participant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: LocalParticipant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the state of this worker alone, and the state that is equal on all workers.
 
@@ -262,7 +262,7 @@ class WorkerCheckpoints:
         return to_device((own, shared), _CPU)
 
     def _gathered(
-        self, engine: Participant, state: dict[str, Any], files: SideFiles, stamp: str
+        self, engine: LocalParticipant, state: dict[str, Any], files: SideFiles, stamp: str
     ) -> dict[str, Any] | None:
         """Return the state of the whole worker on its first rank, None on others."""
         return gather_state(state, engine.worker.replica)
@@ -413,7 +413,7 @@ class WorkerCheckpoints:
                 engine.load_state_dict(own_state(run.own["engine"], engine.worker.replica))
         else:
             with errors_naming(run.name):
-                notes += self._strategy.resume_from(run.earlier_run(engine))
+                notes += engine.resume_from(run.earlier_run(engine))
         connection = self._strategy.member_connection
         notes += position.restore(trainer, divides=connection is None)
         if connection is not None:
