@@ -20,7 +20,7 @@ from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.same_model import broadcast_model
 from lightning_loco.model.worker import Worker
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
+from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_loco.strategies.protocols import StrategyWithEngine
 
 _RESTART = "a new start from weights that a hook has set on this worker"
@@ -72,7 +72,7 @@ class ExternalUpdates:
         self._written, self._is_before_start = {}, True
         self._last_prints = self._fingerprints()
 
-    def resume_from(self, checkpoints: WorkerCheckpoints) -> None:
+    def resume_from(self, checkpoints: Checkpoints) -> None:
         """Resume from the checkpoint that was loaded, if there is one.
 
         ValueError on all workers if a hook has set weights after it was loaded.

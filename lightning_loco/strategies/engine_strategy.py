@@ -34,7 +34,9 @@ from lightning_loco.strategies.changed_weights import (
     averaged_models,
     finish_with_averages,
 )
-from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
+from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
+from lightning_loco.strategies.checkpoint.local_state import LocalState
+from lightning_loco.strategies.checkpoint.main_file import MainFile
 from lightning_loco.strategies.data import MaxSteps, share_data
 from lightning_loco.strategies.lightning_compat import add_hooks
 from lightning_loco.strategies.local_training import (
@@ -80,7 +82,6 @@ class EngineStrategy(WorkerStrategy):
 
     settings: Any
     engine: LocalParticipant | None
-    checkpoints: WorkerCheckpoints
 
     def _init_with(
         self,
@@ -117,8 +118,13 @@ class EngineStrategy(WorkerStrategy):
         self._loss: Any = math.nan
         self.engine: LocalParticipant | None = None
         self._failed_engine: LocalParticipant | None = None
-        self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
+        self._save_to(MainFile(self))
         self._external_updates = ExternalUpdates(self)
+
+    def _save_to(self, main: MainFile) -> None:
+        """Set how the main files of checkpoints are written."""
+        self._run_state = LocalState(self, main, self.checkpoint_folder)
+        self.checkpoints = Checkpoints(self, self._run_state)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -233,7 +239,7 @@ class EngineStrategy(WorkerStrategy):
             trainer,
             batches_end=self._external_updates.on_batches_end,
             end=self._end_training,
-            saving=self.checkpoints.consensus_shown,
+            saving=self._run_state.consensus_shown,
             sync_point=self.sync_point,
             validation_start=self._start_validation,
             validation_end=self._end_validation,

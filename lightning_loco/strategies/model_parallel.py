@@ -28,10 +28,7 @@ from lightning_loco.engine import Engine
 from lightning_loco.model.gradient_clipping import GradientClipping
 from lightning_loco.model.replica import reshard
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.sharded_checkpoints import (
-    ShardedCheckpoints,
-    path_on_file_system,
-)
+from lightning_loco.strategies.checkpoint.main_file import ShardedMainFile, path_on_file_system
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 
@@ -86,7 +83,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
             process_group_backend=method.process_group_backend,
             **lightning_compat.parts_of(method),
         )
-        self.checkpoints = ShardedCheckpoints(self, saves_folders=save_distributed_checkpoint)
+        self._save_to(ShardedMainFile(self, saves_folders=save_distributed_checkpoint))
 
     def _init_base(
         self,
@@ -144,6 +141,12 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer of worker 0 on rank 0; it is empty on others."""
         return super().optimizer_state(optimizer) if self.worker == 0 else {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint; ValueError for a path that is not on a file system."""
+        super().save_checkpoint(checkpoint, path_on_file_system(filepath), storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -225,6 +228,8 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
     """Raise ValueError for callbacks of Lightning that do not work with shards."""
+    for saving in trainer.checkpoint_callbacks:
+        path_on_file_system(getattr(saving, "dirpath", None) or trainer.default_root_dir)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, lightning_compat.OF_WHOLE_MODELS):

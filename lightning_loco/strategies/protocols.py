@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_loco.compression import Codec
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.elastic.member_connection import MemberConnection
-from lightning_loco.model.participant import LocalParticipant
+from lightning_loco.model.participant import LocalParticipant, Participant
 from lightning_loco.parameter_server import RemoteParticipant
 from lightning_loco.schedules import Schedule
 
@@ -29,6 +29,8 @@ class TrainingStrategy(Protocol):
     def is_fitting(self) -> bool: ...
     @property
     def is_global_zero(self) -> bool: ...
+    @property
+    def participant(self) -> Participant | None: ...
 
     def sync_point(self, purpose: str) -> None: ...
 

@@ -29,7 +29,8 @@ from lightning_loco.parameter_server.protocol import as_codec
 from lightning_loco.parameter_server.roles import check_ranks
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.arguments import WorkerArguments
-from lightning_loco.strategies.checkpoint.remote_optimizer import RemoteCheckpoints
+from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
+from lightning_loco.strategies.checkpoint.remote_state import RemoteState
 from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
 from lightning_loco.strategies.service_ranks import ServiceRankStrategy
 from lightning_loco.strategies.summary import (
@@ -83,8 +84,6 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         Trainer(strategy=RemoteOptimizerStrategy(num_workers=2), devices=4)  # 3 tiers
     """
 
-    checkpoints: RemoteCheckpoints
-
     def __init__(
         self,
         num_workers: int | None = None,
@@ -107,7 +106,8 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self._precision: RemotePrecision | None = None
         self._shows_mean = self._can_stream = False
         self._is_in_step = self._has_mean = False
-        self.checkpoints = RemoteCheckpoints(self)
+        self._run_state = RemoteState(self)
+        self.checkpoints = Checkpoints(self, self._run_state)
 
     # ------------------------------------------------------------------- setup
 
@@ -273,21 +273,21 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer on its rank; only worker 0 needs it."""
-        return self.checkpoints.optimizer_state()
+        return self._run_state.optimizer_state()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizer's state on its rank; on workers, only its hyper-parameters."""
         if self.remote is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            self.checkpoints.load_param_groups(self.remote.optimizer, checkpoint)
+            self._run_state.load_param_groups(self.remote.optimizer, checkpoint)
 
     # --------------------------------------------------------------------- end
 
     def on_train_end(self) -> None:
         """Keep the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
-        self.checkpoints.finish_fit(self.remote)
+        self._run_state.finish_fit(self.remote)
         if self.summary:
             with errors_as_warnings(NOT_SHOWN):
                 assert self.lightning_module is not None
@@ -317,7 +317,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         remote = self.remote
         if remote is not None and not self._is_alone:
             if not self._finished:  # a fit without steps has no end of training
-                self.checkpoints.finish_fit(remote)
+                self._run_state.finish_fit(remote)
             self._leave(remote)
         self._end_together(self.service or self.group)
         if remote is not None:

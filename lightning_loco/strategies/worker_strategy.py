@@ -37,9 +37,8 @@ from lightning_loco.distributed.worker_group import ExplainErrors
 from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
-from lightning_loco.strategies.checkpoint.remote_optimizer import RemoteCheckpoints
-from lightning_loco.strategies.checkpoint.worker_checkpoints import WorkerCheckpoints
 from lightning_loco.strategies.local_training import (
     LocalSteps,
 )
@@ -67,7 +66,7 @@ class WorkerStrategy(LightningStrategy):
     so that errors name one of them, or None.
     """
 
-    checkpoints: WorkerCheckpoints | RemoteCheckpoints
+    checkpoints: Checkpoints
     model: nn.Module | None
     timeout_s: float
     group: WorkerGroup | None = None

@@ -22,7 +22,7 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Mix
 from lightning_loco.schedules import EverySteps, Staggered
-from lightning_loco.strategies.checkpoint.worker_checkpoints import to_device
+from lightning_loco.strategies.checkpoint.local_state import to_device
 from tests.harness.pool import Pool, make_trainer, run_each
 from tests.harness.small_model import (
     TinyModule,

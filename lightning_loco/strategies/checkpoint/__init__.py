@@ -1,8 +1,10 @@
-"""Checkpoints: an ordinary main file, and a folder with the state of each worker beside it.
+"""Checkpoints: an ordinary main file, and what resumes a run, in it or in a folder beside it.
 
-``workers`` implements saving and resuming for workers with an engine each, ``remote`` for a run
-whose optimizer is on another rank. ``writer`` writes one save, ``reader`` chooses and reads one;
-``side_files`` holds the files and the manifest in the main file, ``position`` where a rank is in
-its loops and data, and ``atomic_io`` how one file is written. ``sharded`` does the work of
-``workers`` for ranks that hold shards, and ``shard_folder`` writes and reads these.
+``checkpoints`` has the hooks, the same for every strategy. They are given the parts that differ:
+what is saved and how the ranks agree, of workers with parameters of their own (``local_state``) or
+with the optimizer on another rank (``remote_state``), and how the main file is written
+(``main_file``): by one rank, or by all that hold shards of the model (``shard_folder``).
+``writer`` writes one save, ``reader`` chooses and reads one; ``side_files`` holds the files and the
+manifest in the main file, ``position`` where a rank is in its loops and data, and ``atomic_io`` how
+one file is written.
 """

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.data import is_distributed, samples_of, train_loaders
@@ -71,6 +72,7 @@ class Position(NamedTuple):
         """Restore the position, after Lightning has restored the loops."""
         if self.has_validation_data:
             lightning_compat.load_validation_data(trainer)
+        # After the validation loaders, which draw random numbers when they are made.
         if self.random is not None:
             set_random_states(self.random)
         if self.phase == "next epoch" and trainer.current_epoch > 0:
@@ -187,6 +189,7 @@ class ResumedPosition:
         saved = loops["fit_loop"]["state_dict"]
         self._loader_states = saved.get("combined_loader", [])
         if self._before != self._now:
+            # A loader's state is a position in the former share of the data.
             saved.pop("combined_loader", None)
         self._position.prepare_loops(loops, trainer)
 
@@ -250,6 +253,7 @@ class ResumedPosition:
         length = int(trainer.num_training_batches)
         count = length
         if not progress.is_last_batch:
+            # At least one batch is left to train on, so that the epoch has an end.
             count = min(self._rescaled(progress.current.ready), length - 1)
             count -= count % trainer.accumulate_grad_batches
             lightning_compat.skip_batches(trainer, count)
@@ -288,9 +292,13 @@ class ResumedPosition:
             ]
         return []
 
-    def numbers(self) -> tuple[str, str]:
-        """Describe how many workers there were, and how many there are."""
-        return str(self._before), str(self._now)
+    def warn_of(self, notes: list[str], trained_with: str = "", train_with: str = "") -> None:
+        """Warn of what does not continue where it was, if anything."""
+        if notes:
+            rank_zero_warn(
+                f"The checkpoint was written by {self._before}{trained_with}, and "
+                f"{self._now}{train_with} go on from it: {'; '.join(notes)}."
+            )
 
 
 def _span(noun: str, first: int, end: int) -> str:
@@ -312,7 +320,7 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # asking would initialize it, which takes memory of the GPU
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

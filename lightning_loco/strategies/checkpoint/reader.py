@@ -87,6 +87,7 @@ def resumed_by_all(group: WorkerGroup, path: str | Path | None) -> str | Path | 
 def check_same_save(group: WorkerGroup, loaded: dict[str, Any], path: str | Path) -> None:
     """Raise ValueError on all ranks if they have read different checkpoints."""
     stamp = loaded[KEY]["stamp"] if KEY in loaded else f"step {loaded.get('global_step')}"
+    # Also on one machine: a run that saves meanwhile replaces the file between two reads.
     first, *others = group.gather_from_ranks([stamp, str(path)], READING)
     for name, other in zip(group.rank_names[1:], others, strict=True):
         if other[0] != first[0]:
@@ -106,12 +107,14 @@ def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str,
     except Exception as error:  # damaged files raise errors of many types
         if isinstance(error, IsADirectoryError) and (Path(path) / META).exists():
             raise ValueError(_written_in_parts(Path(path))) from error
+        # Errors of the file system say what is wrong, and that is not damage.
         if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
             raise
         is_local = local is not None and local.is_file()
         if (found := damage_of(path)) is None and (is_archive(path) or not is_local):
             raise
         raise ValueError(f"The checkpoint {path} cannot be read: {found or error}.") from error
+    # torch.load does not compare the checksums of tensors.
     if (found := damage_of(path)) is not None:
         raise ValueError(f"The checkpoint {path} is damaged: {found}.")
     return loaded
@@ -260,6 +263,7 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
         ]
         with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
             raise ValueError(" ".join(lines))
+    # A save that all have may be staged only, if the workers were killed before the rename.
     with group.errors_shared(_LABEL):
         if group.place == 0:
             where[stamp].commit_main(stamp)
@@ -364,8 +368,9 @@ class SavedRun:
             self.own = own
             self.replica_size = take_rank_state(own, place)
             self.is_new = is_new_worker or place >= self.replica_size
-            if self.is_new:
+            if self.is_new:  # or the bytes of one worker would count twice
                 own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
+        # Each worker finds its own file; fewer workers than before would not miss the last one.
         if writers is None:
             files.find(self.stamp, self.num_workers - 1)
 

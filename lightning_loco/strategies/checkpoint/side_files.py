@@ -101,7 +101,8 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     with suppress(OSError, zipfile.BadZipFile):
         parts = plain_parts(file_of_all)
         return {found.decode() for part in parts for found in _STAMP.findall(part)}
-    with suppress(Exception):  # a user's CheckpointIO may raise anything
+    # Not an archive of torch.save: the file of a user's CheckpointIO, which may raise anything.
+    with suppress(Exception):
         return {io.load_checkpoint(path)[KEY]["stamp"]}
     return set()
 
@@ -335,7 +336,7 @@ class SideFiles:
         """Delete a save."""
         self._remove(f"{self._folder}/{stamp}")
         if (main := local_path(self.path)) is not None:
-            remove_part(main, stamp)
+            remove_part(main, stamp)  # of a main file that is a folder
 
     def remove(self) -> None:
         """Delete all saves."""
@@ -406,6 +407,7 @@ def checksum(content: Any, start: int = 0) -> int:
             text.append(value)
         elif isinstance(value, Tensor):
             text.append(f"{value.dtype}{tuple(value.shape)}")
+            # The bytes of other tensors cannot be viewed; their type and shape are in it.
             if value.layout is torch.strided and not value.is_quantized:
                 start = crc32(value, zlib.crc32("".join(text).encode(), start))
                 text.clear()

@@ -110,7 +110,7 @@ class Save(NamedTuple):
         which may have been ``staged``, cannot be replaced.
         """
         files, stamp, has_side_files = self.files, self.stamp, self.own is not None
-        if not staged:
+        if not staged:  # an object store or a user's CheckpointIO, which cannot rename
             self.write_main(files.path)
         elif not {*workers} <= {*files.workers_of(stamp)} or not files.commit_main(stamp):
             raise OSError(

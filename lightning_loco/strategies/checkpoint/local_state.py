@@ -1,25 +1,26 @@
-"""Checkpoints of the consensus, with the state of each worker in side files."""
+"""What workers with parameters of their own save: the consensus, and each one's state beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_loco._util.checks import check_choice
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.engine.gathered_state import gather_state, own_state
+from lightning_loco.engine.gathered_state import own_state
 from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.checkpoint.checkpoints import Loaded, RunState
+from lightning_loco.strategies.checkpoint.main_file import MainFile, WriteMain
 from lightning_loco.strategies.checkpoint.position import (
     OTHER_RANKS,
     READERS,
@@ -33,21 +34,20 @@ from lightning_loco.strategies.checkpoint.reader import (
     SavedRun,
     check_same_save,
     choose_save,
-    other_one_named,
     path_on_own_disk,
     read_main,
     resumed_by_all,
 )
+from lightning_loco.strategies.checkpoint.shard_folder import SHARED_SHARDS
 from lightning_loco.strategies.checkpoint.side_files import (
     AFTER_ERROR,
     KEY,
-    NEW_RUN,
     Manifest,
     SideFiles,
     errors_naming,
     new_stamp,
 )
-from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
+from lightning_loco.strategies.checkpoint.writer import Save
 from lightning_loco.strategies.data import samples_read
 from lightning_loco.strategies.protocols import StrategyWithEngine
 
@@ -56,38 +56,41 @@ _SAVING = "a checkpoint"
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 
 
-class WorkerCheckpoints:
-    """Writes and reads the checkpoints of workers with an engine each.
+class LocalState(RunState):
+    """The consensus in the main file, and the state of each worker in a side file.
 
-    The main file is an ordinary checkpoint of the consensus; its entry ``"lightning_loco"`` names
-    the :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run
-    resumes exactly. The folder is ``"shared"`` if all workers see the same files, ``"private"`` if
-    each may have its own disk.
+    The main file is an ordinary checkpoint; its entry ``"lightning_loco"`` names the
+    :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run resumes
+    exactly. The folder is ``"shared"`` if all workers see the same files, ``"private"`` if each may
+    have its own disk.
     """
 
-    _has_shards = False
-
-    def __init__(self, strategy: StrategyWithEngine, folder: str = "shared") -> None:
+    def __init__(
+        self, strategy: StrategyWithEngine, main: MainFile, folder: str = "shared"
+    ) -> None:
         check_choice("checkpoint_folder", folder, ("shared", "private"))
+        self.main = main
         self._strategy = strategy
         self._is_private = folder == "private"
-        self._writes_main: bool | None = None
         self._writers: set[int] | None = None
-        self._resumed: tuple[SavedRun, ResumedPosition] | None = None
-        self._saved_on_stop: int | None = None
+        self._run: SavedRun | None = None
 
     @property
     def _engine(self) -> LocalParticipant | None:
         return self._strategy.engine if self._strategy.is_connected else None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the workers are connected, also after the end of training."""
+        return self._engine is not None
+
     def start_fit(self) -> None:
-        """Reset the records of an earlier fit; with private folders, prepare to choose a save.
+        """Prepare to choose a checkpoint; with private folders, one that all workers have.
 
         ValueError if private folders do not work with the ``CheckpointIO``, or with workers that
         have ranks on several nodes.
         """
-        self._saved_on_stop = None
-        self._writers = None
+        self._writers = self._run = None
         if self._is_private:
             size, on_node = self._strategy.replica_size, self._strategy.num_processes
             if self._strategy.num_nodes > 1 and on_node % size:
@@ -114,7 +117,8 @@ class WorkerCheckpoints:
         with self.consensus_shown():
             state = read()
             is_writer = self._engine is not None and self._strategy.is_global_zero
-            if self._has_shards or is_writer:
+            # Copies, because the local parameters come back before the file is written.
+            if self.main.has_shards or is_writer:
                 state = {
                     name: value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
                     for name, value in state.items()
@@ -144,43 +148,42 @@ class WorkerCheckpoints:
         finally:
             engine.worker.show_local()
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Write the side files of every worker, then the main file; all ranks must call it.
-
-        Rank 0 writes the main file. Without the optimizers' states (``weights_only``) or
-        outside ``fit``, there are no side files. If ``fit`` has failed, rank 0 writes its state
-        alone. OSError on every rank if one cannot write its files; the checkpoint that existed
-        before is still complete.
-        """
-        io, engine = self._strategy.checkpoint_io, self._engine
-        write_main = self._main_writer(checkpoint, storage_options)
-        failed = self._strategy.failed_engine
-        if failed is not None and self._strategy.is_global_zero:
-            is_whole = failed.worker.group.replica_size == 1 and failed.worker.steps > 0
-            if is_whole and "optimizer_states" in checkpoint:
-                self._save_alone(failed, checkpoint, path, write_main)
-                return
-        if engine is None:
-            self._write_parts(checkpoint, str(path))
-            if self._strategy.is_global_zero:
-                write_main(path)
-            return
-        group = engine.worker.group
+    def agree_on(self, path: str | Path, checkpoint: dict[str, Any]) -> tuple[str | Path, str]:
+        """Return the path and the stamp of rank 0: callbacks of others may name other files."""
+        engine = self._engine
+        assert engine is not None
         names = [str(path), new_stamp(engine.worker.steps)]
-        path, stamp = group.gather_from_ranks(names, _SAVING)[0]
-        if self._is_private:
-            path = path_on_own_disk(path)
-        files = SideFiles(io, path)
-        save = Save(files, stamp, None, None, write_main)
-        if "optimizer_states" in checkpoint:
-            stopped = engine.worker.stop_agreed
-            self._saved_on_stop = checkpoint["global_step"] if stopped else None
-            checkpoint[KEY] = Manifest.of(engine, stamp).state_dict()
-            own, shared = self._worker_state(engine, checkpoint, files, stamp)
-            save = save._replace(own=own, shared=shared)
-        self._write_parts(checkpoint, files.staged_main(stamp) if files.can_stage else str(path))
+        path, stamp = engine.worker.group.gather_from_ranks(names, _SAVING)[0]
+        return path_on_own_disk(path) if self._is_private else path, stamp
+
+    def collect(
+        self, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Name the side files in the main file, and return their contents."""
+        assert self._engine is not None
+        checkpoint[KEY] = Manifest.of(self._engine, stamp).state_dict()
+        return self._worker_state(self._engine, checkpoint, files, stamp)
+
+    def write(self, save: Save) -> bool:
+        """Write the side files of every worker, then the main file."""
+        assert self._engine is not None
         write = save.to_private_folders if self._is_private else save.to_shared_folder
-        self._writes_main = write(group)
+        return write(self._engine.worker.group)
+
+    def save_alone(
+        self, checkpoint: dict[str, Any], path: str | Path, write_main: WriteMain
+    ) -> None:
+        """Write the main file; with the state of worker 0 if its fit has failed after a step."""
+        failed, is_first = self._strategy.failed_engine, self._strategy.is_global_zero
+        if failed is not None and is_first and "optimizer_states" in checkpoint:
+            steps, group = failed.worker.steps, failed.worker.group
+            # The other ranks of a worker, which hold parts of its state, do not answer any more.
+            if steps > 0 and group.replica_size == 1:
+                self._save_failed(failed, checkpoint, path, write_main)
+                return
+        self.main.write_parts(checkpoint, str(path))
+        if is_first:
+            write_main(path)
 
     def _check_whole(self, failed: LocalParticipant) -> None:
         """Raise RuntimeError if a round has failed while it was being applied."""
@@ -193,41 +196,22 @@ class WorkerCheckpoints:
                 lightning_compat.close_failed_fit(trainer, torn.__context__ or torn)
             raise
 
-    def _save_alone(
+    def _save_failed(
         self,
         failed: LocalParticipant,
         checkpoint: dict[str, Any],
         path: str | Path,
-        write_main: Callable[[str], None],
+        write_main: WriteMain,
     ) -> None:
         """Write the state of worker 0, whose fit has failed; the others do the same, or are gone.
 
         Rounds that are pending are not in it, because the others may never send their part.
         """
         failed.drop_pending()
-        files = SideFiles(self._strategy.checkpoint_io, path)
-        stamp, before = new_stamp(failed.worker.steps), files.stamps()
+        files, stamp = SideFiles(self._strategy.checkpoint_io, path), new_stamp(failed.worker.steps)
         checkpoint[KEY] = {**Manifest.of(failed, stamp).state_dict(), AFTER_ERROR: True}
-        own, shared = self._worker_state(failed, checkpoint, files, stamp)
-        assert own is not None
-        save = Save(files, stamp, own, shared, write_main)
-        try:
-            files.save(stamp, 0, own)
-            save.write_shared(files.can_stage)
-            save.commit(files.can_stage, before, [0])
-        except Exception:
-            files.discard(stamp)
-            raise
-
-    def _main_writer(
-        self, checkpoint: dict[str, Any], storage_options: Any
-    ) -> Callable[[str | Path], None]:
-        """Return a function that writes the main file, or the rest of it; called on one rank."""
-        io = self._strategy.checkpoint_io
-        return partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
-
-    def _write_parts(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Write the parts of the main file that several ranks write; all ranks call it."""
+        save = Save(files, stamp, *self._worker_state(failed, checkpoint, files, stamp), write_main)
+        save.to_shared_folder(WorkerGroup(0, 1, ["worker 0"]))
 
     def _worker_state(
         self, engine: LocalParticipant, checkpoint: dict[str, Any], files: SideFiles, stamp: str
@@ -240,6 +224,7 @@ class WorkerCheckpoints:
         module = self._strategy.lightning_module
         assert module is not None
         group, has_shared = engine.worker.group, engine.settings.algorithm.replicated
+        # Before the gathering, so that a rank that cannot save does not leave the others waiting.
         with _errors_shared_inside(group):
             state, position = engine.state_dict(), Position.of(module.trainer)
         of_rank = RankState(position._asdict(), checkpoint["loops"], state["statistics"])
@@ -248,27 +233,27 @@ class WorkerCheckpoints:
         if has_shared and group.worker > 0 and not self._is_private:
             del state["shared"]  # worker 0 writes it
             has_shared = False
-        if (whole := self._gathered(engine, state, files, stamp)) is None:
+        if (whole := self.main.gather(engine, state, files, stamp)) is None:
             return None, None
         shared = {"shared": whole.pop("shared")} if has_shared else None
+        if shared is not None and SHARED_SHARDS in whole:
+            shared[SHARED_SHARDS] = whole.pop(SHARED_SHARDS)
+        lightning = {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint}
+        if self.main.has_shards:
+            lightning["optimizer_states"] = []  # they are in the folder of the shards
         own: dict[str, Any] = {
             "engine": whole,
             "position": of_rank.position,
             "stream": self._samples_read(position),
-            "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
+            "lightning": lightning,
         }
         if others:
             own |= {OTHER_RANKS: others, READERS: self._num_readers}
         return to_device((own, shared), _CPU)
 
-    def _gathered(
-        self, engine: LocalParticipant, state: dict[str, Any], files: SideFiles, stamp: str
-    ) -> dict[str, Any] | None:
-        """Return the state of the whole worker on its first rank, None on others."""
-        return gather_state(state, engine.worker.replica)
-
     def _samples_read(self, position: Position) -> int | None:
         """Return how many samples all ranks have read, for members that join and leave."""
+        # Also in a run of fixed workers: one with members may resume from it.
         strategy = self._strategy
         if (connection := strategy.member_connection) is not None:
             return connection.data_shard.first_unused
@@ -278,17 +263,6 @@ class WorkerCheckpoints:
         trainer, is_epoch_over = strategy.lightning_module.trainer, position.phase == "next epoch"
         reader = strategy.distributed_sampler_kwargs["rank"]
         return samples_read(trainer, strategy.data_shares, reader, is_epoch_over)
-
-    def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
-        """Save after an agreed stop, unless that was done already; all workers must call it."""
-        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
-
-    def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        writes_main = self._writes_main
-        if self._strategy.is_global_zero if writes_main is None else writes_main:
-            self._strategy.checkpoint_io.remove_checkpoint(path)
-            SideFiles(self._strategy.checkpoint_io, path).remove()
 
     # ----------------------------------------------------------------------- resume
 
@@ -302,6 +276,7 @@ class WorkerCheckpoints:
         assert group is not None
         if not self._is_private:
             return resumed_by_all(group, path)
+        # With private folders Lightning would choose on each disk by itself.
         chosen = choose_save(group, self._strategy.checkpoint_io, path)
         if chosen is None:
             return None
@@ -309,69 +284,46 @@ class WorkerCheckpoints:
         return chosen.path
 
     def load(
-        self,
-        read: Callable[[], dict[str, Any]],
-        path: str | Path,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a checkpoint; in ``fit``, with this worker's own loops and optimizers.
-
-        ``weights_only`` is False if there may be other objects than tensors and numbers. ValueError
-        on every worker if a file is missing or damaged.
-        """
-        self._resumed = None
-        if not self._strategy.is_fitting:
-            return read_main(read, path)
-        group, io = self._strategy.group, self._strategy.checkpoint_io
+        self, read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None
+    ) -> Loaded:
+        """Read the main file and this worker's side file."""
+        group, position = self._strategy.group, None
         assert group is not None
+        worker = self._strategy.worker if self._is_private else None
         with group.errors_shared(READING):
-            shares = self._shares()
-            with self._other_one_named(path):
+            shares = self._shares()  # outside: its errors have nothing to do with a file
+            with self.main.other_one_named(path, worker):
                 loaded = read_main(read, path)
                 if KEY in loaded:
-                    self._load_own_state(loaded, SideFiles(io, path), path, weights_only, shares)
+                    position = self._load_own_state(loaded, path, weights_only, shares)
         check_same_save(group, loaded, path)
-        if KEY not in loaded:
+        if position is None:
             rank_zero_info(
                 f"{path} has no state of the workers, as if it was written without lightning_loco "
                 "or after fit: all workers start from its model and optimizer."
             )
-        return loaded
-
-    def _other_one_named(self, path: str | Path) -> AbstractContextManager[None]:
-        """Return a context in which an error names another checkpoint that is intact."""
-        own = self._strategy.worker if self._is_private else None
-        return other_one_named(self._strategy.checkpoint_io, path, own, self._has_shards)
+        return loaded, position
 
     def _load_own_state(
         self,
         loaded: dict[str, Any],
-        files: SideFiles,
         path: str | Path,
         weights_only: bool | None,
         shares: DataShares,
-    ) -> None:
-        strategy, writers = self._strategy, self._writers
+    ) -> ResumedPosition:
+        strategy, files = self._strategy, SideFiles(self._strategy.checkpoint_io, path)
         rank = strategy.worker, strategy.place
         with errors_naming(path):
-            run = SavedRun(loaded[KEY], files, path, *rank, weights_only, writers)
+            run = SavedRun(loaded[KEY], files, path, *rank, weights_only, self._writers)
             before = run.shares()
-        run.own["engine"] = self._complete(run.own["engine"], files, run)
+        self.main.complete(run, files)
         with errors_naming(run.name):
             loaded.update(run.own["lightning"])
             position = ResumedPosition(run.position(), before, shares, strategy.worker)
             assert strategy.lightning_module is not None
             position.prepare_loops(loaded["loops"], strategy.lightning_module.trainer)
-        self._resumed = run, position
-
-    def _complete(self, state: dict[str, Any], files: SideFiles, run: SavedRun) -> dict[str, Any]:
-        """Return the state of an engine in a side file with its vectors; ValueError without."""
-        if isinstance(state.get("params"), dict):
-            raise ValueError(
-                f"{files.path} was written by LocoModelParallelStrategy, whose ranks write their "
-                f"shards. Resume with that strategy. {NEW_RUN}"
-            )
-        return state
+        self._run = run
+        return position
 
     def _shares(self) -> DataShares:
         """Return in what proportion the workers share the data."""
@@ -387,24 +339,14 @@ class WorkerCheckpoints:
         readers: int = self._strategy.distributed_sampler_kwargs["num_replicas"]
         return readers // self._strategy.num_workers
 
-    @property
-    def is_resuming(self) -> bool:
-        """Whether :meth:`load` has read a state for :meth:`resume`."""
-        return self._resumed is not None
-
-    def resume(self, trainer: pl.Trainer) -> None:
-        """Resume from the state that :meth:`load` has read, right before training starts.
-
-        With other settings or another number of workers, the state is used as far as it fits, and
-        one warning on worker 0 describes the rest. ValueError on every worker if something is
-        missing.
-        """
-        if self._resumed is None:
-            return
-        run, position = self._resumed
-        self._resumed = None
-        engine, notes = self._engine, []
+    def resume(self, position: ResumedPosition, trainer: pl.Trainer) -> None:
+        """Resume this worker; with other settings or workers, as far as its state fits."""
+        engine, run, notes = self._engine, self._run, []
         assert engine is not None
+        assert run is not None
+        self._run = None  # which may be as large as the model
+        # All workers take the same branch: settings are compared when an engine is made, and which
+        # files are missing is known to all.
         if run.equals(engine):
             with (
                 engine.worker.group.errors_shared("the start of training"),
@@ -424,12 +366,8 @@ class WorkerCheckpoints:
                 connection.data_shard.start_at(stream)
         notes += position.other_workers("the optimizers, schedules and positions")
         notes += position.other_ranks() + run.missing()
-        if notes:
-            before, now = position.numbers()
-            rank_zero_warn(
-                f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
-                f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
-            )
+        now = type(engine.settings.algorithm).__name__
+        position.warn_of(notes, f" with {run.algorithm}", f" with {now}")
 
 
 def _errors_shared_inside(group: WorkerGroup) -> AbstractContextManager[None]:

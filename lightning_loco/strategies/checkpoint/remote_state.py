@@ -1,9 +1,8 @@
-"""Checkpoints of a run whose optimizer is on another rank: ordinary ones, with its state."""
+"""What workers save whose optimizer is on another rank: its state, and where each worker is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.parameter_server import RemoteOptimizer, RemoteParticipant
+from lightning_loco.strategies.checkpoint.checkpoints import Loaded, RunState
+from lightning_loco.strategies.checkpoint.main_file import MainFile, WriteMain
 from lightning_loco.strategies.checkpoint.position import DataShares, Position, ResumedPosition
 from lightning_loco.strategies.checkpoint.reader import (
     check_same_save,
-    other_one_named,
     read_main,
 )
 from lightning_loco.strategies.checkpoint.side_files import (
@@ -24,26 +24,32 @@ from lightning_loco.strategies.checkpoint.side_files import (
     errors_naming,
     new_stamp,
 )
-from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
+from lightning_loco.strategies.checkpoint.writer import Save
 from lightning_loco.strategies.protocols import StrategyWithRemoteOptimizer
 
 _KEY = "lightning_loco_positions"
 _FORMAT_KEY = "lightning_loco_format"
 
 
-class RemoteCheckpoints:
-    """Writes and reads one file with the optimizer's state and every worker's position."""
+class RemoteState(RunState):
+    """The optimizer's state and every worker's position, all in the main file.
+
+    There are no side files: the workers have the same parameters, and nothing else of their own.
+    """
 
     def __init__(self, strategy: StrategyWithRemoteOptimizer) -> None:
+        self.main = MainFile(strategy)
         self._strategy = strategy
-        self._resumed: ResumedPosition | None = None
-        self._saved_on_stop: int | None = None
         self._final_state: dict[str, Any] = {}
         self._lost: str | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the workers train; when they have left the servers, none waits for another."""
+        return self._strategy.is_training
+
     def start_fit(self) -> None:
-        """Reset the records of an earlier fit."""
-        self._saved_on_stop = None
+        """Forget the optimizer's state of an earlier fit."""
         self._final_state = {}
         self._lost = None
 
@@ -103,42 +109,31 @@ class RemoteCheckpoints:
                     state[name] = values[id(param)]
         return state
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Write the file; during ``fit``, with each worker's loops and random states.
+    def agree_on(self, path: str | Path, checkpoint: dict[str, Any]) -> tuple[str | Path, str]:
+        """Return the path and a stamp; only rank 0 writes, so the others' do not matter."""
+        return path, new_stamp(checkpoint["global_step"])
 
-        All ranks that train must call it.
-        """
+    def collect(
+        self, checkpoint: dict[str, Any], files: SideFiles, stamp: str
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Add the loops and random states of each worker to the main file."""
         strategy = self._strategy
-        if strategy.serves:
-            return
-        if strategy.is_training and "optimizer_states" in checkpoint:
-            assert strategy.remote is not None
-            assert strategy.lightning_module is not None
-            self._saved_on_stop = checkpoint["global_step"] if strategy.remote.stop_agreed else None
-            strategy.sync_point("checkpoint")
-            position = Position.of(strategy.lightning_module.trainer)
-            own = {"loops": checkpoint["loops"], "position": position._asdict()}
-            checkpoint[_FORMAT_KEY] = FORMAT
-            with strategy.waiting_in("a checkpoint"):
-                checkpoint[_KEY] = strategy.training_ranks().gather_states(own, "a checkpoint")
-        io = strategy.checkpoint_io
-        write = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
-        if strategy.is_training:
-            stamp = new_stamp(checkpoint["global_step"])
-            self._write_together(Save(SideFiles(io, path), stamp, None, None, write))
-        elif strategy.is_global_zero and self._lost and "optimizer_states" in checkpoint:
-            last_line = self._lost.strip().rpartition("\n")[2]
-            # An error here would replace the run's, and keep Lightning from the teardown.
-            rank_zero_warn(
-                f"{path} was not written: the optimizer's state is on another rank, which does not "
-                f"answer after a failure ({last_line}). Resume from an "
-                "earlier checkpoint."
-            )
-        elif strategy.is_global_zero:
-            write(path)
+        # Only at a sync point do the ranks that train take part in a collective together.
+        strategy.sync_point("checkpoint")
+        assert strategy.lightning_module is not None
+        position = Position.of(strategy.lightning_module.trainer)
+        own = {"loops": checkpoint["loops"], "position": position._asdict()}
+        checkpoint[_FORMAT_KEY] = FORMAT
+        with strategy.waiting_in("a checkpoint"):
+            checkpoint[_KEY] = strategy.training_ranks().gather_states(own, "a checkpoint")
+        return None, None
 
-    def _write_together(self, save: Save) -> None:
-        """Write the file, and rename it after another sync point, as ``Save`` does."""
+    def write(self, save: Save) -> bool:
+        """Write the file, and rename it after another sync point.
+
+        A worker 0 that was suspended while the others ended comes to no sync point, and so does not
+        replace the file of a run that was started meanwhile.
+        """
         files, is_first = save.files, self._strategy.is_global_zero
         before: list[str] = []
         try:
@@ -152,32 +147,45 @@ class RemoteCheckpoints:
             if is_first:
                 files.discard(save.stamp)
             raise
+        return is_first
+
+    def save_alone(
+        self, checkpoint: dict[str, Any], path: str | Path, write_main: WriteMain
+    ) -> None:
+        """Write the file, unless the optimizer's state that belongs in it is lost."""
+        if not self._strategy.is_global_zero:
+            return
+        if self._lost and "optimizer_states" in checkpoint:
+            last_line = self._lost.strip().rpartition("\n")[2]
+            # An error here would replace the run's, and keep Lightning from the teardown.
+            rank_zero_warn(
+                f"{path} was not written: the optimizer's state is on another rank, which does not "
+                f"answer after a failure ({last_line}). Resume from an "
+                "earlier checkpoint."
+            )
+        else:
+            write_main(path)
 
     def load(
-        self,
-        read: Callable[[], dict[str, Any]],
-        path: str | Path,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a checkpoint, with this worker's loops where Lightning resumes from them.
+        self, read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None
+    ) -> Loaded:
+        """Read the file, with this worker's loops where Lightning resumes from them.
 
         If there are more workers than before, the new ones resume from worker 0's loops, with their
-        own random numbers, and the data are distributed again. ValueError if the file is damaged,
-        or something is missing in it.
+        own random numbers, and the data are distributed again.
         """
-        strategy = self._strategy
-        if not strategy.is_fitting:
-            return read_main(read, path)
-        with other_one_named(strategy.checkpoint_io, path):
+        strategy, position = self._strategy, None
+        with self.main.other_one_named(path):
             loaded = read_main(read, path)
         if _KEY in loaded:
+            # Outside: another checkpoint of the folder will have the same format.
             check_format(loaded.get(_FORMAT_KEY), path)
-        with other_one_named(strategy.checkpoint_io, path):
             if not strategy.serves:
-                self._resumed = self._enter_position(loaded, path) if _KEY in loaded else None
+                with self.main.other_one_named(path):
+                    position = self._enter_position(loaded, path)
         if strategy.service is not None:
             check_same_save(strategy.service, loaded, path)
-        return loaded
+        return loaded, position
 
     def _enter_position(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:
         positions, rank = loaded[_KEY], self._strategy.global_rank  # one position for each rank
@@ -189,7 +197,7 @@ class RemoteCheckpoints:
             except (KeyError, TypeError) as missing:
                 text = f"{path} does not say where its workers were: {missing}."
                 raise ValueError(text) from missing
-            if is_new:
+            if is_new:  # else it would draw the same numbers as worker 0
                 position = position._replace(random=None)
             before = DataShares([1] * len(positions))
             now = DataShares([1] * self._strategy.world_size)
@@ -198,13 +206,10 @@ class RemoteCheckpoints:
             resumed.prepare_loops(loaded["loops"], self._strategy.lightning_module.trainer)
         return resumed
 
-    def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint."""
-        if self._strategy.is_global_zero:
-            io = self._strategy.checkpoint_io
-            io.remove_checkpoint(path)
-            if (files := SideFiles(io, path)).stamps():
-                files.remove()
+    def resume(self, position: ResumedPosition, trainer: pl.Trainer) -> None:
+        """Restore this worker's position; the optimizer's rank has loaded its state."""
+        notes = position.restore(trainer)
+        position.warn_of(notes + position.other_workers("the positions"))
 
     def load_param_groups(self, remote: RemoteOptimizer, checkpoint: Any) -> None:
         """Load learning rates and other numbers for a worker's schedulers.
@@ -214,20 +219,3 @@ class RemoteCheckpoints:
         groups = checkpoint["optimizer_states"][0]["param_groups"]
         for present, group in zip(remote.param_groups, groups, strict=True):
             present.update({name: value for name, value in group.items() if name != "params"})
-
-    def resume(self, trainer: pl.Trainer) -> None:
-        """Restore the position that :meth:`load` has read, if any; right before training starts."""
-        if self._resumed is None:
-            return
-        resumed, self._resumed = self._resumed, None
-        changes = resumed.restore(trainer) + resumed.other_workers("the positions")
-        if changes:
-            before, now = resumed.numbers()
-            rank_zero_warn(
-                f"The checkpoint was written by {before}, and {now} go on from it: "
-                f"{'; '.join(changes)}."
-            )
-
-    def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
-        """Save after an agreed stop, unless that is already done; all workers must call it."""
-        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
