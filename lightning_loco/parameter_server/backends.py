@@ -58,6 +58,7 @@ class LocalBackend:
         self._after_step = after_step
         self._exchange_norms = exchange_norms
         self._hyperparameters = HyperparameterSync(optimizer.param_groups)
+        # Then parameters are sent while later gradients still arrive.
         self._steps_per_parameter = can_step_per_parameter(optimizer)
         self._early_request: StepRequest | None = None
         self._next = 0
@@ -77,6 +78,7 @@ class LocalBackend:
         """Start a step; ``request`` is None if the workers send theirs after the gradients."""
         self._next = 0
         self._early_request = None
+        # A norm is of all gradients, so clipping needs the last one before the first step.
         if request is not None and request.clip is None and self._steps_per_parameter:
             self._hyperparameters.update(request.hyperparameters)
             self._early_request = request
@@ -89,6 +91,7 @@ class LocalBackend:
         if self._early_request is None:
             return ()
         slices = self._buffers[index].bucket.slices
+        # A parameter may be in several buckets: it is stepped with the last of them.
         complete = [p.param for p in slices if p.stop == self._params[p.param].numel()]
         if not complete:
             return ()
@@ -137,6 +140,7 @@ class LocalBackend:
     def load_state(self, state: OptimizerState) -> None:
         """Load the optimizer's state."""
         state.load_into(self._optimizer)
+        # Anew, because torch replaces the groups that it loads into.
         self._hyperparameters = HyperparameterSync(self._optimizer.param_groups)
 
     def parameters(self) -> Iterable[Tensor]:
@@ -244,6 +248,7 @@ class RemoteBackend(ServerClient):
         gradient = bucket.encode(self._accumulator.buckets[index], memory)
         self._sends.append(self.connection.send(gradient, MessageTag.GRADIENTS))
         self._receives.append(self.connection.receive(memory, MessageTag.WEIGHTS))
+        # Without a parameter that ends in it, its values are known with those of a later bucket.
         if any(part.stop == self.shapes[part.param].numel() for part in bucket.slices):
             self._known = index + 1  # the other rank steps whole parameters
         return self._receive_up_to(min(index - LAG + 1, self._known)) if self._is_early else ()

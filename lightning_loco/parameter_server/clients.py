@@ -81,6 +81,7 @@ class Clients:
         self._step_requests: dict[RankConnection, StepRequest] = {}
         self._arrived: queue.Queue[Arrived] = queue.Queue()
         keep_alive.senders.append(self._send_keep_alives)
+        keep_alive.checks.append(self.raise_if_left)
         self._threads = [
             BackgroundThread(
                 f"loco-requests-{client.name}", functools.partial(_receive, client, self._arrived)
@@ -98,6 +99,7 @@ class Clients:
         RuntimeError if a client has failed, ended or timed out.
         """
         while missing := [client for client in self.active if client not in self.pending]:
+            # A timeout needs a client that came: all together may take any time between two steps.
             if self.pending:
                 kinds = {message.kind for message in self.pending.values()}
                 at_sync_point = kinds == {MessageKind.SYNC_POINT}
@@ -128,7 +130,7 @@ class Clients:
             for client, message in self._not_processed():
                 if client in self.in_progress:
                     if isinstance(message, Exception):
-                        return
+                        return  # the wait for its tensors fails, and names it
                     if message.kind == MessageKind.LEAVE:
                         self._process(client, message)
             if time.monotonic() >= deadline:
@@ -150,6 +152,7 @@ class Clients:
             )
         except TimeoutError:
             assert timeout_s is not None
+            # Of several that are missing, one that has sent a keep-alive waits for another rank.
             for client in missing:
                 if time.monotonic() > client.last_keep_alive_s + timeout_s:
                     self.active.remove(client)
@@ -174,6 +177,7 @@ class Clients:
         elif message.kind == MessageKind.STEP_REQUEST:
             self._step_requests[client] = StepRequest.from_dict(message.content["request"])
         else:
+            # So that it receives keep-alives while it is replied to, which may read a whole state.
             self.in_progress.append(client)
             if not self._reply_directly(client, message):
                 self.pending[client] = message
@@ -182,6 +186,8 @@ class Clients:
     # ---------------------------------------------------------- keep-alives, end
 
     def _send_keep_alives(self) -> None:
+        # A client waits for its reply from the moment of its request, also while the main thread
+        # waits for a gradient and has not looked at the request yet.
         arrived = [
             client
             for client, message in self._not_processed()
@@ -202,6 +208,7 @@ class Clients:
         reply = {"failure": text}
         sends = [work for c in self.active for work in c.try_send(MessageKind.REPLY, reply)]
         sends += send_to_server(text)
+        # Waited for, because a rank that ends at once takes what it has not sent with it.
         is_reported = isinstance(error, WorkerFailure) and not isinstance(error, Unreachable)
         deadline = time.monotonic() + (_REPORTED_FAILURE_S if is_reported else _FAILURE_S)
         for work in sends:

@@ -65,12 +65,12 @@ class GradientServer:
         # Not a method of self: a reference cycle would keep the process group alive.
         reply_directly = functools.partial(_reply_directly, backend)
         self._clients = Clients(clients, reply_directly, keep_alive, clients_send_keep_alives)
-        self._keep_alive = keep_alive
         self._buckets = buckets
         self._mean_gradient = MeanGradient(clients, buckets, accumulator)
         self._backend = backend
         self._checksum = checksum
         self._stop_reason = stop_reason
+        # Clients at a sync point have no part in the steps of the others, and older parameters.
         self._behind: set[RankConnection] = set()
         self._not_finite: str | None = None
 
@@ -125,6 +125,7 @@ class GradientServer:
         else:
             sends = self._make_step(messages)
         self._clients.in_progress = []
+        # Before the gradients of the next step, which are received into the memory that is sent.
         for wait in [client.start_wait(work, "the parameters") for client, work in sends]:
             wait()
         self._mean_gradient.start_receiving(messages)
@@ -164,12 +165,11 @@ class GradientServer:
 
     def _reduce(self, index: int, clients: Iterable[RankConnection]) -> tuple[Tensor, str | None]:
         """Average a bucket of the gradients; RuntimeError if a client leaves without sending it."""
-        with self._keep_alive.checking(self._clients.raise_if_left):
-            try:
-                return self._mean_gradient.reduce(index, clients)
-            except Unreachable:
-                self._clients.raise_if_left(JOIN_TIMEOUT_S)
-                raise
+        try:
+            return self._mean_gradient.reduce(index, clients)
+        except Unreachable:
+            self._clients.raise_if_left(JOIN_TIMEOUT_S)
+            raise
 
     def _make_step(self, messages: dict[RankConnection, Message]) -> list[ClientSend]:
         """Reduce gradients, take the step and send parameters, bucket by bucket where possible."""
@@ -179,6 +179,7 @@ class GradientServer:
             if "request" in message.content
         }
         streaming = [client for client in messages if client not in requests]
+        # Parameters that a worker has changed must be loaded before any of them is stepped.
         is_known = not streaming and not any(request.changed for request in requests.values())
         self._backend.start_step(StepRequest.merge(list(requests.values())) if is_known else None)
         sends: list[ClientSend] = []
@@ -190,6 +191,7 @@ class GradientServer:
                 raise RuntimeError(not_finite or text)
             sends += self._send_weights(messages, self._backend.add_bucket(index))
         requests |= self._clients.wait_for_step_requests(streaming)
+        # In the order of the clients: of requests that differ, the first one counts.
         requests = {client: requests[client] for client in messages}
         self._load_changes({client: request.changed for client, request in requests.items()})
         request = StepRequest.merge(list(requests.values()))
@@ -203,6 +205,7 @@ class GradientServer:
                     client.send_reply(reply)
             sends += self._send_weights(messages, [index])
         self._behind.update(client for client in self._clients.active if client not in messages)
+        # The others stop after this step, and will not come to the sync point.
         if reply["stop"]:
             self._release_sync_point(reply["stop"])
         return sends
@@ -240,6 +243,8 @@ class GradientServer:
                 + ". All must reach the same validations and checkpoints."
             )
         stops = [message.content.get("stop") for message in pending.values()]
+        # Those that are behind read the server's parameters next, with the changes that the others
+        # have made since. Without any, changes are sent with the next step.
         if self._behind:
             current = {c: m for c, m in pending.items() if c not in self._behind}
             self._load_changes({c: m.content["changed"] for c, m in current.items()})
@@ -341,6 +346,7 @@ class MeanGradient:
         received: list[tuple[str, Tensor]] = []
         for client in senders:
             encoded = self._receivers[client].next()
+            # Always in the order of the clients: sums of floats depend on it.
             if received:
                 bucket.add_decoded(encoded, total)
             elif encoded is not total:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_loco._util.background import BackgroundThread
@@ -28,10 +27,11 @@ class KeepAlive:
     A rank that waits for a server receives a keep-alive several times per ``timeout_s``, also while
     the server itself waits for another rank. So only the rank that waits for the late one directly
     can time out; all others continue to wait, and its error names the late rank to them. Without
-    ``timeout_s`` nothing is sent. ``check`` is called during waits and may raise.
+    ``timeout_s`` nothing is sent.
 
     Attributes:
         senders: Functions that send keep-alives to ranks that wait for this one.
+        checks: Functions that are called during waits, and may raise.
     """
 
     def __init__(
@@ -39,21 +39,17 @@ class KeepAlive:
     ) -> None:
         self.timeout_s = timeout_s
         self.senders: list[Callable[[], object]] = []
-        self._checks = [check]
+        self.checks = [check]
         self._last_sent_s = -math.inf
 
-    @contextmanager
-    def checking(self, check: Callable[[], object]) -> Iterator[None]:
-        """Call ``check`` during waits within this context, too."""
-        self._checks.append(check)
-        try:
-            yield
-        finally:
-            self._checks.remove(check)
-
     def close(self) -> None:
-        """Send no more keep-alives, and drop the references to all senders."""
+        """Send no more keep-alives.
+
+        The references are dropped: in a cycle they would keep the process group alive, whose
+        threads then end only with a garbage collection.
+        """
         self.senders.clear()
+        self.checks.clear()
 
     def get(
         self,
@@ -70,7 +66,7 @@ class KeepAlive:
         longest_s = _MAX_PAUSE_S if self.timeout_s is None else self.timeout_s / 8
         seen = last_keep_alive()
         while left_s > 0:
-            for check in self._checks:
+            for check in self.checks:
                 check()
             now = time.monotonic()
             if self.timeout_s is not None and now >= self._last_sent_s + self.timeout_s / 4:
@@ -79,6 +75,8 @@ class KeepAlive:
                     send()
             if seen != (seen := last_keep_alive()):
                 left_s = limit_s
+            # Pauses are counted, and not the time: after a SIGSTOP of this process all others would
+            # seem to be late.
             pause_s = min(_MAX_PAUSE_S, longest_s, left_s)
             try:
                 return source.get(timeout=pause_s)
@@ -97,6 +95,7 @@ class WaitThread(BackgroundThread):
     def __init__(self, name: str, keep_alive: KeepAlive) -> None:
         super().__init__(f"loco-wait-{name}")
         self._keep_alive = keep_alive
+        # Not a TaskThread: its futures cost time in every bucket.
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], WaitResult] | None]
         self._tasks = queue.SimpleQueue()
 

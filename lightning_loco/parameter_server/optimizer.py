@@ -106,6 +106,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             client = ShardClient(shard, self.param_groups, buckets, connection, checksum)
             self._clients.append(client)
             self._shards.append([trainable[index] for index in indices])
+        # While one server waits for a late worker, the others must not take this one for lost.
         for client in self._clients:
             others = [other.connection for other in self._clients if other is not client]
             client.connection.other_servers = others
@@ -126,6 +127,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Explain why a method of the optimizer on the other rank is not available here."""
+        # From __dict__: before the constructor has set it, its lookup would come here again.
         local = self.__dict__.get("optimizer")
         if not name.startswith("_") and hasattr(local, name):
             raise AttributeError(
@@ -243,6 +245,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._replica.is_leader:
             self._request_step(request)
         self._receive_weights()
+        # The other ranks of the worker have no connection to the servers.
         self.stop_agreed = self._replica.broadcast_text(self.stop_agreed)
         self.wait_s += time.perf_counter() - start
         return loss
@@ -266,6 +269,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _request_step(self, request: StepRequest) -> None:
         """Send everything for a step and wait for it; :meth:`_receive_weights` finishes it."""
         self._is_streaming = False
+        # All requests before the first wait: a server that needs the norms of the others' gradients
+        # waits for them.
         for client in self._clients:
             reach("requesting a step")
             client.request_step(request)
@@ -285,6 +290,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Return whether all workers' gradients are finite, and those ``here``; for scalers."""
         finite = here
         if self._replica.is_leader:
+            # A list, so that all servers are asked: each waits for the request of all workers.
             finite = all([client.are_finite(here) for client in self._clients])
         return self._replica.broadcast_text("finite" if finite else None) is not None
 
@@ -316,6 +322,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             for reply in [client.wait_for_sync_point() for client in self._clients]:
                 self.stop_agreed = reply["stop"] or self.stop_agreed
                 behind = behind or reply["behind"]
+        # Others have stepped since this worker's last step, as it has had fewer batches.
         if self._replica.broadcast_text("behind" if behind else None) is not None:
             for client in self._clients:
                 client.load_current_weights(self._replica.broadcast_tensor, self._replica.is_leader)

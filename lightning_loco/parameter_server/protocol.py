@@ -34,6 +34,7 @@ _MAX_PENDING_SENDS = 64
 Hyperparameters = list[dict[str, Any]]
 """One entry per parameter group: name and number, boolean or list of these."""
 
+# Weak keys, so that a group that is destroyed can be freed.
 _runs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -80,6 +81,7 @@ class Message(NamedTuple):
         """Return the message as a frame of fixed length, and a second one if it is longer."""
         text = write([self.kind, self.content])
         size = len(text).to_bytes(8, "little")
+        # gloo's receiver must know the length before: the first frame says that of the second.
         frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
         return [frame for frame in frames if frame]
 
@@ -277,10 +279,12 @@ class RankConnection:
         self.rank = rank
         self._group_or_none: dist.ProcessGroup | None = transport.process_group
         self._timeout_s = transport.timeout_s
+        # Tensors that a run has left unreceived must not be taken for those of the next one.
         self._first_tag = run * (max(MessageTag) + 1)
         self._watchdog = transport.watchdog
         self._wait_thread = None if keep_alive is None else WaitThread(name, keep_alive)
         self._has_timed_out = False
+        # On a GPU a thread sends requests, while the main thread sends keep-alives.
         self._send_lock = threading.Lock()
         self._pending_sends: deque[dist.Work] = deque(maxlen=_MAX_PENDING_SENDS)
         self.bytes_sent = 0
@@ -313,6 +317,7 @@ class RankConnection:
         """
         if self._wait_thread is None:
             return functools.partial(self._finish, work, label, self._timeout_s)
+        # A gloo wait that times out closes the connections to all ranks: the thread's has no limit.
         unlimited_s = None if self._timeout_s is None else _UNLIMITED_S
         finish = functools.partial(self._finish, work, label, unlimited_s)
         result = self._wait_thread.submit(finish)
@@ -350,6 +355,7 @@ class RankConnection:
         """Send a request to a server; workers, and all in the last one, wait until it is sent."""
         with self._explain_errors("a message"):
             sends = self._send_message(message)
+        # A server would wait here for a rank that may be lost; the last message must arrive.
         if self._wait_thread is None or message.kind == MessageKind.LEAVE:
             for work in sends:
                 self.wait(work, "a message")
@@ -394,7 +400,7 @@ class RankConnection:
     def _receive_message(self, tag: MessageTag, wait: Callable[[dist.Work], object]) -> Message:
         first = self._receive_frame(FRAME_BYTES, tag, wait)
         size, text = int.from_bytes(first[:8], "little"), first[8:]
-        if size > MAX_BYTES:
+        if size > MAX_BYTES:  # before memory is allocated for it
             raise RuntimeError(f"{self.name} has announced a message of {size} bytes.")
         if size > len(text):
             text += self._receive_frame(size - len(text), tag, wait)

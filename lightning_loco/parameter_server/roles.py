@@ -98,7 +98,7 @@ def run_role(
     try:
         result = train(remote)
     except Exception as error:
-        remote.fail(error)
+        remote.fail(error)  # else the others would wait for this rank until their timeout
         raise
     remote.leave()
     return result
@@ -182,6 +182,7 @@ class _ServiceRank:
         if self._tiers.role(self._rank) is Role.AGGREGATOR_OPTIMIZER:
             return self._serve(self._tiers.leaders, self._buckets, backend, serving)
         dtype = self._accumulator.dtype
+        # Without a codec the aggregator sends its mean in the dtype of the sum.
         summed = [b if b.codec is not None else b._replace(dtype=dtype) for b in self._buckets]
         aggregator = self._tiers.aggregators[self._shard]
         return self._serve([aggregator], summed, backend, serving, clients_send_keep_alives=True)
@@ -241,6 +242,7 @@ class _ServiceRank:
     ) -> list[Tensor]:
         """Exchange norms of gradients with the other servers' optimizers; return all, in order."""
         own = torch.stack(norms).double()
+        # All sends first: two ranks that each wait for the other's norms would wait forever.
         sends = [(other, other.send(own, MessageTag.STATE)) for other in others.values()]
         norm_of = dict(zip(self._shards[self._shard], own, strict=True))
         for shard, other in others.items():

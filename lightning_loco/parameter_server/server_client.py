@@ -58,6 +58,7 @@ class ServerClient:
                 server.try_send(MessageKind.KEEP_ALIVE, {})
             reply = self.connection.receive_reply()
         if "failure" in reply:
+            # The server has ended, or will: a request that it does not read changes nothing.
             with suppress(RuntimeError):
                 self.leave()
             raise RuntimeError(f"{self.connection.name}: {reply['failure']}")
@@ -170,6 +171,7 @@ class ShardClient(ServerClient):
                     "Use overlap=False."
                 )
             self._missing_gradients[number].discard(index)
+        # In order, because the server receives them so: a bucket that is complete early waits.
         while (
             len(self._sends) < len(self._buffers) and not self._missing_gradients[len(self._sends)]
         ):
@@ -182,6 +184,7 @@ class ShardClient(ServerClient):
         """Send all gradients, if this rank is the leader, and start to receive the mean."""
         request = StepRequest(missing=self._without_gradient())
         for param in self._params:
+            # The mean is received into it, in the layout of the parameter.
             if param.grad is None or param.grad.stride() != param.stride():
                 gradient = torch.zeros_like(param)
                 param.grad = gradient if param.grad is None else gradient.copy_(param.grad)
@@ -196,6 +199,7 @@ class ShardClient(ServerClient):
 
         ``broadcast`` sends tensors from the worker's leader to its other ranks.
         """
+        # The other ranks learn from a tensor which gradients none has: only tensors are broadcast.
         is_missing = torch.zeros(len(self._params), dtype=torch.bool, device="cpu")
         if is_leader:
             is_missing[self.wait_for_reply()["missing"]] = True
@@ -219,6 +223,7 @@ class ShardClient(ServerClient):
             self._send_next_bucket()
         if self._is_streaming:
             self._sent_request = self._send_step_request(MessageKind.STEP_REQUEST, request)
+        # Now, since the server sends the first buckets before it has received the last gradients.
         self._start_receiving(self._params)
 
     def _without_gradient(self) -> tuple[int, ...]:
@@ -264,6 +269,7 @@ class ShardClient(ServerClient):
         for param, value in zip(self._params, values, strict=True):
             broadcast(value)
             param.copy_(value)
+        # As after a step, where parameters arrive encoded: all workers must have equal values.
         for buffer in self._buffers:
             buffer.round_trip(self._params)
         self._changes.record()
@@ -327,7 +333,7 @@ class ShardClient(ServerClient):
     def wait_for_sync_point(self) -> dict[str, Any]:
         """Wait until all workers are at the sync point; return the server's reply."""
         reply = self.wait_for_reply()
-        if "give" in reply:
+        if "give" in reply:  # asked of workers that have taken the last step, for those behind
             if reply["give"]:
                 self.connection.send_all(self._params, "the parameters")
             reply = self.wait_for_reply()
