@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -97,6 +98,7 @@ class Engine(LocalParticipant):
         self._clock = worker.group.clock
         self._schedule = settings.schedule.of_worker(worker.group.worker)
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
+        self._has_own_weights = has_own(settings.algorithm, "weight")
         self._can_measure_consensus = self._sync_every is not None and hooks.shares_sync_points
         self._dues: list[tuple[bool, bool]] = []
         self._unrecorded: PendingStatuses | None = None
@@ -283,7 +285,9 @@ class Engine(LocalParticipant):
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
                         self._share(other)
-        weight = self._weight(own.steps) if worker.was_finite and has_moved else 0.0
+        weight = float(worker.was_finite and has_moved)
+        if weight and self._has_own_weights:
+            weight = self._weight(own.steps)
         return own._replace(
             weight=weight,
             finite=worker.was_finite,

@@ -24,7 +24,7 @@ from lightning_loco.distributed.worker_status import (
     write_status,
 )
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.exchange import SeparateStatuses, scale
+from lightning_loco.engine.exchanges.exchange import SeparateStatuses
 
 PATIENCE_S = 0.02
 """How long a round may take before workers at a sync point are called to it, in seconds."""
@@ -57,7 +57,8 @@ class AllReduce(SeparateStatuses):
 
     def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> AllReduceSum:
         """Sum the messages in place, each times its weight; one of weight 0 must be zeros."""
-        scale(bucket.message, weight)
+        if weight not in (0, 1):
+            bucket.message.mul_(weight)
         return AllReduceSum(self._group, self._statistics, bucket.wire, f"round {round_index}")
 
     @property
@@ -70,8 +71,8 @@ class AllReduce(SeparateStatuses):
     ) -> list[Tensor]:
         """Sum in the order of the workers."""
         rows = torch.stack(list(messages))
-        for row, weight in zip(rows, weights or (), strict=weights is not None):
-            scale(row, weight)
+        if weights is not None and not set(weights) <= {0, 1}:
+            rows.mul_(rows.new_tensor(weights)[:, None])
         total = rows.sum(0)
         return [total.clone() for _ in messages]
 

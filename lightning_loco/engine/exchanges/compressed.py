@@ -16,7 +16,7 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import ExplainErrors, WorkerGroup
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.exchange import Arrived, SeparateStatuses, scale
+from lightning_loco.engine.exchanges.exchange import Arrived, SeparateStatuses
 
 Swap = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
 """Sends each worker its tensor and receives one from each; empty tensors are not sent."""
@@ -222,7 +222,8 @@ class CompressedAllReduce(SeparateStatuses):
         """Encode the message; a worker of weight 0 must send zeros."""
         group, message = self._group, bucket.wire
         if group.num_workers == 1:
-            scale(message, weight)
+            if weight not in (0, 1):
+                message.mul_(weight)
             lost = torch.zeros_like(message) if self._compression.has_feedback else None
             return Arrived(message, lost)
         memory = self._take(message) if self._compression.has_feedback else None

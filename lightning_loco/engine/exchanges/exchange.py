@@ -99,12 +99,6 @@ class Exchange(Protocol):
         """
 
 
-def scale(message: Tensor, weight: float) -> None:
-    """Multiply a message by its weight, in place; with weight 0 it is zeros already."""
-    if weight not in (0, 1):
-        message.mul_(weight)
-
-
 class SeparateStatuses:
     """Statuses of all workers in a separate all-gather.
 
