@@ -22,7 +22,8 @@ from lightning_loco.elastic.lighthouse import Lighthouse, address_seen_by
 from lightning_loco.elastic.member_connection import LoopPosition, MemberConnection
 from lightning_loco.elastic.places import Places
 from lightning_loco.elastic.recovery import outer_state, position_of
-from lightning_loco.elastic.rounds import RoundRequest, RoundThread
+from lightning_loco.elastic.round_request import PendingRound, RoundRequest, RoundResult
+from lightning_loco.elastic.rounds import RoundThread
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges import make_exchange
@@ -65,7 +66,8 @@ class ElasticConnection(MemberConnection):
         # A rank may wait for the first one while that waits for the lighthouse.
         self._places = Places(group, group.timeout_s + timeout_s)
         self.loop: LoopPosition | None = None
-        self.last_round: RoundRequest | None = None
+        self.last_round: RoundResult | None = None
+        self.pending: PendingRound | None = None
         self._settings = settings
         self._lighthouse = lighthouse
         self._min_workers = min_workers
@@ -75,7 +77,7 @@ class ElasticConnection(MemberConnection):
         self._check_every = check_every
         self._engine: Engine | None = None
         self._rounds: RoundThread | None = None
-        self.pending: RoundRequest | None = None
+        self._statuses: MemberStatuses | None = None
         self._has_finished = False
 
     @property
@@ -100,6 +102,8 @@ class ElasticConnection(MemberConnection):
     def _start_rounds(self, engine: Engine) -> RoundThread:
         """Start the round thread, which connects to the lighthouse in its first round."""
         algorithm, places = engine.settings.algorithm, self._places
+        # A job that is started again is another member: it has the state of a checkpoint, and the
+        # others may still wait for the one that it was.
         name = f"{self._name}-{secrets.token_hex(4)}"
         lighthouse = Lighthouse(self._lighthouse, places.gather(name)[0])
         group = MemberGroup(self._host or address_seen_by(self._lighthouse), self._timeout_s)
@@ -107,8 +111,10 @@ class ElasticConnection(MemberConnection):
             **_describe(engine),
             "shards": places.gather(_describe_shards(engine)),
             "check_every": self._check_every,
+            # Members that read data of different lengths would divide different streams.
             "num_samples": self.data_shard.dataset_sizes,
         }
+        # Seen by the round thread as soon as a signal comes, and not at the next local step.
         stop = engine.worker.stop
 
         def own_fingerprint() -> int:
@@ -135,7 +141,7 @@ class ElasticConnection(MemberConnection):
         """Announce that pending and later rounds are the last: they wait for no more members."""
         self._has_finished = True
         if self._rounds is not None:
-            self._rounds.is_leaving = True
+            self._rounds.decisions.is_leaving = True
 
     def leave(self) -> None:
         """Leave the run after the pending round."""
@@ -145,12 +151,13 @@ class ElasticConnection(MemberConnection):
 
     def close(self) -> None:
         """Leave the run: at once, but regularly if all rounds are complete."""
-        is_idle = self.pending is None or self.pending.is_done()
+        is_idle = self._statuses is None or self._statuses.has_arrived()
         if self._has_finished and is_idle:
             self.leave()
         elif self._rounds is not None:
             self._rounds.close()
             self._rounds = None
+        # A rank may still wait for others in a pending round, and a group in use is aborted.
         self._places.close(has_failed=not is_idle)
 
     # ----------------------------------------------------------------------- one round
@@ -170,27 +177,24 @@ class ElasticConnection(MemberConnection):
         raise RuntimeError("Members send statuses by themselves.")
 
     def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
-        """Start a round with this worker's status; its message follows with :meth:`start`.
-
-        An overlapped round is submitted with the message only, so as not to compete with its
-        computation for the processor.
-        """
-        request = self.pending = RoundRequest(int(status.round_index), status)
-        request.is_overlapped = self.engine.settings.schedule.is_overlapped(request.round_index)
-        if not request.is_overlapped:
-            self.submit(request)
-        return MemberStatuses(request, self.engine.statistics, label)
+        """Begin a round with this worker's status, which is sent with its message."""
+        self._statuses = MemberStatuses(status, self.engine.statistics, label)
+        return self._statuses
 
     def start(self, bucket: Bucket, round_index: int, weight: float = 1.0) -> RoundHandle:
-        """Send the message of the round that was started last."""
-        request = self.pending
-        assert request is not None
-        request.position = position_of(self.engine, self.loop, request.round_index)
-        request.message = bucket.wire
-        request.message_ready.set()
-        if request.is_overlapped:
-            self.submit(request)
-        return self.handle_of(request)
+        """Send the status and the message of the round that has begun."""
+        assert self._statuses is not None
+        # The position is read now, between two local steps, and goes to joining workers with the
+        # state.
+        request = RoundRequest(
+            round_index,
+            self._statuses.own,
+            position_of(self.engine, self.loop, round_index),
+            bucket.wire,
+            self.engine.settings.schedule.is_overlapped(round_index),
+        )
+        self.pending = self._statuses.pending = self.submit(request)
+        return self.handle_of(self.pending)
 
     def simulate(
         self, messages: Sequence[Tensor], round_index: int, weights: Sequence[float] | None = None
@@ -202,36 +206,46 @@ class ElasticConnection(MemberConnection):
         )
         return exchange.simulate(messages, round_index, weights)
 
-    def submit(self, request: RoundRequest) -> RoundRequest:
+    def submit(self, request: RoundRequest) -> PendingRound:
         """Let the round thread run a round."""
         assert self._rounds is not None
-        self._rounds.submit(request)
-        return request
+        self._rounds.submit(pending := PendingRound(request))
+        return pending
 
     def keep_own_state(self) -> None:
         """Let the next round be one with the state of a checkpoint, and not of this run."""
         assert self._rounds is not None
-        self._rounds.last_group = ""
+        self._rounds.decisions.last_group = ""
 
-    def handle_of(self, request: RoundRequest) -> RoundHandle:
+    def handle_of(self, pending: PendingRound) -> RoundHandle:
         """The handle of the message of a round."""
-        return RoundHandle(request, self.engine, self._record)
+        return RoundHandle(pending, self.engine, self._record)
 
-    def _record(self, request: RoundRequest) -> None:
+    def _record(self, result: RoundResult) -> None:
         """Record a round whose result was received."""
-        self.last_round = request
-        statistics, plan = self.engine.statistics, request.plan
-        assert plan is not None
-        statistics.members = len(plan.names)
-        statistics.repaired += len(plan.drifted)
+        self.last_round = result
+        statistics = self.engine.statistics
+        statistics.members = len(result.plan.names)
+        statistics.repaired += len(result.plan.drifted)
 
 
 class MemberStatuses:
-    """Statuses of all members, which are known when a round is complete."""
+    """Statuses of all members, which are known when a round is complete.
 
-    def __init__(self, request: RoundRequest, statistics: Statistics, label: str) -> None:
+    Attributes:
+        own: The status that this worker sends.
+        pending: The round; None before its message was sent.
+    """
+
+    def __init__(
+        self,
+        own: WorkerStatus,
+        statistics: Statistics,
+        label: str,
+        pending: PendingRound | None = None,
+    ) -> None:
+        self.own, self.pending = own, pending
         self.label = label
-        self._request = request
         self._statistics = statistics
         self._statuses: list[WorkerStatus] | None = None
 
@@ -242,17 +256,17 @@ class MemberStatuses:
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
-        return self._request.is_done()
+        return self.pending is not None and self.pending.done()
 
     def wait(self) -> list[WorkerStatus]:
-        """Wait for the round and return the statuses; RuntimeError before its message is sent."""
+        """Wait until the round is complete, and return the statuses of its members."""
         if self._statuses is None:
-            if not self._request.message_ready.is_set():
-                raise RuntimeError("Statuses of members are known when the round is complete.")
+            if self.pending is None:
+                raise RuntimeError(f"The message of {self.label} was not sent.")
             with WaitTimer(self._statistics):
-                self._request.wait()
-            assert self._request.statuses is not None
-            self._statuses = statuses_in(self._request.statuses)
+                statuses = self.pending.wait().statuses
+            assert statuses is not None
+            self._statuses = statuses_in(statuses)
         return self._statuses
 
 
@@ -260,16 +274,16 @@ class RoundHandle:
     """Handle of the exchange of a round; ``record`` is called once its result was received."""
 
     def __init__(
-        self, request: RoundRequest, engine: Engine, record: Callable[[RoundRequest], None]
+        self, pending: PendingRound, engine: Engine, record: Callable[[RoundResult], None]
     ) -> None:
-        self.request = request
+        self._pending = pending
         self._engine = engine
         self._record = record
 
     @property
     def lost(self) -> Tensor | None:
         """What compression removed from the message, if there is error feedback."""
-        residual = self.request.residual
+        residual = self._pending.result().residual
         return None if residual is None else residual.to(self._device)
 
     @property
@@ -278,18 +292,19 @@ class RoundHandle:
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
-        return self.request.is_done()
+        return self._pending.done()
 
     def wait(self) -> Tensor:
         """Wait for the sum of the messages, and return it."""
-        request, statistics = self.request, self._engine.statistics
+        statistics = self._engine.statistics
         with WaitTimer(statistics):
-            request.wait()
-        self._record(request)
-        assert request.received is not None
-        statistics.bytes_sent += request.bytes_sent
-        statistics.bytes_saved += request.bytes_saved
-        return request.received.to(self._device)
+            result = self._pending.wait()
+        self._record(result)
+        assert result.received is not None
+        statistics.bytes_sent += result.bytes_sent
+        statistics.bytes_saved += result.bytes_saved
+        # Members exchange in the host's memory.
+        return result.received.to(self._device)
 
     def release(self) -> None:
         """Do nothing: the memory belongs to the round."""
@@ -301,6 +316,7 @@ def _describe(engine: Engine) -> dict[str, Any]:
     run = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
     run["parameters"] = engine.worker.replica.layout.schema()
     run["ranks_per_worker"] = engine.worker.group.replica_size
+    # As the others read it, to compare: tuples become lists, and objects their text.
     return cast(dict[str, Any], json.loads(json.dumps(run, default=str)))
 
 

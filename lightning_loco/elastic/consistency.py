@@ -30,6 +30,7 @@ class ConsistencyCheck:
 
     def is_due(self, plan: QuorumPlan) -> bool:
         """Whether the members of a plan compare their states; the same on all of them."""
+        # At the beginning of a run all have just received the state of one member.
         if not self._every or plan.round_index in (0, NO_STATE):
             return False
         num_with_state = len(plan.names) - len(plan.joining)
@@ -41,6 +42,7 @@ class ConsistencyCheck:
         The donor has the state of most members; in a tie, the state of the first member.
         ``all_gather`` gathers a row of numbers.
         """
+        # A joining member takes part in the collective, but has no state of the run.
         own = 0 if plan.is_joining else self._own_fingerprint()
         gathered = (
             all_gather(torch.tensor([own], dtype=torch.int64, device="cpu")).reshape(-1).tolist()
@@ -49,6 +51,7 @@ class ConsistencyCheck:
         expected = Counter(known.values()).most_common(1)[0][0]
         drifted = tuple(rank for rank, value in known.items() if value != expected)
         return plan._replace(
+            # The donor of the plan may be one that has drifted.
             donor=next(rank for rank, value in known.items() if value == expected),
             joining=tuple(sorted((*plan.joining, *drifted))),
             drifted=drifted,

@@ -24,6 +24,7 @@ class DataShard:
     """
 
     def __init__(self, reader: int = 0, num_readers: int = 1) -> None:
+        # The round thread reads the position, while the training thread, or a loader, advances it.
         self._lock = threading.Lock()
         self.dataset_sizes: list[int] = []
         self._base, self._member, self._num_members = 0, 0, 1
@@ -49,6 +50,7 @@ class DataShard:
     def start_round(self) -> None:
         """Record how many positions the last round used, to estimate the number of the next one."""
         with self._lock:
+            # Rounds differ in length if steps per round do, so the longest one counts.
             used = self._used - self._used_before_round
             self._most_per_round = max(used, self._most_per_round)
             self._used_before_round = self._used
@@ -57,6 +59,7 @@ class DataShard:
     def first_unused(self) -> int:
         """The first position that no reader uses before the result of the round is applied."""
         with self._lock:
+            # The members change at the end of a round, until which local steps go on.
             rows = self._num_members * (self._used + self._most_per_round + 1)
             return self._base + rows * self.num_readers
 

@@ -57,6 +57,7 @@ class MembersSampler(Sampler[int]):
         if not self._shuffle:
             return offset
         if epoch != self._epoch:
+            # On all members the same order, whatever the default device and its generator are.
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._order = torch.randperm(self._size, generator=generator, device="cpu")
             self._epoch = epoch

@@ -140,6 +140,7 @@ def prepare_for_members(
             f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, or Local SGD."
         )
     prepared = algorithm.prepare(1, topology, is_late=is_late)
+    # The number of members changes, so what "auto" chooses must not depend on it.
     if prepared != algorithm.prepare(3, topology):
         raise ValueError(
             "membership=Elastic(...) needs an algorithm that does the same with any number of "

@@ -6,7 +6,6 @@ Every call belongs to a plan whose group is open.
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,27 +20,12 @@ from lightning_loco.elastic.recovery import (
     fragment_of_round,
     max_state_bytes,
 )
+from lightning_loco.elastic.round_request import RoundRequest, RoundResult
 from lightning_loco.elastic.state_transfer import receive_state, send_state
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.compressed import CompressedSum
 
 log = logging.getLogger(__name__)
-
-
-class Exchanged(NamedTuple):
-    """The result of an exchange.
-
-    Attributes:
-        received: Sum of the messages.
-        bytes_sent: Bytes that this worker sent.
-        bytes_saved: Bytes that it would have sent in addition without compression.
-        residual: What compression removed from this worker's message, for error feedback.
-    """
-
-    received: Tensor
-    bytes_sent: int = 0
-    bytes_saved: int = 0
-    residual: Tensor | None = None
 
 
 class SumExchange:
@@ -52,7 +36,7 @@ class SumExchange:
         self._engine = engine
         self._compression = engine.settings.compression
 
-    def exchange(self, message: Tensor | None, plan: QuorumPlan) -> Exchanged:
+    def exchange(self, message: Tensor | None, plan: QuorumPlan) -> RoundResult:
         """Sum the messages of all members; RuntimeError if one is lost.
 
         ``message`` stays unchanged; None if this worker is joining, which adds zeros.
@@ -63,32 +47,36 @@ class SumExchange:
                 sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype, device="cpu"
             )
         else:
+            # A copy: the exchange may have to be repeated with the same message.
             total = message.cpu() if message.is_cuda else message.clone()
         if self._compression is not None:
             return self._sum_compressed(self._compression, total, plan)
         self._group.all_reduce(total)
-        return Exchanged(total, _ring_bytes(total, plan))
+        return RoundResult(plan, total, bytes_sent=_ring_bytes(total, plan))
 
     def _sum_compressed(
         self, compression: Compression, message: Tensor, plan: QuorumPlan
-    ) -> Exchanged:
+    ) -> RoundResult:
         """Sum the encoded messages; ``message`` is overwritten with what compression removed."""
         residual = message if compression.has_feedback else None
         memory = torch.empty_like(message) if compression.has_feedback else None
         if len(plan.names) == 1:
             if memory is None:
-                return Exchanged(message)
+                return RoundResult(plan, message)
+            # Nothing is sent, so nothing is encoded, and nothing lost.
             memory.copy_(message)
             message.zero_()
-            return Exchanged(memory, residual=residual)
+            return RoundResult(plan, memory, residual=residual)
         summing = CompressedSum(compression, message, plan.rank, len(plan.names), memory)
         bytes_sent = summing.num_bytes
         bytes_saved = _ring_bytes(message, plan) - bytes_sent
-        return Exchanged(summing.run(self._group.swap), bytes_sent, bytes_saved, residual)
+        received = summing.run(self._group.swap)
+        return RoundResult(plan, received, None, residual, bytes_sent, bytes_saved)
 
-    def copy_state(self, position: dict[str, Any], message: Tensor | None) -> RunState:
+    def copy_state(self, request: RoundRequest) -> RunState:
         """Copy the state for joining workers, before the round ends."""
-        return copy_state(self._engine, position, with_saved_rounds=message is None)
+        # Only a worker that joins, and has no message, may have a round of a checkpoint pending.
+        return copy_state(self._engine, request.position, with_saved_rounds=request.message is None)
 
     def send_state(self, state: RunState, plan: QuorumPlan) -> None:
         """Send the state to one joining worker after the other; a lost one causes a warning."""
@@ -97,6 +85,7 @@ class SumExchange:
             try:
                 send_state(state, self._group, rank)
             except RuntimeError as error:
+                # The group cannot be used any more, so the rest asks for the state again.
                 self._group.abort()
                 log.warning("%s was lost while it joined: %s", plan.names[rank], error)
                 return

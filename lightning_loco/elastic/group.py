@@ -58,6 +58,7 @@ class MemberGroup:
     def __init__(self, host: str, timeout_s: float) -> None:
         self.name = ""
         self._timeout = timedelta(seconds=timeout_s)
+        # A round that fails because of a lost member is to be repeated within its timeout.
         self._connect_s = min(CONNECT_S, timeout_s / 3)
         self._server = serve_store(host)
         self.address = f"{host}:{self._server.port}"
@@ -74,6 +75,8 @@ class MemberGroup:
         if not plan.is_new:
             return
         self.abort()
+        # The connection of gloo cannot be cancelled, and waits long for a member that does not
+        # come. So the members meet at the store of the donor first.
         monitor = MemberMonitor(plan, self._connect_s)
         try:
             monitor.rendezvous()
@@ -96,6 +99,7 @@ class MemberGroup:
         groups, monitor = [self._group], self._monitor
         self._group, self._monitor, self.name = None, None, ""
         if monitor is not None:
+            # Gloo waits for transfers under way, while a new group can be made already.
             BackgroundThread("loco-left-group", functools.partial(_abort, groups)).start()
             monitor.leave()
 
@@ -103,6 +107,7 @@ class MemberGroup:
         """Leave the group and stop serving the store."""
         self.abort()
         self._own_store.close()
+        # The server of a store ends with the last reference to it.
         del self._server, self._own_store
 
     # ----------------------------------------------------------------- collectives
@@ -113,6 +118,8 @@ class MemberGroup:
         options = AllreduceOptions()
         options.timeout = self._timeout
         group, monitor = self._opened()
+        # The timeout of gloo ends the whole group, so it is the last resort: the monitor finds a
+        # lost member before.
         monitor.watch(lambda: group.allreduce([flat], options).wait())
 
     def all_gather(self, row: Tensor) -> Tensor:
@@ -181,9 +188,8 @@ class MemberGroup:
         """Return the names of the members of the last group that still accept connections."""
         return [name for store, name in self._last_others() if _is_alive(store)]
 
-    @property
-    def num_finished(self) -> int:
-        """Number of members that announced to this worker that they have finished."""
+    def count_finished(self) -> int:
+        """Return how many members have announced to this worker that they have finished."""
         try:
             return self._own_store.add(_FINISHED_KEY, 0)
         except RuntimeError:  # the connection with this worker's own store was cut
@@ -340,8 +346,10 @@ class MemberMonitor:
 
     def _wait_or_raise(self, work: Future[Any], grace_s: float) -> None:
         """Wait for some work; if a member is lost, raise unless it ends within ``grace_s``."""
+        # There is nobody to lose.
         if len(self._plan.names) == 1:
             wait([work])
+        # Most exchanges end before; to watch needs connections to other members.
         if wait([work], _WATCH_AFTER_S).done:
             return
         is_over = threading.Event()
@@ -361,6 +369,8 @@ class MemberMonitor:
         while not is_over.is_set():
             self._check_left()
             self._check_alive(rank)
+            # A frozen process still accepts connections, by its kernel, but its store does not
+            # answer.
             connect_store(plan.stores[rank], plan.names[rank], self._unresponsive_s)
             is_over.wait(_WATCH_EVERY_S)
 
@@ -397,6 +407,7 @@ def serve_store(host: str) -> TCPStore:
     """Serve a key-value store at the address of a host, or at all addresses if it is elsewhere."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        # The store itself would listen at all addresses of this host.
         listener = socket.create_server(address[:2], family=family)
     except OSError:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -452,6 +463,7 @@ def check_alive(store: str, member: str) -> None:
     """Raise RuntimeError if a member has ended; a slow or silent network does not prove that."""
     try:
         socket.create_connection(_split_address(store), timeout=_MAX_PROBE_S).close()
+    # The store was there, so a host that refuses the connection has no such process any more.
     except ConnectionRefusedError as error:
         raise RuntimeError(f"{member} has ended.") from error
     except OSError:

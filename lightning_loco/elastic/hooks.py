@@ -5,15 +5,16 @@ from __future__ import annotations
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic.connection import ElasticConnection, MemberStatuses
-from lightning_loco.elastic.quorum import NO_STATE, resumed_round
+from lightning_loco.elastic.quorum import NO_STATE, QuorumPlan, resumed_round
 from lightning_loco.elastic.recovery import (
+    RunState,
     apply_saved_rounds,
     fragment_of_round,
     is_ahead,
     position_of,
     resume_from_state,
 )
-from lightning_loco.elastic.rounds import RoundRequest
+from lightning_loco.elastic.round_request import PendingRound, RoundRequest, RoundResult
 from lightning_loco.engine.engine import Engine, RoundHooks, run_through
 from lightning_loco.engine.fragment_sync import FragmentSync, Round
 
@@ -21,15 +22,16 @@ from lightning_loco.engine.fragment_sync import FragmentSync, Round
 class ElasticHooks(RoundHooks):
     """Keeps one engine in the state of the run, which its ``connection`` exchanges.
 
-    A worker that has fallen behind the others resumes from their state, at three places: when a
-    blocking round was received, when the statuses of a round are recorded, and before it looks what
-    is due. Between these, local steps go on with the state that it has.
+    A worker that has fallen behind the others resumes from their state where it waits for a round
+    anyway: when a blocking round was received, when the statuses of a round are recorded, and
+    before it looks what is due.
     """
 
     shares_sync_points = False
 
     def __init__(self, connection: ElasticConnection) -> None:
         self._connection = connection
+        self._seen: RoundResult | None = None
 
     def start(self, engine: Engine) -> None:
         """Join the run; a worker without state, or with an older one, receives the run's state.
@@ -42,26 +44,27 @@ class ElasticHooks(RoundHooks):
         apply_saved_rounds(engine)
         round_index = resumed_round(worker.round_index) if worker.steps else NO_STATE
         status = WorkerStatus(IN_ROUND, NO_STATE, 0, weight=0.0, finite=1.0)
-        request = RoundRequest(round_index, status)
-        request.position = position_of(engine, connection.loop, worker.round_index)
-        request.position["steps_since_round"] = worker.steps_since_round
-        request.message_ready.set()
+        position = position_of(engine, connection.loop, worker.round_index)
+        position["steps_since_round"] = worker.steps_since_round
         try:
-            connection.submit(request).wait()
-            self._continue_data(request)
-            assert request.plan is not None
-            engine.statistics.members = len(request.plan.names)
-            if is_ahead(engine, request.state):
+            pending = connection.submit(RoundRequest(round_index, status, position))
+            result = pending.wait()
+            self._continue_data(result)
+            engine.statistics.members = len(result.plan.names)
+            if is_ahead(engine, result.state):
+                # The others recover from this worker, in the round that it starts.
                 connection.keep_own_state()
                 return
-            if request.state is not None:
-                self._resume(engine, request)
-            if request.received is not None:
-                sync = self._add_pending_round(engine, request).fragment
+            if result.state is not None:
+                self._resume(engine, result, result.state)
+            if result.received is not None:
+                assert result.state is not None
+                sync = self._add_pending_round(engine, pending, result.plan, result.state).fragment
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
                     sync.make_writable()
                     sync.apply(worker.steps)
                     worker.replica.share()
+                # The round has begun on the other members.
                 worker.round_index += 1
         except BaseException:
             connection.close()
@@ -87,9 +90,10 @@ class ElasticHooks(RoundHooks):
         self._catch_up(engine)
 
     def finish(self, engine: Engine) -> None:
-        """Run a last round of each fragment in which any member has made local steps.
+        """Run a last round of each fragment, if it has local steps that are in no round yet.
 
-        The model is then the outer parameters, which are equal on all members.
+        Outer parameters, which are equal on all members, are what this worker can leave in the
+        model without waiting for others.
         """
         self._connection.finish()
         for _ in engine.fragments:
@@ -111,60 +115,61 @@ class ElasticHooks(RoundHooks):
         Its local steps since it was left behind are lost. The round of the run, possibly one of
         another fragment, then replaces the pending one and is returned.
         """
-        request = self._connection.pending
-        if request is None:
+        pending = self._connection.pending
+        if pending is None:
             return None
         with WaitTimer(engine.statistics):
-            request.wait()
-        self._continue_data(request)
-        has_pending = any(sync.pending is not None for sync in engine.fragments)
-        if request.state is None or request.is_adopted or not has_pending:
+            result = pending.wait()
+        if result is self._seen:
             return None
-        assert request.plan is not None
+        self._seen = result
+        self._continue_data(result)
+        has_pending = any(sync.pending is not None for sync in engine.fragments)
+        if result.state is None or not has_pending:
+            return None
+        request, plan = pending.request, result.plan
         started = engine.worker.round_index - request.round_index
-        missed_steps = _missed_steps(engine, request) if started else 0
+        missed_steps = _missed_steps(engine, request, result.state) if started else 0
         for sync in engine.fragments:
             sync.drop_pending()
-        self._resume(engine, request, missed_steps)
-        engine.worker.round_index = request.plan.round_index + started
-        return self._add_pending_round(engine, request)
+        self._resume(engine, result, result.state, missed_steps)
+        engine.worker.round_index = plan.round_index + started
+        return self._add_pending_round(engine, pending, plan, result.state)
 
-    def _continue_data(self, request: RoundRequest) -> None:
+    def _continue_data(self, result: RoundResult) -> None:
         """Continue where the members of a new group have agreed to.
 
         Only here, after the same local step on all ranks of a worker: ranks of one tensor-parallel
         group must read the same samples.
         """
-        start, request.data_start = request.data_start, None
-        if start is not None:
-            self._connection.data_shard.reassign(*start)
+        if result.data_start is not None:
+            self._connection.data_shard.reassign(*result.data_start)
 
-    def _resume(self, engine: Engine, request: RoundRequest, missed_steps: int = 0) -> None:
+    def _resume(
+        self, engine: Engine, result: RoundResult, state: RunState, missed_steps: int = 0
+    ) -> None:
         """Resume from the state that came with a round, as it was at the start of the round."""
-        plan, state = request.plan, request.state
-        assert plan is not None
-        assert state is not None
-        request.is_adopted = True
+        plan = result.plan
         resume_from_state(
             engine,
             self._connection.loop,
             state,
             plan.names[plan.donor],
-            keep_position=request.has_drifted,
+            keep_position=plan.has_drifted,
             missed_steps=missed_steps,
         )
         engine.worker.replica.share()
 
-    def _add_pending_round(self, engine: Engine, request: RoundRequest) -> Round:
+    def _add_pending_round(
+        self, engine: Engine, pending: PendingRound, plan: QuorumPlan, state: RunState
+    ) -> Round:
         """Make pending the round whose state this worker resumed from; it has no weight in it.
 
         Its fragment, to which all members apply the result, may be another one than before.
         """
-        plan, state = request.plan, request.state
-        assert plan is not None
-        assert state is not None
-        position = request.position if request.has_drifted else state.values
+        position = pending.request.position if plan.has_drifted else state.values
         index = plan.round_index
+        label, statistics = f"round {index}", engine.statistics
         sync = fragment_of_round(engine, index)
         sync.began_at = int(position["steps"])
         sync.pending = Round(
@@ -173,20 +178,20 @@ class ElasticHooks(RoundHooks):
             sync.began_at,
             weight=0.0,
             is_overlapped=engine.settings.schedule.is_overlapped(index),
-            statuses=MemberStatuses(request, engine.statistics, f"round {index}"),
-            handles=[self._connection.handle_of(request)],
+            statuses=MemberStatuses(pending.request.status, statistics, label, pending),
+            handles=[self._connection.handle_of(pending)],
         )
         for message in [bucket.message for bucket in sync.memory.buckets]:
+            # It has no weight, and adds nothing to the sum.
             message.zero_()
         return sync.pending
 
 
-def _missed_steps(engine: Engine, request: RoundRequest) -> int:
+def _missed_steps(engine: Engine, request: RoundRequest, state: RunState) -> int:
     """The local steps between the start of the run's round and this worker's position.
 
     The position is the one in its own round, which may be shorter or longer.
     """
-    assert request.state is not None
-    theirs = request.state.values["steps_under_way"]
+    theirs = state.values["steps_under_way"]
     made = engine.worker.steps - request.position["steps"]
     return int(theirs if made >= request.position["steps_under_way"] else min(made, theirs))

@@ -81,6 +81,7 @@ class Lighthouse:
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
+                # The next attempt connects anew, perhaps to a lighthouse that was restarted.
                 self._client, self.error = None, str(error)
                 if self.uptime.is_closed or time.monotonic() + _RETRY_S > deadline:
                     raise RuntimeError(
@@ -98,6 +99,7 @@ class Lighthouse:
         self.uptime.connect(deadline)
         longest = timedelta(seconds=max(_RETRY_S, deadline - time.monotonic()))
         if self._heartbeats is None:
+            # Of the manager of torchft only the heartbeats are used.
             self._heartbeats = ManagerServer(
                 replica_id=self.name,
                 lighthouse_addr=self._url,
@@ -193,6 +195,7 @@ class Uptime:
             connection = socket.create_connection(self._address, timeout=left_s)
         except OSError as error:
             raise ConnectionError(str(error)) from error
+        # A machine that vanishes from the network closes no connection.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
@@ -207,6 +210,7 @@ class Uptime:
 
 def _has_ended(connection: socket.socket) -> bool:
     try:
+        # To read nothing is the end of the connection; as long as it is open, that is an error.
         connection.setblocking(False)
         return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:

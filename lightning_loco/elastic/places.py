@@ -99,6 +99,7 @@ class Places:
         if self.is_first:
             try:
                 answer = ask()
+            # Also ValueError, for settings: all ranks are to end with the same message.
             except Exception as raised:
                 error = raised
         found: list[Any] = self.gather([answer, json_messages.write_error(error)])[0]
@@ -117,6 +118,7 @@ class Places:
             result = step()
         except RuntimeError as raised:
             error = raised
+        # Also without an error: all ranks have to know whether the step counts.
         texts = self.gather(None if error is None else str(error).partition("\n")[0])
         if error is not None:
             raise error
@@ -130,6 +132,7 @@ class Places:
         groups = [self._inner] if self._inner is not None else []
         self._inner = None
         if has_failed or self._group.failed:
+            # A regular end would wait for ranks that may be lost.
             abort_groups(groups)
         elif dist.is_initialized():
             list(map(dist.destroy_process_group, groups))

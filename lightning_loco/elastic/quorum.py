@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from typing_extensions import Self
 
 NO_STATE = -1
@@ -92,6 +91,7 @@ class MemberInfo(NamedTuple):
     @classmethod
     def parse(cls, member: Member) -> Self | None:
         """Return the request of a member; None if its form, types or ranges are wrong."""
+        # Whoever can connect to the lighthouse can ask, so nothing about a request is certain.
         if not isinstance(member.data, dict) or member.data.keys() != set(cls._fields):
             return None
         info = cls(**member.data)
@@ -158,6 +158,16 @@ class QuorumPlan(NamedTuple):
         """Whether this worker sends the state."""
         return self.rank == self.donor
 
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this worker needs the state because its own differs from the others'."""
+        return self.rank in self.drifted
+
+    @property
+    def group_and_members(self) -> list[str]:
+        """The value of :attr:`MemberInfo.received`, when all messages have been received."""
+        return [self.group, *self.names]
+
 
 class OtherRun(Exception):
     """The quorum belongs to another run than this worker: settings or parameters differ.
@@ -193,6 +203,7 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
     rounds = [info.round_index for info in infos.values()]
     newest = max(rounds) if max(rounds) > NO_STATE else min(rounds)
     ahead = [name for name, info in infos.items() if info.round_index == newest]
+    # Two groups that were cut off from each other may have counted the same rounds.
     last_group = Counter(infos[name].last_group for name in ahead).most_common(1)[0][0]
     with_state = [name for name in ahead if infos[name].last_group == last_group]
     donor = with_state[0]
@@ -203,9 +214,11 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
         raise OtherRun(donor, infos[donor].stores[0])
     members = {name: infos[name] for name in names}
     open_groups = {info.open_group for info in members.values()}
+    # Members of the same group need no new one; else any choice that is equal on all of them.
     open_group = min(open_groups)
     # A group's name ends with the number of its members: then these members have opened it.
     is_new = len(open_groups) > 1 or not open_group.endswith(f"/{len(names)}")
+    # A member that only some can still reach is lost to the others.
     awaited = set.intersection(*(set(infos[name].awaited) for name in with_state))
     committed = committed_members(members)
     return QuorumPlan(
@@ -223,25 +236,6 @@ def make_plan(quorum: Quorum, own_name: str, place: int = 0) -> QuorumPlan:
         missing=tuple(sorted(awaited - infos.keys())),
         malformed=tuple(name for name, info in parsed.items() if info is None),
     )
-
-
-class Commit(NamedTuple):
-    """The result of an exchange that not all members have confirmed yet.
-
-    Attributes:
-        plan: QuorumPlan of the exchange.
-        received: The sum of the messages.
-        statuses: Statuses of all members.
-    """
-
-    plan: QuorumPlan
-    received: Tensor
-    statuses: Tensor
-
-    @property
-    def group_and_members(self) -> list[str]:
-        """The value of :attr:`MemberInfo.received`."""
-        return [self.plan.group, *self.plan.names]
 
 
 def committed_members(infos: Mapping[str, MemberInfo]) -> set[str]:
@@ -266,6 +260,7 @@ def _counts(info: MemberInfo, infos: Mapping[str, MemberInfo]) -> bool:
 
 def _agrees(other: MemberInfo, round_index: int, group: str, is_member: bool) -> bool:
     """Whether a worker received or applied the round in this group, or was not part of it."""
+    # It has applied this round, in the same group or in another one.
     if other.round_index > round_index:
         return other.round_index == round_index + 1 and other.last_group == group
     if other.round_index == round_index and is_member:

@@ -62,6 +62,7 @@ def outer_state(engine: Engine) -> dict[str, Any]:
 
     Entries of a single fragment, such as counters, have names that begin with its index.
     """
+    # Vectors (P,) are shared by the fragments, and travel once.
     state: dict[str, Any] = {}
     for index, sync in enumerate(engine.fragments):
         fragment = sync.memory
@@ -90,6 +91,7 @@ def copy_state(engine: Engine, position: dict[str, Any], with_saved_rounds: bool
     reach("copying the state")
     fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _to_cpu(v) for k, v in state.items() if isinstance(v, Tensor)}
+    # Otherwise the start of the round is in the state, and what joining workers load.
     if engine.settings.algorithm.round_start(fragment.state) is None:
         tensors[_PARAMS] = worker.replica.layout.new_flat_on_cpu()
     if (shared_residual := shared_part(fragment.residual)) is not None:
@@ -180,6 +182,7 @@ def resume_from_state(
         if loop is not None:
             loop.count_steps()
     for sync in engine.fragments:
+        # What this worker has trained from another state is no progress of the run.
         sync.fresh_at = worker.steps
 
 
@@ -190,6 +193,7 @@ def adopt_state(engine: Engine, state: RunState) -> None:
     tensors = {k.removeprefix(_STATE): t for k, t in state.tensors.items() if k.startswith(_STATE)}
     merged = {**tensors, **state.values["numbers"]}
     states = [_state_of_fragment(merged, index) for index in range(len(engine.fragments))]
+    # Everything is checked before anything changes.
     for sync, values in zip(engine.fragments, states, strict=True):
         for key, own in sync.state.items():
             if isinstance(own, Tensor) and getattr(values.get(key), "shape", None) != own.shape:

@@ -22,10 +22,12 @@ _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.float16, torc
 def send_state(state: RunState, group: MemberGroup, to: int) -> None:
     """Send a state to the member ``to``."""
     kept = {name: tensor.contiguous() for name, tensor in state.tensors.items()}
+    # JSON and raw bytes: a pickle from the network could run any code.
     kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
     text = json_messages.write({"tensors": kinds, "values": state.values})
     description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sent = [tensor.reshape(-1) for tensor in kept.values()]
+    # The other side has to know the length of what it receives.
     group.send([torch.tensor([len(text)], dtype=torch.int64, device="cpu")], to)
     group.send([description], to)
     reach("sending the state")
@@ -46,6 +48,7 @@ def receive_state(group: MemberGroup, source: int, max_bytes: int) -> RunState:
     description = json_messages.read(head.numpy().tobytes(), "The member that sends the state")
     tensors = {
         name: torch.zeros(shape, dtype=_DTYPES[dtype], device="cpu")
+        # The sizes are checked before memory of that size is taken.
         for name, (dtype, shape) in _checked(description, max_bytes).items()
     }
     received = [tensor.view(-1) for tensor in tensors.values()]

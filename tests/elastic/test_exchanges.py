@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.elastic.exchanges import Exchanged, SumExchange
+from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.group import MemberGroup
+from lightning_loco.elastic.round_request import RoundResult
 from lightning_loco.engine import StepEngine
 from tests.elastic.test_group import plan_of
 from tests.harness.pool import Pool
@@ -18,7 +19,7 @@ NUMEL = 1000
 """Elements of a message."""
 
 
-def run_exchange(rank: int, world: int, compression: str | None) -> tuple[Tensor, Exchanged]:
+def run_exchange(rank: int, world: int, compression: str | None) -> tuple[Tensor, RoundResult]:
     """Return the message of a member, and the result of one exchange of all ranks."""
     engine = StepEngine(nn.Linear(NUMEL, 1, bias=False), DiLoCo(), compression=compression)
     group = MemberGroup("127.0.0.1", timeout_s=60.0)

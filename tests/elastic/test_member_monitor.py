@@ -89,10 +89,10 @@ def test_finished_members_are_counted_after_a_connection_was_cut() -> None:
     group, other = MemberGroup("127.0.0.1", TIMEOUT_S), MemberGroup("127.0.0.1", TIMEOUT_S)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(MemberGroup.open, (group, other), plans(group, other)))
-    assert group.num_finished == 0
+    assert group.count_finished() == 0
     assert cut_connections_to(int(group.address.rpartition(":")[2]))
-    assert group.num_finished == 0
+    assert group.count_finished() == 0
     other.announce_finished()
-    assert group.num_finished == 1
+    assert group.count_finished() == 1
     group.close()
     other.close()

@@ -250,7 +250,7 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
                     engine.fragments[0].state["outer"].view(torch.int32)[0] ^= 2**16
                     args.flip_at = -1
                     if args.other_past:
-                        engine.exchange._rounds.last_group = "another/1"
+                        engine.exchange._rounds.decisions.last_group = "another/1"
             if (worker.round_index, worker.steps_since_round) == (args.keep_in, 1):
                 torch.save(engine.state_dict(), args.log.with_suffix(".pt"))
         if args.steps:
