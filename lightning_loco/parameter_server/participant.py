@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from lightning_loco._util.clock import REAL_CLOCK
 from lightning_loco.distributed.graceful_stop import StopAgreed
@@ -22,15 +24,35 @@ class RemoteParticipant(Participant):
 
     Attributes:
         optimizer: The optimizer to step; it belongs to this participant, which closes it.
+        streams: Whether to send gradients while the backward pass computes them.
+        shows_mean: Whether the gradients are averaged before the optimizer's step already, for code
+            that reads or changes them.
     """
 
     def __init__(self, optimizer: RemoteOptimizer) -> None:
         self.optimizer = optimizer
         self.statistics = Statistics()
+        self.streams = self.shows_mean = False
+        self._has_mean = False
 
     def start(self) -> None:
         """Receive parameters and hyper-parameters from the servers."""
         self.optimizer.receive_weights()
+
+    def before_step(self, loss: float | Tensor | None = None) -> None:
+        """Prepare to send gradients, if they are streamed."""
+        if self.streams:
+            self.optimizer.expect_backward()
+
+    def average_gradients(self) -> None:
+        """Replace the gradients by their mean over all workers, which all must call."""
+        self.optimizer.average_gradients()
+        self._has_mean = True
+
+    def before_optimizer_step(self, parameters: Iterable[Tensor]) -> None:
+        """Average the gradients of a step in which no backward pass has done so."""
+        if self.shows_mean and not self._has_mean:
+            self.average_gradients()
 
     @contextmanager
     def counting_bytes(self) -> Iterator[None]:
@@ -45,6 +67,7 @@ class RemoteParticipant(Participant):
         """Count one step of the optimizer, and the seconds for which it has waited."""
         statistics, wait_s = self.statistics, self.optimizer.wait_s
         now_s = REAL_CLOCK.now()
+        self._has_mean = False
         statistics.rounds += 1
         statistics.record("wait", now_s - (wait_s - statistics.wait_s), now_s)
         statistics.wait_s = wait_s

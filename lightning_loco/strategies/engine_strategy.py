@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +40,6 @@ from lightning_loco.strategies.data import MaxSteps, share_data
 from lightning_loco.strategies.lightning_compat import add_hooks
 from lightning_loco.strategies.local_training import (
     LocalModel,
-    LocalSteps,
     check_batch_norm,
     check_untracked,
     clear_non_finite,
@@ -115,7 +113,6 @@ class EngineStrategy(WorkerStrategy):
         self.evaluate, self.finalize = evaluate, finalize
         self.checkpoint_folder = checkpoint_folder
         self._max_steps: MaxSteps | None = None
-        self._loss: Any = math.nan
         self.engine: LocalParticipant | None = None
         self._failed_engine: LocalParticipant | None = None
         self._save_to(MainFile(self))
@@ -231,7 +228,7 @@ class EngineStrategy(WorkerStrategy):
         self.engine = self.make_engine(self.group)
         self._set_evaluated(self.engine, trainer)
         self.statistics = self.engine.statistics
-        self._steps = LocalSteps()
+        self._steps.start_fit()
         if self.schedule is not None:
             self._max_steps = MaxSteps(trainer, self.schedule, self.worker, self.num_workers)
         self._external_updates.start_fit()
@@ -246,7 +243,9 @@ class EngineStrategy(WorkerStrategy):
         )
         self._connect_gradients(self.group)
         trained = self.lightning_module.parameters()
-        self._added.callback(self._steps.watch(trained, self._before_raw_step, self._count))
+        steps = self._steps
+        watching = steps.watch(trained, lambda one: steps.prepare(one)(), steps.count)
+        self._added.callback(watching)
         if self._max_steps is not None:
             self._added.callback(self._max_steps.restore)
         with errors_as_warnings(NOT_SHOWN):
@@ -367,7 +366,7 @@ class EngineStrategy(WorkerStrategy):
         engine = self._engine
         if engine.worker.steps and engine.check_due():
             check_untracked(engine.worker.replica.left_out, self.optimizers)
-            engine.worker.last_loss = self._loss
+            engine.worker.last_loss = self._steps.loss
             engine.make_round()
             if not engine.worker.was_finite:
                 clear_non_finite(self.optimizers)
@@ -378,7 +377,7 @@ class EngineStrategy(WorkerStrategy):
         copy_on_write.hold()
         with self._errors_named():
             output = super().training_step(*args, **kwargs)
-        self._loss = loss_in(output)
+        self._steps.loss = loss_in(output)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             copy_on_write.release()
@@ -405,48 +404,17 @@ class EngineStrategy(WorkerStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step and count the local step."""
-        closure = self.prepare_step(optimizer, closure)
+        closure = self._steps.prepare(optimizer, closure)
         with self._steps.through_lightning():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
         is_automatic = self.lightning_module.automatic_optimization
         if is_automatic:
             self._engine.worker.replica.copy_on_write.release()
-        self._count(optimizer)
+        self._steps.count(optimizer)
         if is_automatic:
             self._stop_if_agreed()
         return output
-
-    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Prepare the next local step, and return the closure to pass to the optimizer.
-
-        A step outside Lightning has no closure: then ``closure`` does nothing, and the returned one
-        is called right before the step.
-        """
-        engine = self._engine
-        if self._steps.is_next(optimizer):
-            engine.before_step(self._known_loss)
-
-        def prepared() -> Any:
-            output = closure()
-            groups = optimizer.param_groups
-            engine.before_optimizer_step(p for group in groups for p in group["params"])
-            return output
-
-        return prepared
-
-    @property
-    def _known_loss(self) -> Tensor | float | None:
-        """The last loss that ``training_step`` has returned; None if it was not one number."""
-        loss = self._loss
-        return None if isinstance(loss, float) and math.isnan(loss) else loss
-
-    def _before_raw_step(self, optimizer: Optimizer) -> None:
-        self.prepare_step(optimizer, lambda: None)()
-
-    def _count(self, optimizer: Optimizer) -> None:
-        if self._steps.count(optimizer):
-            self._engine.count_step()
 
     def _stop_if_agreed(self) -> None:
         stop = self._engine.worker.stop

@@ -19,7 +19,9 @@ from torch.optim.optimizer import (
 )
 
 from lightning_loco.model.flat import local_tensor
+from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.protocols import TrainingStrategy
 
 # ------------------------------------------------------------------------- model
 
@@ -92,28 +94,68 @@ def leave_shared_memory(model: nn.Module) -> None:
 
 
 class LocalSteps:
-    """Counts the steps of each optimizer; local steps are the largest count.
+    """Tells a strategy's participant of local steps: the largest count of steps of an optimizer.
 
-    Steps through Lightning are counted by the strategy. User code may also call the
-    ``step`` of a torch optimizer itself: between :meth:`watch` and its end, hooks of torch report
-    those steps.
+    The strategy calls :meth:`prepare` and :meth:`count` around steps through Lightning. User code
+    may also call the ``step`` of a torch optimizer itself: between :meth:`watch` and its end, hooks
+    of torch report those steps.
+
+    Attributes:
+        loss: What ``training_step`` has returned last; NaN if that was not one number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: TrainingStrategy) -> None:
+        self._strategy = strategy  # and not the participant, which is another one in every fit
+        self.loss: Tensor | float = math.nan
+        self.start_fit()
+
+    def start_fit(self) -> None:
+        """Count from 0; the optimizers are other ones than before."""
         self._steps: dict[int, int] = {}
         self._most = 0
         self._depth = 0
 
-    def is_next(self, optimizer: Optimizer) -> bool:
+    @property
+    def _participant(self) -> Participant:
+        participant = self._strategy.participant
+        assert participant is not None
+        return participant
+
+    @property
+    def known_loss(self) -> Tensor | float | None:
+        """The last loss; None if ``training_step`` has not returned one number."""
+        return None if isinstance(self.loss, float) and math.isnan(self.loss) else self.loss
+
+    def _is_next(self, optimizer: Optimizer) -> bool:
         """Whether the next step of an optimizer will be a new local step."""
         return self._steps.get(id(optimizer), 0) == self._most
 
-    def count(self, optimizer: Optimizer) -> bool:
-        """Count one step of an optimizer; return whether it is a new local step."""
-        is_next = self.is_next(optimizer)
+    def prepare(
+        self, optimizer: Optimizer, closure: Callable[[], Any] = lambda: None
+    ) -> Callable[[], Any]:
+        """Prepare the next step of an optimizer, and return the closure to pass to it.
+
+        A step outside Lightning has no closure: the returned one is then called right before it.
+        """
+        participant = self._participant
+        if self._is_next(optimizer):
+            participant.before_step(self.known_loss)
+
+        def prepared() -> Any:
+            output = closure()
+            groups = optimizer.param_groups
+            participant.before_optimizer_step(p for group in groups for p in group["params"])
+            return output
+
+        return prepared
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count one step of an optimizer, which may be a local step."""
+        is_next = self._is_next(optimizer)
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._most += is_next
-        return is_next
+        if is_next:
+            self._participant.count_step()
 
     @contextmanager
     def through_lightning(self) -> Iterator[None]:
@@ -127,8 +169,8 @@ class LocalSteps:
     def watch(
         self,
         parameters: Iterable[Tensor],
-        before: Callable[[Optimizer], None],
-        after: Callable[[Optimizer], None],
+        before: Callable[[Optimizer], object],
+        after: Callable[[Optimizer], object],
     ) -> Callable[[], None]:
         """Report steps of optimizers of these parameters outside Lightning.
 

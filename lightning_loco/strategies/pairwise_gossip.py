@@ -153,9 +153,9 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
         """Run the user's step. Raises if the factor may need a loss and none is returned."""
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        self._engine.worker.last_loss = self._loss
+        self._engine.worker.last_loss = self._steps.loss
         may_skip = self._has_returned_loss or self.lightning_module.automatic_optimization
-        self._has_returned_loss = self._has_returned_loss or self._known_loss is not None
+        self._has_returned_loss = self._has_returned_loss or self._steps.known_loss is not None
         if not self._has_returned_loss and not may_skip and self.settings.algorithm.uses_loss:
             raise MisconfigurationException(
                 "training_step returned no loss, but interpolation="

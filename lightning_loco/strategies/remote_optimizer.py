@@ -31,7 +31,7 @@ from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.arguments import WorkerArguments
 from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_loco.strategies.checkpoint.remote_state import RemoteState
-from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
+from lightning_loco.strategies.local_training import leave_shared_memory
 from lightning_loco.strategies.service_ranks import ServiceRankStrategy
 from lightning_loco.strategies.summary import (
     NOT_SHOWN,
@@ -104,8 +104,7 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self.bucket_bytes = bucket_bytes
         self._stop_reason: str | None = None
         self._precision: RemotePrecision | None = None
-        self._shows_mean = self._can_stream = False
-        self._is_in_step = self._has_mean = False
+        self._shows_mean = self._is_in_step = False
         self._run_state = RemoteState(self)
         self.checkpoints = Checkpoints(self, self._run_state)
 
@@ -159,16 +158,17 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self.optimizers = [optimizer]
         self.remote = RemoteParticipant(optimizer)
         self.statistics = self.remote.statistics
-        self._steps = LocalSteps()
+        self._steps.start_fit()
         parameters = list(self.lightning_module.parameters())
         self._added.callback(self._steps.watch(parameters, self._check_raw_step, self._count))
         self._precision = RemotePrecision(self.precision_plugin, optimizer)
-        self._is_in_step = self._has_mean = False
+        self._is_in_step = False
         around_hooks = lightning_compat.surround(
             self.precision_plugin, "post_backward", self._mean_shown
         )
         self._added.callback(around_hooks)
-        self._can_stream = (
+        self.remote.shows_mean = self._shows_mean
+        self.remote.streams = (
             self.overlap
             and self.tiers.replica_size == 1
             and not self._precision.scales
@@ -203,24 +203,12 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         **kwargs: Any,
     ) -> Any:
         """Let the servers step; gradients are sent while the closure computes them."""
-        remote = self.remote
-        assert remote is not None
-
-        def streaming() -> Any:
-            remote.optimizer.expect_backward()
-            return closure()
-
-        def with_mean() -> Any:
-            output = closure()
-            if not self._has_mean:  # there was no backward pass here
-                self._average_gradients()
-            return output
-
-        chosen = streaming if self._can_stream else with_mean if self._shows_mean else closure
+        assert self.remote is not None
+        closure = self._steps.prepare(optimizer, closure)
         self._is_in_step = True
         try:
-            with self._steps.through_lightning(), remote.counting_bytes():
-                output = super().optimizer_step(optimizer, chosen, model, **kwargs)
+            with self._steps.through_lightning(), self.remote.counting_bytes():
+                output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._is_in_step = False
         self._count(optimizer)
@@ -239,19 +227,14 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         Hooks may read it there. If the backward pass is not within the step, as with manual
         optimization or in an ``optimizer_step`` of the module, so may the code between them.
         """
+        assert self.remote is not None
         is_last = self.model.require_backward_grad_sync  # type: ignore[union-attr]
         if is_last and not self._is_in_step:
-            assert self.remote is not None
             with self.remote.counting_bytes():
-                self._average_gradients()
+                self.remote.average_gradients()
         elif is_last and self._shows_mean:
-            self._average_gradients()
+            self.remote.average_gradients()
         yield
-
-    def _average_gradients(self) -> None:
-        assert self.remote is not None
-        self.remote.optimizer.average_gradients()
-        self._has_mean = True
 
     def _check_raw_step(self, optimizer: Optimizer) -> None:
         if self.remote is None or optimizer is not self.remote.optimizer:
@@ -262,11 +245,9 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
             )
 
     def _count(self, optimizer: Optimizer) -> None:
-        remote = self.remote
-        assert remote is not None
-        self._has_mean = False
-        remote.count_step()
-        if remote.stop_agreed is not None:
+        self._steps.count(optimizer)
+        assert self.remote is not None
+        if self.remote.stop_agreed is not None:
             lightning_compat.stop_after_batch(self._trainer, self._added)
 
     # ------------------------------------------------------------- checkpoints

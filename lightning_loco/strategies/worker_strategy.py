@@ -106,7 +106,7 @@ class WorkerStrategy(LightningStrategy):
         )
         self.timeout_s, self.summary = timeout_s, summary
         self.statistics = Statistics()
-        self._steps = LocalSteps()
+        self._steps = LocalSteps(self)
         self._added = ExitStack()
 
     def _init_base(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_loco.parameter_server import (
     RemoteOptimizer,
+    RemoteParticipant,
     Role,
     Serving,
     Tiers,
@@ -163,6 +165,38 @@ def test_2_and_3_tiers_are_equal_bit_for_bit_with_uneven_data(pool: Pool) -> Non
     for results in (two, three):
         assert torch.equal(results[1], results[-1])  # the worker with the most data
         assert not torch.equal(results[0], results[-1])
+
+
+def train_as_participants(rank: int, world: int) -> tuple[Tensor, int, int] | None:
+    """Take more steps on worker 1; return the parameters, rounds and bytes of each worker."""
+    net, tiers = Net(seed=rank), Tiers.detect(world, 2)
+    if tiers.role(rank) is not Role.WORKER:
+        serve(net.parameters(), OPTIMIZERS["SGD"], tiers, rank, transport=TRANSPORT)
+        return None
+    optimizer = RemoteOptimizer(net.parameters(), tiers.aggregators, transport=TRANSPORT)
+    with closing(RemoteParticipant(optimizer)) as participant:
+        participant.start()
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            with participant.counting_bytes():
+                backward(net, rank, step, use_all=True)
+                optimizer.step()
+            assert not participant.step()
+        participant.finish()
+    counts = participant.statistics
+    return (
+        torch.cat([p.detach().reshape(-1) for p in net.parameters()]),
+        counts.rounds,
+        counts.bytes_sent,
+    )
+
+
+def test_participants_in_a_plain_loop_end_with_the_same_parameters(pool: Pool) -> None:
+    """Worker 0 has no more data, and takes part in nothing until it finishes with worker 1."""
+    (first, short, few), (second, long, many) = pool.run(train_as_participants, world=3)[:2]
+    assert torch.equal(first, second)
+    assert (short, long) == (3, 5)
+    assert few * 5 == many * 3 > 0
 
 
 def train_one_after_another(rank: int, world: int, seeds: tuple[int, ...]) -> list[Tensor]:

@@ -64,7 +64,7 @@ class Watched(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.is_watching:
             self.reads.__exit__(None, None, None)
-        self.graphs.append(trainer.strategy._loss.grad_fn)
+        self.graphs.append(trainer.strategy._steps.loss.grad_fn)
 
 
 def fit_watched(

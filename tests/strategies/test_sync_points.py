@@ -21,7 +21,7 @@ from lightning_loco import (
     PairwiseEngine,
     StepEngine,
 )
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant, Participant
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.harness.cover import cover
 from tests.harness.gossip_nodes import peers
@@ -109,7 +109,7 @@ def test_one_sync_point_for_each_purpose(
 def test_in_plain_loops_the_consensus_and_the_end_make_their_own(
     subtests: pytest.Subtests,
 ) -> None:
-    engines: list[tuple[str, Callable[[nn.Module], Participant]]] = [
+    engines: list[tuple[str, Callable[[nn.Module], LocalParticipant]]] = [
         ("rounds", lambda model: StepEngine(model, LocalSGD(), sync_every=2)),
         ("gossip", lambda model: PairwiseEngine(model, nodes=peers(1), name="p0")),
     ]
