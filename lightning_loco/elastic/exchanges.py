@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco._util.fault_points import reach
+from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.compression import Compression
 from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import QuorumPlan
@@ -35,9 +36,10 @@ class SumExchange:
         self._group = group
         self._engine = engine
         self._compression = engine.settings.compression
+        self._has_own_weights = has_own(engine.settings.algorithm, "weight")
 
-    def exchange(self, message: Tensor | None, plan: QuorumPlan) -> RoundResult:
-        """Sum the messages of all members; RuntimeError if one is lost.
+    def exchange(self, message: Tensor | None, weight: float, plan: QuorumPlan) -> RoundResult:
+        """Sum the messages of all members times their weights; RuntimeError if one is lost.
 
         ``message`` stays unchanged; None if this worker is joining, which adds zeros.
         """
@@ -50,24 +52,24 @@ class SumExchange:
             # A copy: the exchange may have to be repeated with the same message.
             total = message.cpu() if message.is_cuda else message.clone()
         if self._compression is not None:
-            return self._sum_compressed(self._compression, total, plan)
+            return self._sum_compressed(self._compression, total, weight, plan)
+        if weight not in (0, 1):
+            total.mul_(weight)
         self._group.all_reduce(total)
         return RoundResult(plan, total, bytes_sent=_ring_bytes(total, plan))
 
     def _sum_compressed(
-        self, compression: Compression, message: Tensor, plan: QuorumPlan
+        self, compression: Compression, message: Tensor, weight: float, plan: QuorumPlan
     ) -> RoundResult:
         """Sum the encoded messages; ``message`` is overwritten with what compression removed."""
         residual = message if compression.has_feedback else None
         memory = torch.empty_like(message) if compression.has_feedback else None
         if len(plan.names) == 1:
-            if memory is None:
-                return RoundResult(plan, message)
             # Nothing is sent, so nothing is encoded, and nothing lost.
-            memory.copy_(message)
-            message.zero_()
-            return RoundResult(plan, memory, residual=residual)
-        summing = CompressedSum(compression, message, plan.rank, len(plan.names), memory)
+            received = message * weight
+            return RoundResult(plan, received, residual=None if memory is None else message.zero_())
+        sent = weight if self._has_own_weights else None
+        summing = CompressedSum(compression, message, plan.rank, len(plan.names), memory, sent)
         bytes_sent = summing.num_bytes
         bytes_saved = _ring_bytes(message, plan) - bytes_sent
         received = summing.run(self._group.swap)

@@ -181,9 +181,11 @@ class ElasticHooks(RoundHooks):
             statuses=MemberStatuses(pending.request.status, statistics, label, pending),
             handles=[self._connection.handle_of(pending)],
         )
-        for message in [bucket.message for bucket in sync.memory.buckets]:
+        for bucket in sync.memory.buckets:
             # It has no weight, and adds nothing to the sum.
-            message.zero_()
+            bucket.message.zero_()
+            if bucket.own_message is not None:
+                bucket.own_message.zero_()
         return sync.pending
 
 

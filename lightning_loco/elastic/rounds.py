@@ -268,7 +268,7 @@ class RoundThread(BackgroundThread):
         )
         message = None if plan.is_joining else request.message
         assert plan.is_joining or message is not None
-        result = self._exchange.exchange(message, plan)
+        result = self._exchange.exchange(message, status.weight, plan)
         return dataclasses.replace(result, statuses=wait_for_statuses())
 
 

@@ -19,9 +19,19 @@ NUMEL = 1000
 """Elements of a message."""
 
 
-def run_exchange(rank: int, world: int, compression: str | None) -> tuple[Tensor, RoundResult]:
+class Weighted(DiLoCo):
+    """DiLoCo with weights of its own."""
+
+    def weight(self, steps: float) -> float:
+        return steps
+
+
+def run_exchange(
+    rank: int, world: int, compression: str | None, weights: tuple[float, ...] | None = None
+) -> tuple[Tensor, RoundResult]:
     """Return the message of a member, and the result of one exchange of all ranks."""
-    engine = StepEngine(nn.Linear(NUMEL, 1, bias=False), DiLoCo(), compression=compression)
+    algorithm = DiLoCo() if weights is None else Weighted()
+    engine = StepEngine(nn.Linear(NUMEL, 1, bias=False), algorithm, compression=compression)
     group = MemberGroup("127.0.0.1", timeout_s=60.0)
     stores: list[str] = [""] * world
     dist.all_gather_object(stores, group.address)
@@ -29,7 +39,8 @@ def run_exchange(rank: int, world: int, compression: str | None) -> tuple[Tensor
     group.open(plan)
     message = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     sent = message.clone()
-    exchanged = SumExchange(group, engine).exchange(message, plan)
+    weight = 1.0 if weights is None else weights[rank]
+    exchanged = SumExchange(group, engine).exchange(message, weight, plan)
     assert torch.equal(message, sent)
     dist.barrier()
     group.close()
@@ -46,6 +57,17 @@ def test_a_sum_counts_the_bytes_of_a_ring_all_reduce(pool: Pool, members: int) -
         assert exchanged.residual is None
         assert exchanged.bytes_sent == 2 * (members - 1) * 4 * NUMEL // members
         assert exchanged.bytes_saved == 0
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_messages_have_weights(pool: Pool, compression: str | None) -> None:
+    for weights in ((1 / 3, 1e6, 2.0), (5.0,)):
+        results = pool.run(run_exchange, compression, weights, world=len(weights))
+        total = sum(w * sent for w, (sent, _) in zip(weights, results, strict=True))
+        for _, exchanged in results:
+            torch.testing.assert_close(
+                exchanged.received, total, rtol=2e-3, atol=1e-3 * sum(weights)
+            )
 
 
 def test_a_member_gets_what_compression_removed_from_its_message(pool: Pool) -> None:

@@ -207,7 +207,7 @@ def exchange_as_members(rank: int, world: int) -> tuple[Tensor, RunState | None]
     message, state = torch.ones(1000) if rank == 0 else None, None
     with defaults(torch.float64):
         group.open(plan)
-        received = SumExchange(group, engine).exchange(message, plan).received
+        received = SumExchange(group, engine).exchange(message, 1.0, plan).received
         if rank == 0:
             send_state(STATE, group, 1)
         else:
