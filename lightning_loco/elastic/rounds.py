@@ -204,14 +204,14 @@ class RoundThread(BackgroundThread):
             case Do.OPEN:
                 # A copy takes about as long as the other members need to come.
                 copies = plan.joining and plan.is_donor
-                self._copying = run_in_thread(copy) if copies else None
+                self._copying, self._copied = run_in_thread(copy) if copies else None, None
                 together(lambda: self._group.open(plan))
             case Do.COMPARE:
                 compare = functools.partial(self._consistency.compare, plan, self._group.all_gather)
                 return together(compare)
             case Do.COPY:
                 # After a comparison, another member may be the one that sends its state.
-                copying = None if plan.drifted else self._copying
+                copying, self._copying = None if plan.drifted else self._copying, None
                 self._copied = together(copy if copying is None else copying.result)
             case Do.EXCHANGE:
                 return together(lambda: self._exchange_messages(request, plan))
