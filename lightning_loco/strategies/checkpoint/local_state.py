@@ -90,7 +90,8 @@ class LocalState(RunState):
         ValueError if private folders do not work with the ``CheckpointIO``, or with workers that
         have ranks on several nodes.
         """
-        self._writers = self._run = None
+        # What was loaded stays: a learning rate finder loads after its fit, for the next one.
+        self._writers = None
         if self._is_private:
             size, on_node = self._strategy.replica_size, self._strategy.num_processes
             if self._strategy.num_nodes > 1 and on_node % size:
