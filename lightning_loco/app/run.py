@@ -30,10 +30,10 @@ from lightning_loco.app.early_checks import SettingsError, errors_for, one_line
 from lightning_loco.app.launch import outer_launch, quieten_lightning
 from lightning_loco.app.result_table import RunReport, measure
 from lightning_loco.callbacks import ReportCallback, WorkerLogs
-from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
 from lightning_loco.strategies.summary import errors_as_warnings
+from lightning_loco.strategies.worker_strategy import WorkerStrategy
 
 WAIT_FOR_RANK_0_S = 10
 """How long a rank waits before it reports a setting, so that rank 0 can report it and end all."""
@@ -142,12 +142,11 @@ def check_before_launch(
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with errors_for("algorithm"):
-        if isinstance(strategy, EngineStrategy):
+        if isinstance(strategy, WorkerStrategy):
             strategy.check_ranks()
+        if isinstance(strategy, EngineStrategy):
             strategy.settings.prepare(strategy.num_workers)
             check_validation(strategy, trainer)
-        elif isinstance(strategy, RemoteOptimizerStrategy):
-            strategy.detect_tiers()
     with errors_for("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)

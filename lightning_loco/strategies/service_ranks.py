@@ -64,16 +64,12 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
 
     @property
     def tiers(self) -> Tiers:
-        """The roles of all ranks."""
-        return self.detect_tiers()
-
-    def detect_tiers(self) -> Tiers:
-        """Determine the roles from the number of ranks.
-
-        Raises:
-            ValueError: If that number does not match.
-        """
+        """The roles of all ranks; ValueError if their number does not match."""
         return Tiers.detect(self.num_nodes * self.num_processes, *self.counts)
+
+    def check_ranks(self) -> None:
+        """Raise ValueError if the number of ranks does not match the roles."""
+        Tiers.detect(self.num_nodes * self.num_processes, *self.counts)
 
     @property
     def serves(self) -> bool:

@@ -129,6 +129,10 @@ class WorkerStrategy(LightningStrategy):
     def participant(self) -> Participant | None:
         """This worker's part in the training of all, during ``fit``; None at other times."""
 
+    @abstractmethod
+    def check_ranks(self) -> None:
+        """Raise ValueError if the ranks cannot be divided into workers."""
+
     @property
     def replica_size(self) -> int:
         """Number of ranks of a worker, which are consecutive."""
