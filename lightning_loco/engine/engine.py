@@ -194,11 +194,7 @@ class Engine(LocalParticipant):
 
     @torch.no_grad()
     def round_in_parts(self) -> Iterator[HasArrived]:
-        """Do what :meth:`make_round` does; before each part that may wait, yield a function.
-
-        It returns whether everything that the part needs has arrived. The caller may do something
-        else until then, as the simulation does.
-        """
+        """Run what is due as :meth:`make_round` does, in parts, each of which may wait."""
         dues, self._dues = self._dues, []
         if self._hooks.when_due(self):
             dues = []  # they were found in another state

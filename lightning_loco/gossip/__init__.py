@@ -22,11 +22,13 @@ from lightning_loco.gossip.peer_selection import (
     PeerDiscovery,
     StoreDiscovery,
 )
+from lightning_loco.gossip.settings import PairwiseSettings
 
 __all__ = [
     "NodeListDiscovery",
     "NodeSettings",
     "PairwiseEngine",
+    "PairwiseSettings",
     "Peer",
     "PeerDiscovery",
     "PeerNode",

@@ -78,7 +78,7 @@ class ModelAverager:
                 theirs = theirs.to(self.layout.device)
                 for mine, their in chunk.same_device_packing(theirs).pairs():
                     self._algorithm.blend(mine, their, factor)
-        if self._upload_done is not None:
+        if self._upload_done is not None and received.is_pinned():
             self._upload_done.record(torch.cuda.current_stream(self.layout.device))
 
     def _blend_and_keep_progress(

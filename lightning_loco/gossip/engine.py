@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,45 @@ from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import PeerNode, open_node
+from lightning_loco.gossip.peer_selection import peer_seed
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.gossip.snapshots import DevicePublisher, Publisher, make_publisher
-from lightning_loco.model.flat import CHUNK_ELEMENTS
+from lightning_loco.gossip.snapshots import (
+    DevicePublisher,
+    Publisher,
+    Snapshots,
+    make_publisher,
+)
+from lightning_loco.model.flat import CHUNK_ELEMENTS, FlatLayout
 from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.same_model import broadcast_inside
 from lightning_loco.model.worker import EarlierRun, Worker
 
 _MAX_KEPT = 1000
 _SHARING = "sharing a blend between the ranks of a worker"
+
+
+class Node(Protocol):
+    """Serves and fetches parameters: a :class:`PeerNode`, or a simulated one."""
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The published parameters."""
+
+    def start_fetch(self) -> None:
+        """Start to fetch from a peer."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no fetch is running."""
+
+    def wait(self) -> Received | None:
+        """Wait until the fetch has ended; None if no peer has sent usable parameters."""
+
+    def count_sent(self) -> tuple[int, int]:
+        """Return the bytes sent since the last call, and their number without compression."""
+
+    def close(self) -> None:
+        """Stop serving."""
 
 
 class PeerExchange(NamedTuple):
@@ -52,7 +82,7 @@ class PeerExchange(NamedTuple):
         averager: Blends the parameters of a peer into the model.
     """
 
-    node: PeerNode
+    node: Node
     publisher: Publisher | DevicePublisher
     averager: ModelAverager
 
@@ -210,6 +240,26 @@ class PairwiseEngine(LocalParticipant):
         engine._set_up(model, lambda: settings, seed, group, optimized)  # noqa: SLF001
         return engine
 
+    @classmethod
+    def of_worker(
+        cls,
+        worker: Worker,
+        settings: PairwiseSettings,
+        connect: Callable[[FlatLayout], tuple[Node, Publisher | DevicePublisher]],
+        draw: Callable[[], float],
+    ) -> PairwiseEngine:
+        """Make an engine of a worker that is set up already, as the simulation does.
+
+        Args:
+            worker: Nothing about it is compared with the other workers.
+            settings: Prepared.
+            connect: Makes the node that serves and fetches vectors of a layout, and its publisher.
+            draw: Returns a number from 0 to 1 in each local step, to decide whether to fetch.
+        """
+        engine = cls.__new__(cls)
+        engine._start(worker, settings, connect, draw)  # noqa: SLF001
+        return engine
+
     def _set_up(
         self,
         model: nn.Module,
@@ -220,28 +270,39 @@ class PairwiseEngine(LocalParticipant):
     ) -> None:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
-            self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
-            self.algorithm = self.settings.algorithm
-            replica = self.worker.replica
-            self._buffers = replica.buffers
-            self._buffer_sizes = self._buffers.sizes
-            layout = served_layout(replica.layout, self._buffers, CHUNK_ELEMENTS)
-            own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
-            self._served = layout
-            self._exchange: PeerExchange | None = None
-            if group.place == 0:
-                averager = ModelAverager(layout, self.algorithm, replica.layout.num_held)
-                node = open_node(self.settings, group, layout, own_seed)
-                publisher = make_publisher(node.snapshots, layout)
-                self._exchange = PeerExchange(node, publisher, averager)
+            worker, settings = Worker.join(model, make_settings, group, optimized)
+            own_seed = peer_seed(seed, group.worker + settings.node_number)
+
+            def connect(layout: FlatLayout) -> tuple[Node, Publisher | DevicePublisher]:
+                node = open_node(settings, group, layout, own_seed)
+                return node, make_publisher(node.snapshots, layout)
+
+            self._start(worker, settings, connect, random.Random(own_seed).random)
         except BaseException as error:
             group.close(error)
             raise
-        self.statistics = self.worker.statistics
+
+    def _start(
+        self,
+        worker: Worker,
+        settings: PairwiseSettings,
+        connect: Callable[[FlatLayout], tuple[Node, Publisher | DevicePublisher]],
+        draw: Callable[[], float],
+    ) -> None:
+        self.worker, self.settings, self.algorithm = worker, settings, settings.algorithm
+        replica = worker.replica
+        self._buffers = replica.buffers
+        self._buffer_sizes = self._buffers.sizes
+        self._served = layout = served_layout(replica.layout, self._buffers, CHUNK_ELEMENTS)
+        self._exchange: PeerExchange | None = None
+        if worker.group.place == 0:
+            averager = ModelAverager(layout, self.algorithm, replica.layout.num_held)
+            self._exchange = PeerExchange(*connect(layout), averager)
+        self.statistics = worker.statistics
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0
-        self._draw = random.Random(own_seed).random
+        self._draw = draw
         self._fetching = False
         self._fetch_began_s = 0.0
         self._received: Received | None = None
@@ -260,6 +321,7 @@ class PairwiseEngine(LocalParticipant):
                 f"Place {self.worker.group.place} of a worker has no node: the first rank serves "
                 "and fetches for all ranks. Use the node of place 0."
             )
+        assert isinstance(self._exchange.node, PeerNode)  # else it is simulated
         return self._exchange.node
 
     @property
@@ -293,9 +355,10 @@ class PairwiseEngine(LocalParticipant):
             self.worker.check_trainable()
             self._publish(publisher)
         self.worker.was_finite = publisher.was_finite
-        if self._fetching or self._received is not None or not averager.is_upload_done:
-            return
-        if self._draw() < self.algorithm.fetch_probability:
+        # Drawn in every local step, so that the draws do not depend on how long fetches take.
+        is_chosen = self._draw() < self.algorithm.fetch_probability
+        is_free = not self._fetching and self._received is None and averager.is_upload_done
+        if is_chosen and is_free:
             self._fetching = True
             self._update_buffers()
             averager.record_fetch_start()
@@ -360,11 +423,11 @@ class PairwiseEngine(LocalParticipant):
 
     def _take(self) -> None:
         """Wait for the running fetch, if this rank has one, and keep its result."""
-        if not self._fetching:
+        if not self._fetching or self._exchange is None:
             return
         self._fetching = False
         with WaitTimer(self.statistics):
-            self._received = self.node.wait()
+            self._received = self._exchange.node.wait()
         self.statistics.record("round", self._fetch_began_s, self.worker.group.clock.now())
 
     def _agree(self) -> None:
@@ -398,7 +461,8 @@ class PairwiseEngine(LocalParticipant):
         In a worker of several ranks, which must all ask after the same local steps: whether one has
         ended with a result. They gather a few numbers when they ask first after a local step.
         """
-        has_ended = self._fetching and self.node.has_ended
+        exchange = self._exchange
+        has_ended = self._fetching and exchange is not None and exchange.node.has_ended
         if self.worker.group.inner is None:
             return has_ended
         if self.worker.steps != self._agreed_after:
@@ -410,9 +474,14 @@ class PairwiseEngine(LocalParticipant):
     @torch.no_grad()
     def make_round(self) -> None:
         """Blend in the result of the fetch, if there is one."""
+        self.update_wait(self._known_loss)
+
+    @property
+    def _known_loss(self) -> float | Tensor | None:
+        """The last training loss; None if it is not known, or not one number."""
         loss = self.worker.last_loss
-        is_number = isinstance(loss, Tensor) and loss.numel() == 1
-        self.update_wait(loss if is_number else None)
+        is_known = loss.numel() == 1 if isinstance(loss, Tensor) else not math.isnan(loss)
+        return loss if is_known else None
 
     def _record_loss(self, loss: float | Tensor | None) -> None:
         if loss is None:

@@ -233,6 +233,12 @@ def worker_name(worker: int) -> str:
 
 # ---------------------------------------------------------------------------- peer selection
 
+
+def peer_seed(seed: int, number: int) -> int:
+    """Return the seed of the choice of peers of the worker with this number."""
+    return 1_000_003 * seed + number
+
+
 MIN_SCORE = 10
 MAX_SCORE = 1000
 _SUCCESS_POINTS = 10

@@ -37,6 +37,7 @@ class PairwiseSettings:
     link: Links | None = None
     config_file: str | Path | None = None
 
+    topology: ClassVar[None] = None
     outer_device: ClassVar[None] = None
     granularity: ClassVar[int] = 1
     """There are no outer parameters: local ones are averaged with a peer's on their own device."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.gossip.averaging import copy_model
@@ -188,11 +189,12 @@ class Publisher:
     recorded loss, or None.
     """
 
-    def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
+    def __init__(self, snapshots: Snapshots, layout: FlatLayout, clock: Clock = REAL_CLOCK) -> None:
         self.was_finite = True
         self.loss: float | None = None
         self._snapshots = snapshots
         self._layout = layout
+        self._clock = clock
         self._next_time = 0.0
 
     def record_loss(self, loss: float | Tensor) -> None:
@@ -207,7 +209,7 @@ class Publisher:
     @property
     def is_due(self) -> bool:
         """Whether the parameters may be published again."""
-        return time.perf_counter() >= self._next_time
+        return self._clock.now() >= self._next_time
 
     def publish(self, clock: float) -> None:
         """Copy the present parameters, and publish them if they are finite.
@@ -215,7 +217,7 @@ class Publisher:
         Nothing is done while peers are reading all the memory that a snapshot could be written to.
         Without a loss so far, they are published with 0.0.
         """
-        started = time.perf_counter()
+        started = self._clock.now()
         flat = self._snapshots.flat_buffer()
         if flat is None:
             return
@@ -224,7 +226,7 @@ class Publisher:
         self.was_finite = math.isfinite(norm)
         if self.was_finite:
             self._snapshots.commit_flat(Tag(clock, self.loss or 0.0), norm)
-        self._next_time = started + (time.perf_counter() - started) / MAX_COPY_SHARE
+        self._next_time = started + (self._clock.now() - started) / MAX_COPY_SHARE
 
 
 class DevicePublisher:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -88,6 +88,15 @@ class Participant(ABC):
 
     def make_round(self) -> None:  # noqa: B027
         """Run what is due: begin or end rounds, or blend in the parameters of a peer."""
+
+    def round_in_parts(self) -> Iterator[Callable[[], bool]]:
+        """Do what :meth:`make_round` does; before each part that may wait, yield a function.
+
+        It returns whether everything that the part needs has arrived. The caller may do something
+        else until then, as the simulation does.
+        """
+        self.make_round()  # which does not wait for others
+        yield from ()
 
     @property
     @abstractmethod
