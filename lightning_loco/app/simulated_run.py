@@ -26,7 +26,6 @@ from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError, errors_for
 from lightning_loco.app.launch import quieten_lightning
 from lightning_loco.app.simulated_training import (
-    AnySimulation,
     Workers,
     make_simulation,
     simulated_settings,
@@ -132,10 +131,7 @@ class SimulatedRun:
             self.steps = StepTimes.of_spread(n, step_s, own.spread, own.jitter, cfg.seed)
         with errors_for("algorithm"):
             self.simulation = make_simulation(cfg, settings, self._workers.models, self.steps)
-        self.topology: Topology | None = None
-        if isinstance(self.simulation, Simulation):
-            topology = self.simulation.settings.topology
-            self.topology = topology if isinstance(topology, Topology) else None
+        self.topology: Topology | None = self.simulation.settings.topology
 
     @property
     def num_parameters(self) -> int:
@@ -162,19 +158,12 @@ class SimulatedRun:
             yield Progress(
                 max(one.time_s for one in costs),
                 float(np.mean([one.steps for one in costs])),
-                self._rounds,
+                simulation.round_index or round(float(np.mean([one.rounds for one in costs]))),
                 float(np.mean([one.bytes_sent for one in costs])),
                 float(np.mean([one.utilisation for one in costs])),
                 float(np.mean(losses)) if losses else math.nan,
                 self._validate(),
             )
-
-    @property
-    def _rounds(self) -> int:
-        """Rounds that all workers have begun; with pairwise gossip, averages of a mean worker."""
-        if isinstance(self.simulation, Simulation):
-            return self.simulation.round_index
-        return round(float(np.mean([one.rounds for one in self.simulation.costs])))
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -256,7 +245,7 @@ def _row(
     return name, loss, format_seconds(time_s), sent, f"{rounds:,}", f"{utilisation:.1%}"
 
 
-def write_files(folder: Path, progress: list[Progress], simulation: AnySimulation) -> None:
+def write_files(folder: Path, progress: list[Progress], simulation: Simulation) -> None:
     """Write the progress and the costs of each worker, as CSV and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in (

@@ -19,13 +19,7 @@ from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError, errors_for, inner_sizes
 from lightning_loco.costs.method_costs import StepTimes
-from lightning_loco.engine import RoundSettings
-from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.simulation import Failure, PairwiseSimulation, Simulation, random_failures
-from lightning_loco.strategies import LocoStrategy, PairwiseGossipStrategy
-
-AnySettings = RoundSettings | PairwiseSettings
-AnySimulation = Simulation | PairwiseSimulation
+from lightning_loco.simulation import Failure, SimulatedSettings, Simulation, random_failures
 
 ROUNDING = 1e-9
 """Share by which a time is longer than its local steps, whose sum is rounded."""
@@ -38,26 +32,18 @@ NOT_SIMULATED = {
 """Keys of the configuration that a simulation refuses, and the reason."""
 
 
-def simulated_settings(cfg: DictConfig) -> AnySettings:
+def simulated_settings(cfg: DictConfig) -> SimulatedSettings:
     """Return the settings of a real run; SettingsError for settings that a simulation lacks."""
     _check_settings(cfg)
     strategy = build_method(cfg)
-    name = type(strategy).__name__.removesuffix("Strategy")
-    if not isinstance(strategy, LocoStrategy | PairwiseGossipStrategy):
+    settings = getattr(strategy, "settings", None)
+    if not isinstance(settings, SimulatedSettings):
+        name = type(strategy).__name__.removesuffix("Strategy")
         raise SettingsError(
             f"{name} cannot be simulated. Choose another algorithm, or estimate costs without "
             "training with lightning-loco plan."
         )
-    if isinstance(strategy, LocoStrategy):
-        return strategy.settings
-    if cfg.simulation.mean_between_failures_s is not None:
-        raise SettingsError(
-            f"{name} is simulated without failures. Drop simulation.mean_between_failures_s, or "
-            "choose an algorithm with rounds."
-        )
-    if strategy.settings.nodes is not None:
-        raise SettingsError("Simulated workers belong to one job. Drop algorithm.nodes.")
-    return strategy.settings
+    return settings
 
 
 def _check_settings(cfg: DictConfig) -> None:
@@ -123,8 +109,8 @@ class Workers:
 
 
 def make_simulation(
-    cfg: DictConfig, settings: AnySettings, models: list[ByteGPT], steps: StepTimes
-) -> AnySimulation:
+    cfg: DictConfig, settings: SimulatedSettings, models: list[ByteGPT], steps: StepTimes
+) -> Simulation:
     """Create the simulation of a strategy's settings; ValueError if they do not suit the workers.
 
     Args:
@@ -133,19 +119,7 @@ def make_simulation(
         models: One per worker.
         steps: How long local steps take.
     """
-    speeds = [1 / step_s for step_s in steps.step_s]
-    if isinstance(settings, PairwiseSettings):
-        return PairwiseSimulation(
-            models,
-            settings.algorithm,
-            speeds=speeds,
-            jitter=steps.jitter,
-            links=settings.link,
-            compression=settings.compression,
-            fetch_timeout_s=settings.fetch_timeout_s,
-            seed=steps.seed,
-        )
-    own = cfg.simulation
+    own, speeds = cfg.simulation, [1 / step_s for step_s in steps.step_s]
     failures: list[Failure] = []
     if own.mean_between_failures_s is not None:
         longest_s = 100 * own.max_steps * own.step_s
@@ -158,28 +132,25 @@ def make_simulation(
     )
 
 
-def train_parts(simulation: AnySimulation, workers: Workers, own: DictConfig) -> Iterator[None]:
-    """Train in ``own.reports`` nearly equal parts: of the time, or of the rounds if there are any.
+def train_parts(simulation: Simulation, workers: Workers, own: DictConfig) -> Iterator[None]:
+    """Train in ``own.reports`` nearly equal parts: of the time, or of the rounds if steps count.
 
     SettingsError if the run is shorter than a round.
     """
-    if isinstance(simulation, PairwiseSimulation):
-        for _ in range(own.reports):
-            simulation.run(workers.step, seconds=_seconds_of_part(own))
-            yield
-        return
+
+    def run(num_rounds: int | None = None, seconds: float | None = None) -> None:
+        simulation.run(workers.step, num_rounds, seconds=seconds, on_return=on_return)
 
     def on_return(worker: int) -> None:
         workers.renew_optimizer(worker, simulation.steps[worker])
 
-    schedule = simulation.settings.schedule
-    every = schedule.sync_every_of(0)
+    every = simulation.sync_every
     if every is None:
         for _ in range(own.reports):
-            simulation.run(workers.step, seconds=_seconds_of_part(own), on_return=on_return)
+            run(seconds=float(own.max_steps * own.step_s * (1 + ROUNDING) / own.reports))
             yield
         return
-    rounds = own.max_steps * schedule.num_fragments // every
+    rounds = own.max_steps * simulation.settings.schedule.num_fragments // every
     if rounds == 0:
         raise SettingsError(
             f"simulation.max_steps={own.max_steps} are fewer local steps than the "
@@ -187,13 +158,8 @@ def train_parts(simulation: AnySimulation, workers: Workers, own: DictConfig) ->
         )
     parts = min(own.reports, rounds)
     for part in range(parts):
-        count = rounds * (part + 1) // parts - rounds * part // parts
-        simulation.run(workers.step, count, on_return=on_return)
+        run(rounds * (part + 1) // parts - rounds * part // parts)
         yield
-
-
-def _seconds_of_part(own: DictConfig) -> float:
-    return float(own.max_steps * own.step_s * (1 + ROUNDING) / own.reports)
 
 
 def optimizer_and_schedule(model: ByteGPT) -> tuple[Any, Any]:

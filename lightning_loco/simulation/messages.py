@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_loco._util.clock import Clock
 from lightning_loco._util.codecs import Encoding
+from lightning_loco.compression import Compression
 from lightning_loco.costs import LinkQueue, LinkTimes, TransferTime, TransferTimes
 from lightning_loco.costs.method_costs import ExchangeKind, Traffic
 from lightning_loco.distributed.statistics import Statistics
@@ -42,8 +43,7 @@ class Hub:
         exchange: The exchange whose ``simulate`` computes the results.
         num_workers: Number of workers N.
         bucket_elements: Maximum length of the buckets of processes, in elements.
-        has_feedback: Whether the compression has error feedback.
-        encoding: How messages are encoded. Default: not at all.
+        compression: How messages are encoded. Default: not at all.
         times: Transfer times of messages. Default: no time.
         topology: The graph of gossip; None for other algorithms.
         timeline: Records the messages.
@@ -60,9 +60,8 @@ class Hub:
         exchange: Exchange,
         num_workers: int,
         bucket_elements: int,
-        has_feedback: bool = False,
+        compression: Compression | None = None,
         *,
-        encoding: Encoding | None = None,
         times: LinkTimes | None = None,
         topology: Topology | None = None,
         timeline: Timeline | None = None,
@@ -71,8 +70,7 @@ class Hub:
         self.exchange = exchange
         self.num_workers = num_workers
         self.bucket_elements = bucket_elements
-        self.has_feedback = has_feedback
-        self.encoding = encoding
+        self.compression = compression
         self.times = times
         self.topology = topology
         self.timeline = timeline or Timeline(num_workers)
@@ -225,7 +223,10 @@ class HubRound:
         elif isinstance(exchange, Gather):
             kind = "gather"
         num_workers = len(self.members) or self._hub.num_workers
-        encoding = self._hub.encoding or Encoding(1, wire.element_size())
+        encoding = Encoding(1, wire.element_size())
+        if (compression := self._hub.compression) is not None:
+            codec = compression.codec
+            encoding = Encoding(codec.block, codec.row_bytes, codec.is_sparse)
         return Traffic.of(kind, len(wire), num_workers, encoding)
 
     def _transfer_times(self) -> TransferTimes:
@@ -315,7 +316,9 @@ class HubRound:
 
     def lost_of(self, worker: int) -> Tensor | None:
         """Return what compression removed from a message, if there is error feedback."""
-        return self.messages[worker] if self._hub.has_feedback else None
+        compression = self._hub.compression
+        has_feedback = compression is not None and compression.has_feedback
+        return self.messages[worker] if has_feedback else None
 
     def release(self, worker: int) -> None:
         """Record that a worker needs the round no longer; forget it after the last worker."""
@@ -384,36 +387,34 @@ class HubStatuses:
         return self.hub_round.all_statuses()
 
 
+@dataclasses.dataclass(eq=False)
 class HubHandle:
     """Handle of a message that a worker has sent to the hub."""
 
-    def __init__(
-        self, hub_round: HubRound, worker: int, clock: Clock, statistics: Statistics
-    ) -> None:
-        self._round = hub_round
-        self._worker = worker
-        self._clock = clock
-        self._statistics = statistics
+    hub_round: HubRound
+    worker: int
+    clock: Clock
+    statistics: Statistics
 
     @property
     def lost(self) -> Tensor | None:
         """What compression removed from the worker's message, if there is error feedback."""
-        return self._round.lost_of(self._worker)
+        return self.hub_round.lost_of(self.worker)
 
     def has_arrived(self) -> bool:
         """Whether the result has arrived."""
-        return self._round.has_arrived(self._worker, self._clock.now())
+        return self.hub_round.has_arrived(self.worker, self.clock.now())
 
     def wait(self) -> Tensor:
         """Return the result."""
-        received = self._round.received_by(self._worker)
-        if self._round.members:
-            self._statistics.bytes_sent += self._round.bytes_sent
+        received = self.hub_round.received_by(self.worker)
+        if self.hub_round.members:
+            self.statistics.bytes_sent += self.hub_round.bytes_sent
         return received
 
     def release(self) -> None:
         """Release the round for this worker."""
-        self._round.release(self._worker)
+        self.hub_round.release(self.worker)
 
 
 class VirtualClock(Clock):

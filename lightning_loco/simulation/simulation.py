@@ -12,26 +12,28 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_loco._util.codecs import Encoding
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.costs import LinkLike, LinkTimes, as_links
 from lightning_loco.costs.method_costs import StepTimes
-from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.elastic.elastic import check_settings
-from lightning_loco.elastic.recovery import copy_state, position_of, resume_from_state
-from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.fragment_sync import HasArrived
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.model.ownership import find_ownership
-from lightning_loco.model.worker import Worker, exchanged_parameters, make_replica
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
-from lightning_loco.simulation.failures import Failure, MembersOfSimulation
-from lightning_loco.simulation.messages import Hub, VirtualClock
+from lightning_loco.simulation.failures import Failure
+from lightning_loco.simulation.family import Family, make_worker
+from lightning_loco.simulation.messages import VirtualClock
+from lightning_loco.simulation.pulls import Pulls
+from lightning_loco.simulation.rounds import Rounds
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
+
+SimulatedSettings = RoundSettings | PairwiseSettings
+"""The settings of a method that can be simulated."""
+
+FAMILIES: dict[type, Any] = {RoundSettings: Rounds, PairwiseSettings: Pulls}
+"""The family of each kind of settings."""
 
 Part = HasArrived | None
 """Returns whether a waiting worker may continue; None if the worker only yields its turn."""
@@ -64,7 +66,7 @@ class _Event(NamedTuple):
 
 
 class Simulation:
-    """Runs the engines of all workers in one process, on a virtual clock.
+    """Runs the participants of all workers in one process, on a virtual clock.
 
     Rounds begin at the same local steps as in the processes of a real run, and compute the same
     numbers; only the messages stay in memory. All workers start from the parameters of the first
@@ -91,10 +93,9 @@ class Simulation:
         links: Links of the workers, as in ``LocoStrategy(link=...)``. Default: messages take no
             time.
         failures: When workers die and come back.
-        seed: Seed of the jitter.
+        seed: Seed of the jitter, and of the choice of peers in pairwise gossip.
 
     Attributes:
-        engines: The engine of each worker.
         algorithm: The algorithm, prepared for these workers.
         settings: The settings, prepared for these workers.
 
@@ -139,7 +140,7 @@ class Simulation:
     def from_settings(
         cls,
         models: Sequence[nn.Module],
-        settings: RoundSettings,
+        settings: SimulatedSettings,
         *,
         speeds: Sequence[float] | None = None,
         jitter: float = 0.0,
@@ -147,13 +148,15 @@ class Simulation:
         failures: Sequence[Failure] = (),
         seed: int = 0,
     ) -> Simulation:
-        """Create a simulation with any schedule, compression and merge policy.
+        """Create a simulation with any schedule, compression and merge policy, or without rounds.
 
-        ``links`` default to the links in the settings.
+        With ``PairwiseSettings``, workers fetch the parameters of random peers before local steps,
+        and blend them in after the first local step at whose end they have arrived. ``links``
+        default to the links in the settings.
 
         Raises:
-            ValueError: If the schedule follows the clock and there are no ``speeds``, or as in the
-                class.
+            ValueError: If the schedule follows the clock, or there are no rounds, and no
+                ``speeds``; if there are ``failures`` without rounds; or as in the class.
         """
         simulation = cls.__new__(cls)
         simulation._set_up(  # noqa: SLF001
@@ -164,7 +167,7 @@ class Simulation:
     def _set_up(
         self,
         models: Sequence[nn.Module],
-        settings: RoundSettings,
+        settings: SimulatedSettings,
         speeds: Sequence[float] | None,
         jitter: float,
         links: LinkLike | None,
@@ -174,37 +177,36 @@ class Simulation:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
         num_workers = len(models)
+        family = FAMILIES[type(settings)]
         known = settings.link if links is None else as_links(links)
-        settings = dataclasses.replace(settings, link=None)
-        if failures:
-            members = MembersOfSimulation(tuple(failures))
-            members.check(num_workers)
-            settings = dataclasses.replace(settings, membership=members)
-        self.settings = settings.prepare(num_workers, torch.initial_seed() % 2**31)
-        if failures:
-            check_settings(self.settings)
-        self.algorithm = self.settings.algorithm
+        self.settings: Any = family.prepare(
+            dataclasses.replace(settings, link=None),
+            num_workers,
+            failures,
+            torch.initial_seed() % 2**31,
+        )
+        self.algorithm: Algorithm = self.settings.algorithm
         self._step_times = make_step_times(speeds, num_workers, jitter, seed)
-        if speeds is None and self.settings.schedule.sync_every_of(0) is None:
-            raise ValueError(
-                f"{self.settings.schedule} needs to know how long local steps take. Give speeds, "
-                "the local steps per second of each worker."
-            )
         if known is not None:
             known.check(num_workers)
-        self._times = None if known is None else LinkTimes(known, num_workers)
-        self._models = models
+        times = None if known is None else LinkTimes(known, num_workers)
         self._clocks = [VirtualClock() for _ in models]
         self._timeline = Timeline(num_workers)
-        workers = make_workers(models, self.settings, self._clocks)
-        self._statistics = [worker.statistics for worker in workers]
-        self._hub = self._make_hub(workers[0], bool(failures))
-        self.engines = [self._make_engine(worker) for worker in workers]
+        copy_first(models)
+        workers = [
+            make_worker(model, WorkerGroup(number, num_workers, clock=clock), self.settings)
+            for number, (model, clock) in enumerate(zip(models, self._clocks, strict=True))
+        ]
+        admit = self._admit if failures else None
+        self._family: Family = family(workers, self.settings, times, self._timeline, seed, admit)
+        if speeds is None and self.sync_every is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} needs to know how long local steps take. Give "
+                "speeds, the local steps per second of each worker."
+            )
         self._made = [0] * num_workers
-        self._earlier_rounds, self._joined_at = [0] * num_workers, [0] * num_workers
         self._alive, self._returned = set(range(num_workers)), set[int]()
         self._lives = [0] * num_workers
-        self._transfer_s = [0.0] * num_workers
         self._admits = False
         self._order = itertools.count()
         self._failures = [
@@ -217,52 +219,33 @@ class Simulation:
         self._waiting_since = [0.0] * num_workers
         self._later: list[tuple[float, int]] = []
         self._ended_s = 0.0
-
-    def _make_hub(self, worker: Worker, has_failures: bool) -> Hub:
-        settings, layout = self.settings, worker.replica.layout
-        alone = WorkerGroup(0, 1), Statistics()
-        topology, compression = settings.topology, settings.compression
-        encoding = None
-        if compression is not None:
-            codec = compression.codec
-            encoding = Encoding(codec.block, codec.row_bytes, codec.is_sparse)
-        return Hub(
-            make_exchange(settings.algorithm, *alone, topology, compression),
-            self.num_workers,
-            settings.bucket_elements(layout.numel, layout.dtype.itemsize),
-            compression is not None and compression.has_feedback,
-            encoding=encoding,
-            times=self._times,
-            topology=topology if settings.algorithm.exchange == "neighbors" else None,
-            timeline=self._timeline,
-            admit=self._admit if has_failures else None,
-        )
-
-    def _make_engine(self, worker: Worker) -> Engine:
-        number = worker.group.worker
-        worker.statistics = self._statistics[number]
-        exchange = self._hub.of_worker(number, self._clocks[number], worker.statistics)
-        return Engine.of_worker(worker, self.settings, exchange)
+        for participant in self.participants:
+            participant.before_step()
 
     @property
     def num_workers(self) -> int:
         """Number of workers N."""
-        return len(self._models)
+        return len(self._clocks)
+
+    @property
+    def participants(self) -> Sequence[LocalParticipant]:
+        """The participant of each worker, such as its engine."""
+        return self._family.participants
+
+    @property
+    def sync_every(self) -> int | None:
+        """Local steps between rounds of worker 0; None if time decides."""
+        return self._family.sync_every
 
     @property
     def round_index(self) -> int:
         """Number of rounds that all living workers have begun."""
-        return min(self.engines[worker].worker.round_index for worker in self._alive)
+        return min(self.participants[worker].worker.round_index for worker in self._alive)
 
     @property
     def steps(self) -> list[int]:
         """Local steps of each worker so far; a returned worker continues the count of the run."""
-        return [engine.worker.steps for engine in self.engines]
-
-    @property
-    def states(self) -> list[State]:
-        """The algorithm's state of each worker, of the first fragment."""
-        return [engine.fragments[0].state for engine in self.engines]
+        return [participant.worker.steps for participant in self.participants]
 
     @property
     def time_s(self) -> list[float]:
@@ -297,12 +280,13 @@ class Simulation:
             RuntimeError: If all workers are dead.
         """
         check_length(num_rounds, seconds, self._step_times.step_s)
+        if num_rounds is not None and not self._family.has_rounds:
+            raise ValueError(f"{type(self.algorithm).__name__} has no rounds. Give seconds.")
         rounds = math.inf if num_rounds is None else self.round_index + num_rounds
         end_s = math.inf if seconds is None else self._ended_s + seconds
 
         def is_over(worker: int) -> bool:
-            engine = self.engines[worker]
-            if engine.worker.round_index >= rounds:
+            if self.participants[worker].worker.round_index >= rounds:
                 return True
             return self._clocks[worker].time_s + self._step_s(worker) > end_s
 
@@ -310,15 +294,14 @@ class Simulation:
             return self._train(worker, local_step, is_over)
 
         def come_back(worker: int) -> Iterator[Part]:
-            def rest() -> Iterator[Part]:
-                if on_return is not None:
-                    on_return(worker)
-                return train(worker)
-
-            return self._join(worker, rest)
+            yield from self._join(worker)
+            if on_return is not None:
+                on_return(worker)
+            yield from train(worker)
 
         self._interleave(train, end_s, come_back)
         self._ended_s = end_s if end_s < math.inf else max(self.time_s)
+        self._family.finish_run(self._ended_s)
 
     def _step_s(self, worker: int) -> float:
         """Duration of the next local step of a worker, in seconds."""
@@ -327,7 +310,7 @@ class Simulation:
     def _train(
         self, worker: int, local_step: LocalStep, is_over: Callable[[int], bool]
     ) -> Iterator[Part]:
-        engine, clock = self.engines[worker], self._clocks[worker]
+        participant, clock = self.participants[worker], self._clocks[worker]
         yield from self._finish_round(worker)
         while not is_over(worker):
             if step_s := self._step_s(worker):
@@ -337,12 +320,17 @@ class Simulation:
                 self._timeline.add(worker, "compute", began_s, clock.time_s)
             loss = local_step(worker)
             self._made[worker] += 1
-            engine.count_step()
-            self._timeline.add_loss(worker, engine.worker.steps, clock.time_s, loss)
-            if engine.check_due():
-                self._unfinished[worker] = engine.round_in_parts()
+            participant.count_step()
+            steps = participant.worker.steps
+            loss = self._timeline.add_loss(worker, steps, clock.time_s, loss)
+            if loss is not None:
+                participant.worker.last_loss = loss
+            if participant.check_due():
+                self._unfinished[worker] = participant.round_in_parts()
                 yield from self._finish_round(worker)
-                yield None
+                if not step_s:
+                    yield None  # or the others would never have their turn
+            participant.before_step(loss)
 
     def _finish_round(self, worker: int) -> Iterator[Part]:
         """Continue with a round that may have been waiting when the last run ended."""
@@ -353,22 +341,17 @@ class Simulation:
 
     def make_round(self) -> None:
         """Begin one round of all workers, at once."""
-        for worker in self._alive:
-            for fragment in self.engines[worker].fragments:
-                fragment.fresh_at = -1  # the caller may have changed the parameters
-        self._interleave(lambda worker: self.engines[worker].round_in_parts())
+        self._interleave(self._family.begin_round)
 
     def drain(self) -> None:
         """Apply all pending rounds; workers that have begun fewer rounds begin the missing ones."""
-        most = max(self.engines[worker].worker.round_index for worker in self._alive)
-        self._interleave(lambda worker: self._drain(worker, most))
+        most = max(self.participants[worker].worker.round_index for worker in self._alive)
 
-    def _drain(self, worker: int, num_rounds: int) -> Iterator[Part]:
-        engine = self.engines[worker]
-        yield from self._finish_round(worker)
-        while engine.worker.round_index < num_rounds:
-            yield from engine.round_in_parts()
-        yield from engine.apply_all_in_parts()
+        def drain(worker: int) -> Iterator[Part]:
+            yield from self._finish_round(worker)
+            yield from self._family.drain(worker, most)
+
+        self._interleave(drain)
 
     # ------------------------------------------------------------------ the virtual clock
 
@@ -438,15 +421,17 @@ class Simulation:
                     else:
                         self._waiting[worker] = part
                         self._waiting_since[worker] = clock.time_s
-                        self._hub.wake([worker], clock.time_s)
-            wakeups, self._hub.wakeups = self._hub.wakeups, []
-            for time_s, other in wakeups:
+                        self._family.wakeups.append((clock.time_s, worker))
+            for time_s, other in self._family.wakeups:
                 plan(time_s, other, "arrival")
+            self._family.wakeups.clear()
 
     # --------------------------------------------------------------------- failures
 
     def _fail(self, worker: int, kind: EventKind, now_s: float) -> None:
         """Handle an event of a failure."""
+        hub = self._family.hub
+        assert hub is not None
         if kind == "death":
             self._alive.discard(worker)
             self._returned.discard(worker)
@@ -455,10 +440,10 @@ class Simulation:
             if self._waiting.pop(worker, None) is not None:
                 self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
             self._unfinished[worker] = iter(())
-            self._hub.lose(worker, now_s)
+            hub.lose(worker, now_s)
         elif kind == "noticed":
-            self._hub.leave(worker, now_s)
-            if not self._hub.present:
+            hub.leave(worker, now_s)
+            if not hub.present:
                 raise RuntimeError(
                     f"All workers are dead at {now_s:g} s, and the state of the run is lost."
                 )
@@ -467,39 +452,21 @@ class Simulation:
             self._clocks[worker].advance_to(now_s)
             self._returned.add(worker)
 
-    def _join(self, worker: int, rest: Callable[[], Iterator[Part]]) -> Iterator[Part]:
-        """Wait for the next round, take part in it with weight 0, and continue with ``rest``."""
+    def _join(self, worker: int) -> Iterator[Part]:
+        """Wait for the next round, and take part in it with weight 0."""
         clock = self._clocks[worker]
         yield lambda: worker in self._alive
-        self._unfinished[worker] = self.engines[worker].round_in_parts()
+        self._unfinished[worker] = self.participants[worker].round_in_parts()
         yield from self._finish_round(worker)
         began_s = clock.time_s
-        clock.advance_to(began_s + self._transfer_s[worker])
+        clock.advance_to(began_s + self._family.join_s[worker])
         self._timeline.add(worker, "wait", began_s, clock.time_s)
-        yield from rest()
 
-    def _admit(self, round_index: int, donor: int, now_s: float) -> list[int]:
-        """Load the state at the start of a round into the workers that have returned."""
-        if not self._admits or not self._returned:
-            return []
-        joining = sorted(self._returned)
-        self._returned.clear()
-        position = position_of(self.engines[donor], None, round_index)
-        state = copy_state(self.engines[donor], position, with_saved_rounds=False)
-        for worker in joining:
-            self._earlier_rounds[worker] = self._rounds_of(worker)
-            group = WorkerGroup(worker, self.num_workers, clock=self._clocks[worker])
-            self.engines[worker] = self._make_engine(
-                _make_worker(self._models[worker], group, self.settings)
-            )
-            resume_from_state(self.engines[worker], None, state, f"worker {donor}")
-            self._joined_at[worker] = self.engines[worker].worker.round_index
-            if self._times is not None:
-                size = sum(tensor.nbytes for tensor in state.tensors.values())
-                time = self._times.fetch(worker, donor, size, round_index)
-                self._transfer_s[worker] = time.seconds
-            self._alive.add(worker)
-        self._hub.wake(joining, now_s)
+    def _admit(self, now_s: float) -> list[int]:
+        """Return the workers that have come back and are to join in the round that begins."""
+        joining = sorted(self._returned) if self._admits else []
+        self._returned.difference_update(joining)
+        self._alive.update(joining)
         return joining
 
     # ------------------------------------------------------------------------ results
@@ -518,34 +485,34 @@ class Simulation:
     def costs(self) -> list[WorkerCosts]:
         """Steps, rounds, bytes and times of each worker so far."""
         return [
-            self._timeline.costs_of(
+            WorkerCosts(
                 worker,
                 self._made[worker],
-                self._rounds_of(worker),
-                self._statistics[worker].bytes_sent,
+                self._family.rounds_of(worker),
+                self.participants[worker].statistics.bytes_sent,
                 self._clocks[worker].time_s,
+                seconds["compute"],
+                seconds["wait"],
             )
-            for worker in range(self.num_workers)
+            for worker, seconds in enumerate(self._timeline.seconds)
         ]
-
-    def _rounds_of(self, worker: int) -> int:
-        index = self.engines[worker].worker.round_index
-        return self._earlier_rounds[worker] + index - self._joined_at[worker]
 
     def params(self) -> list[Tensor]:
         """Return a flat copy of each worker's parameters, ``(P,)``."""
-        return [engine.worker.replica.layout.new_flat() for engine in self.engines]
+        return [one.worker.replica.layout.new_flat() for one in self.participants]
 
     def consensus(self) -> Tensor:
         """Return the consensus parameters ``(P,)``: the mean over the living workers."""
-        params = self.params()
-        return torch.stack([params[worker] for worker in sorted(self._alive)]).mean(0)
+        return self._living_params().mean(0)
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the workers' parameters to their mean."""
-        every = self.params()
-        params = torch.stack([every[worker] for worker in sorted(self._alive)]).double()
+        params = self._living_params().double()
         return math.sqrt(float((params - params.mean(0)).square().sum(1).mean()))
+
+    def _living_params(self) -> Tensor:
+        params = self.params()
+        return torch.stack([params[worker] for worker in sorted(self._alive)])
 
 
 def make_step_times(
@@ -560,25 +527,3 @@ def make_step_times(
             f"{list(speeds)} for {num_workers} workers."
         )
     return StepTimes([1 / speed for speed in speeds], jitter, seed)
-
-
-def make_workers(
-    models: Sequence[nn.Module],
-    settings: RoundSettings | PairwiseSettings,
-    clocks: Sequence[VirtualClock],
-) -> list[Worker]:
-    """Make the workers, with the parameters of the first model; ValueError if models differ."""
-    copy_first(models)
-    return [
-        _make_worker(model, WorkerGroup(number, len(models), clock=clock), settings)
-        for number, (model, clock) in enumerate(zip(models, clocks, strict=True))
-    ]
-
-
-def _make_worker(
-    model: nn.Module, group: WorkerGroup, settings: RoundSettings | PairwiseSettings
-) -> Worker:
-    named = exchanged_parameters(model)
-    slices = settings.fragment_slices({name: p.numel() for name, p in named.items()})
-    ownership = find_ownership(named, slices, settings.granularity, group)
-    return Worker(group, make_replica(model, settings, named, ownership), checksum=0)

@@ -108,15 +108,6 @@ class Timeline:
             self._open[worker] = len(self.events)
         self.events.append(TimelineEvent(worker, kind, start_s, end_s))
 
-    def costs_of(
-        self, worker: int, steps: int, rounds: int, bytes_sent: int, time_s: float
-    ) -> WorkerCosts:
-        """Return the costs of a worker, with its seconds of local steps and of waiting."""
-        seconds = self.seconds[worker]
-        return WorkerCosts(
-            worker, steps, rounds, bytes_sent, time_s, seconds["compute"], seconds["wait"]
-        )
-
     def add_loss(self, worker: int, step: int, time_s: float, value: Any) -> float | None:
         """Add the returned value of a local step if it is a loss; return the loss, or None."""
         if not (isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0)):

@@ -34,6 +34,7 @@ from tests.harness.toys import (
     flat_rounds,
     move_to,
     randn,
+    states_of,
 )
 
 
@@ -119,7 +120,7 @@ def law_the_model_keeps_its_dtype_and_the_state_is_float32_or_wider(
     assert all(model.value.dtype == dtype for model in models)
     assert all(model.value.detach().float().abs().sum() > 0 for model in models)
     assert simulation.consensus().dtype == wide
-    for state in simulation.states:
+    for state in states_of(simulation):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == (6,):
                 assert value.dtype == wide, key
@@ -219,7 +220,7 @@ def law_all_workers_have_the_same_state_keys(case: Case) -> None:
     simulation = Simulation(models, case.algorithm, **case.settings(sync_every=1))
     for _ in range(3):
         simulation.run(lambda worker: models[worker].value.data.add_(worker), 1)
-        keys = [list(state) for state in simulation.states]
+        keys = [list(state) for state in states_of(simulation)]
         assert all(other == keys[0] for other in keys)
 
 
@@ -398,11 +399,11 @@ def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) 
     simulation = Simulation(models, plain, **case.settings())
     between = torch.linspace(1.0, 1.01, 6)
     assert not torch.equal(between.bfloat16().float(), between)
-    for state, model in zip(simulation.states, models, strict=True):
+    for state, model in zip(states_of(simulation), models, strict=True):
         state["outer"].copy_(between)
         model.value.data.copy_(between)
     simulation.run(lambda worker: None, 3)
-    for state in simulation.states:
+    for state in states_of(simulation):
         assert torch.equal(state["outer"], between)
 
 

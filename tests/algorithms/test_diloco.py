@@ -25,6 +25,7 @@ from tests.harness.toys import (
     randn,
     run_engine,
     simulate,
+    states_of,
     train_step,
 )
 
@@ -180,10 +181,10 @@ def test_the_state_is_equal_on_all_workers() -> None:
     models = [Point(torch.zeros(3)) for _ in range(3)]
     simulation = Simulation(models, DiLoCo())
     simulation.run(lambda worker: models[worker].value.data.add_(worker + 0.1), 3)
-    for state in simulation.states:
+    for state in states_of(simulation):
         assert DiLoCo.replicated
         assert torch.equal(state["outer"], simulation.consensus())
-        assert torch.equal(state["momentum"], simulation.states[0]["momentum"])
+        assert torch.equal(state["momentum"], states_of(simulation)[0]["momentum"])
 
 
 def test_numbers_out_of_range_are_refused(subtests: pytest.Subtests) -> None:

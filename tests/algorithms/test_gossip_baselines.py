@@ -13,7 +13,7 @@ from lightning_loco import NeighborAverage, Simulation
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.compression import Codec, Int8
 from lightning_loco.topology import RandomMatching, Ring
-from tests.harness.toys import Point, assert_close, randn
+from tests.harness.toys import Point, assert_close, randn, states_of
 
 NUMEL = 22  # not a multiple of a block
 RATE = 0.2
@@ -96,7 +96,7 @@ def test_choco_sgd(codec: Codec | None, gossip_step: float) -> None:
     algorithm = ChocoSGD(gossip_step, codec)
     found, simulation = trained(algorithm, 5, 30, topology="ring", compression=codec)
     assert_close(found, start + torch.stack(history))
-    for own, state in zip(start + estimates, simulation.states, strict=True):
+    for own, state in zip(start + estimates, states_of(simulation), strict=True):
         assert_close(state["estimate"], own)
 
 
@@ -128,7 +128,7 @@ def test_a2cid2_on_matchings(num_workers: int) -> None:
     algorithm = A2CiD2(rate, alpha, alpha_tilde)
     found, simulation = trained(algorithm, num_workers, 25, topology=topology)
     assert_close(found, torch.stack(history))
-    assert_close(torch.stack([state["tilde"] for state in simulation.states]), tilde)
+    assert_close(torch.stack([state["tilde"] for state in states_of(simulation)]), tilde)
 
 
 def test_a2cid2_on_a_ring_with_the_numbers_of_the_paper() -> None:

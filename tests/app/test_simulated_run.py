@@ -30,8 +30,9 @@ from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.app.early_checks import SettingsError
 from lightning_loco.app.simulated_run import SimulatedRun, run_simulation
 from lightning_loco.app.simulated_training import Workers
+from lightning_loco.gossip import PairwiseSettings
 from lightning_loco.report.record import RunRecord
-from lightning_loco.simulation import PairwiseSimulation
+from lightning_loco.simulation import Simulation
 from lightning_loco.topology.static import FixedGraph
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import flat
@@ -181,7 +182,7 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
 
 
 def test_pairwise_gossip_is_that_of_its_simulation() -> None:
-    """It gives the numbers of ``PairwiseSimulation`` with the data and optimizers of a real run."""
+    """It gives the numbers of ``Simulation`` with the data and optimizers of a real run."""
     choice = [*PAIRWISE, "link=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
     choice += [
         "algorithm.fetch_probability=1.0",
@@ -202,13 +203,13 @@ def test_pairwise_gossip_is_that_of_its_simulation() -> None:
     model, data = hydra.utils.instantiate(cfg.model), hydra.utils.instantiate(cfg.data)
     data.check(4)
     workers = Workers(model, data, cfg)
-    again = PairwiseSimulation(
+    average = PairwiseAverage(1.0, "loss", divergence_threshold=1.0)
+    again = Simulation.from_settings(
         workers.models,
-        PairwiseAverage(1.0, "loss", divergence_threshold=1.0),
+        PairwiseSettings(average, compression="int8"),
         speeds=[1 / step_s for step_s in run.steps.step_s],
         jitter=0.1,
         links="wan",
-        compression="int8",
     )
     again.run(workers.step, seconds=STEPS * 0.1 * (1 + 1e-9))
     assert again.losses == run.simulation.losses

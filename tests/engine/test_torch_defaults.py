@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_loco.algorithms import DiLoCo
+from lightning_loco.algorithms import DiLoCo, PairwiseAverage
 from lightning_loco.compression import CODECS, E3M0, Int4
 from lightning_loco.elastic.data_shard import DataShard
 from lightning_loco.elastic.data_stream import MembersSampler
@@ -20,8 +20,9 @@ from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.recovery import RunState
 from lightning_loco.elastic.state_transfer import receive_state, send_state
 from lightning_loco.engine import StepEngine
+from lightning_loco.gossip import PairwiseSettings
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
-from lightning_loco.simulation import PairwiseSimulation, Simulation
+from lightning_loco.simulation import Simulation
 from lightning_loco.topology import TOPOLOGIES, get_topology, optimal_gossip
 from tests.cases import CASES, Case, rows
 from tests.elastic.test_group import plan_of
@@ -106,7 +107,7 @@ def train_simulated(make: Callable[[list[Any]], Any]) -> Tensor:
         local_step(models[worker], optimizers[worker], worker, steps[worker])
         steps[worker] += 1
 
-    if isinstance(simulation, PairwiseSimulation):
+    if simulation.sync_every is None:
         simulation.run(step, seconds=STEPS)
     else:
         simulation.run(step, STEPS // 2)
@@ -175,8 +176,9 @@ def test_the_remote_optimizer_has_the_same_numbers(pool: Pool) -> None:
 
 
 def test_simulated_gossip_without_rounds_has_the_same_numbers() -> None:
+    settings, speeds = PairwiseSettings(PairwiseAverage()), [1.0, 1.1, 1.2]
     usual, *others = result(
-        train_simulated, lambda models: PairwiseSimulation(models, speeds=[1.0, 1.1, 1.2])
+        train_simulated, lambda models: Simulation.from_settings(models, settings, speeds=speeds)
     )
     assert all(torch.equal(other, usual) for other in others)
 

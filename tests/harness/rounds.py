@@ -23,7 +23,7 @@ from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, StepInfo
 from tests.harness.small_model import flat
-from tests.harness.toys import Point, randn
+from tests.harness.toys import Point, randn, states_of
 
 LARGE = 5000
 """Elements of a model that needs five buckets of the smallest size."""
@@ -326,7 +326,7 @@ def simulate(
     """Do the same as :func:`train` in one process: ``(rounds + 1, N, P)``."""
     models = [make() for _ in range(world)]
     simulation = Simulation.from_settings(models, settings)
-    for worker, state in enumerate(simulation.states if own else []):
+    for worker, state in enumerate(states_of(simulation) if own else []):
         state["own"].fill_(worker + 1.0)
     history = []
     for _ in range(rounds):

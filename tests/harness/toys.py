@@ -62,6 +62,11 @@ def same_data(worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, s
     plain_step(0, model, optimizer, step)
 
 
+def states_of(simulation: Simulation) -> list[State]:
+    """Return the algorithm's state of each worker, of the first fragment."""
+    return [engine.fragments[0].state for engine in simulation.participants]
+
+
 def simulate(
     algorithm: Algorithm,
     world: int,

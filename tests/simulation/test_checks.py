@@ -9,15 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import LocalSGD
-from lightning_loco.simulation import PairwiseSimulation, Simulation
+from lightning_loco.algorithms import LocalSGD, PairwiseAverage
+from lightning_loco.engine import RoundSettings
+from lightning_loco.gossip import PairwiseSettings
+from lightning_loco.simulation import SimulatedSettings, Simulation
 
-AnySimulation = Simulation | PairwiseSimulation
-Make = Callable[[Sequence[nn.Module]], AnySimulation]
 
-MAKERS: dict[str, Make] = {
-    "rounds": lambda models: Simulation(models, LocalSGD(), speeds=[1.0] * len(models)),
-    "pairs": lambda models: PairwiseSimulation(models, speeds=[1.0] * len(models)),
+def maker(settings: SimulatedSettings) -> Callable[[Sequence[nn.Module]], Simulation]:
+    return lambda models: Simulation.from_settings(models, settings, speeds=[1.0] * len(models))
+
+
+MAKERS = {
+    "rounds": maker(RoundSettings(LocalSGD())),
+    "pairs": maker(PairwiseSettings(PairwiseAverage())),
 }
 
 
@@ -74,6 +78,5 @@ def test_a_run_of_no_finite_time_is_refused(kind: str, seconds: float) -> None:
 
 def test_a_number_of_rounds_is_an_integer() -> None:
     simulation = MAKERS["rounds"]([Model(0), Model(1)])
-    assert isinstance(simulation, Simulation)
     with pytest.raises(TypeError, match="num_rounds must be an integer, got 1.5"):
         simulation.run(lambda worker: None, 1.5)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lightning_loco.costs import Link
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps, hidden_rounds
 from lightning_loco.simulation import Failure, random_failures
-from tests.harness.toys import Point, assert_close
+from tests.harness.toys import Point, assert_close, states_of
 
 EVERY = 10
 SPEEDS = [1.0] * 4
@@ -109,7 +109,7 @@ def test_a_worker_that_returns_ends_equal_to_the_others(subtests: pytest.Subtest
                 assert_close(run.value(3), before + 2.5)
             for worker in range(4):
                 assert torch.equal(run.value(worker), run.value(0))
-            states = run.simulation.states
+            states = states_of(run.simulation)
             for key, entry in states[0].items():
                 if isinstance(entry, Tensor):
                     assert torch.equal(states[3][key], entry)
@@ -130,7 +130,7 @@ def test_a_worker_that_returns_joins_overlapped_rounds(subtests: pytest.Subtests
             )
             simulation.run(lambda w: add_own_number(models, w), 13)  # noqa: B023
             simulation.drain()
-            outer = [engine.outer() for engine in simulation.engines]
+            outer = [engine.outer() for engine in simulation.participants]
             assert all(torch.equal(one, outer[0]) for one in outer)
             assert simulation.costs[1].rounds < simulation.costs[0].rounds
 
@@ -177,12 +177,12 @@ def test_draining_admits_no_worker() -> None:
     )
     simulation.run(lambda w: add_own_number(models, w), seconds=39.5)
     simulation.drain()
-    outer = [engine.outer() for engine in simulation.engines]
+    outer = [engine.outer() for engine in simulation.participants]
     assert torch.equal(outer[0], outer[2])
     assert torch.equal(outer[0], outer[3])
     simulation.run(lambda w: add_own_number(models, w), num_rounds=2)
     simulation.drain()
-    outer = [engine.outer() for engine in simulation.engines]
+    outer = [engine.outer() for engine in simulation.participants]
     assert all(torch.equal(one, outer[0]) for one in outer)
 
 
@@ -232,6 +232,8 @@ def test_random_failures_follow_the_seed_and_do_not_overlap() -> None:
     assert 40 < len(failures) < 90  # each of 8 workers fails about every 125 s
     run = Run(LocalSGD(), [f for f in failures if f.worker < 4]).go(30)
     assert run.simulation.round_index == 30
-    alive = [run.value(w) for w in range(4) if run.simulation.engines[w].worker.round_index == 30]
+    alive = [
+        run.value(w) for w in range(4) if run.simulation.participants[w].worker.round_index == 30
+    ]
     assert len(alive) > 1
     assert all(torch.equal(value, alive[0]) for value in alive)

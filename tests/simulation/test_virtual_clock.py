@@ -73,7 +73,7 @@ def test_async_averaging_with_three_speeds_is_a_plain_event_loop(interval_s: flo
     simulation = Simulation.from_settings(models, settings, speeds=SPEEDS)
     simulation.run(lambda worker: approach(models, worker), seconds=20.05)
     expected = average_by_hand(20.05, interval_s)
-    for engine, own in zip(simulation.engines, expected, strict=True):
+    for engine, own in zip(simulation.participants, expected, strict=True):
         assert engine.worker.steps == own.steps
         assert engine.worker.round_index == own.rounds
     for params, own in zip(simulation.params(), expected, strict=True):
@@ -100,7 +100,7 @@ def test_a_blocking_round_waits_for_the_slowest() -> None:
     simulation = Simulation(models, LocalSGD(), sync_every=5, speeds=SPEEDS)
     simulation.run(lambda worker: approach(models, worker), num_rounds=4)
     assert simulation.time_s == pytest.approx([4 * 5 / SPEEDS[2]] * 3)
-    assert [engine.worker.steps for engine in simulation.engines] == [20] * 3
+    assert [engine.worker.steps for engine in simulation.participants] == [20] * 3
 
 
 def test_an_overlapped_round_lets_the_fast_ones_go_ahead_by_one() -> None:
