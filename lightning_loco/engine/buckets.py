@@ -58,6 +58,7 @@ class BucketChunk:
         self.sent_params = sent_params
         self.own_message = own_message
         self.local = None if local is None else local[: len(params)]
+        # A blocking round needs the memory of its message no longer when the result is written.
         self.scratch = message if scratch is None else scratch[: len(params)]
         self._round_start = round_start
         self._is_rounded = params.is_rounded(message.dtype)

@@ -265,6 +265,7 @@ class Engine(LocalParticipant):
         worker, fragment = self.worker, self.fragments[self._turn]
         fragment.measure_gradient = self.measure_outer_gradient
         own = self._status(sync_point)
+        # Of the round before: this one's is known at its end only.
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
         is_finite = fragment.prepare(worker.round_index)
         # Before anything is sent: with NaN in one shard, no rank's message may have weight.
@@ -306,6 +307,7 @@ class Engine(LocalParticipant):
         """Copy the new values of a fragment to the other ranks of this worker."""
         if self.worker.group.inner is None:
             return
+        # If a rank is lost now, the others of this worker have different parameters.
         fragment.is_torn = True
         self.worker.replica.share(self.fragments.index(fragment))
         fragment.is_torn = False
@@ -397,6 +399,7 @@ class Engine(LocalParticipant):
         sync_point = sync_point_id(purpose)
         while True:
             self.record_statuses()
+            # No local steps follow for a while, so there is nothing left to hide a result behind.
             if self._schedule.applies_at_sync_points:
                 run_through(self.apply_all_in_parts())
             own = self._status(sync_point)
@@ -445,6 +448,8 @@ class Engine(LocalParticipant):
         trainable = [p for p in parameters if p.requires_grad]
         if group.data is None or not trainable:
             return
+        # One all-reduce for all gradients. Behind them it counts who has a gradient of each
+        # parameter: one that nobody has must stay None, or the optimizer would decay the parameter.
         wide = torch.promote_types(torch.float32, trainable[0].dtype)
         missing = [p.grad is None for p in trainable]
         for p in trainable:
@@ -496,6 +501,7 @@ class Engine(LocalParticipant):
         """Do the rest of :meth:`finish`, when all workers are at the same sync point."""
         self._hooks.finish(self)
         for fragment in self.fragments:
+            # Not applied; but no group may be closed while others receive from this worker.
             fragment.wait()
         self.record_statuses()
         self.shows_outer = not self._hooks.shares_sync_points
@@ -589,6 +595,7 @@ class Engine(LocalParticipant):
 
         :meth:`state_dict` then waits for no other worker.
         """
+        # A group with a collective under way must be aborted: shutting it down would wait for it.
         self.worker.group.failed |= any(fragment.is_receiving for fragment in self.fragments)
         for fragment in self.fragments:
             self._dropped += fragment.drop_pending()

@@ -60,6 +60,7 @@ class FragmentMemory:
         self._is_partial = settings.is_partial
         self._bucket_elements = bucket_elements
         self._status_elements = status_elements
+        # Every fragment counts its own rounds; vectors (P,) are shared, each uses its own part.
         uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self.is_cut(v)}
         self.has_uncut_state = bool(uncut)
         self.state = {**state, **copy.deepcopy(uncut)}

@@ -90,6 +90,7 @@ class LinkEmulator:
         group, number = self._group, self._count
         self._count += 1
         label, began = f"round {round_index}", group.clock.wall_time()
+        # All workers measure by wall time: a result arrives some time after the last one has sent.
         send_time = self._link.departure(began)
         with ExplainErrors(group, label):
             self._send_times.record(number, send_time)

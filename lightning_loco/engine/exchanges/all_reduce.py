@@ -83,6 +83,7 @@ class AllReduce(SeparateStatuses):
         group = self._group
         if status.sync_point == IN_ROUND:
             group.announce_wait(label)
+            # At a sync point wait_at_sync_point has counted this exchange already.
             if group.store_barrier is not None:
                 group.store_barrier.exchange += 1
         write_status(self._table(bucket), group.worker, status)
@@ -150,6 +151,7 @@ class StatusesBehindMessage:
     def wait(self) -> list[WorkerStatus]:
         """Wait for the bucket and return the statuses, as :meth:`PendingStatuses.wait` does."""
         if self._statuses is None:
+            # Usually nobody is at a sync point: a call through the store would only cost time.
             if not self._handle.arrives_within(PATIENCE_S):
                 self._call()
             self._handle.wait()

@@ -290,6 +290,7 @@ class CompressedAllReduce(SeparateStatuses):
             inbox[peer].copy_(inputs[peer])
 
     def _take(self, message: Tensor) -> Tensor:
+        # Kept from round to round: new memory costs a page fault for each page of it.
         for index, spare in enumerate(self._spare):
             if spare.numel() == message.numel():
                 return self._spare.pop(index)

@@ -163,6 +163,7 @@ class NeighborHandle:
         if not self._host_waits:
             return self._works.is_completed()
         if self._coming is None:
+            # The mix is left to the caller of wait: the thread would compete with local steps.
             self._coming = run_in_thread(self._works.wait)
         return self._coming.done()
 
@@ -234,6 +235,7 @@ class MixingRow(NamedTuple):
         for part, piece in codec.pieces(mixed):
             own, read = mixed[part], torch.empty_like(mixed[part])
             codec.decode(encoded[piece], own)
+            # W_ii Q(u) + (u - Q(u)): what the own encoding has lost stays with this worker.
             own.mul_(self.own - 1).add_(message[part])
             for peer, weight in self.others.items():
                 own.add_(codec.decode(received[peer][piece], read), alpha=weight)
