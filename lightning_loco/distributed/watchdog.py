@@ -127,7 +127,8 @@ class Watchdog(BackgroundThread):
         self._num_heartbeats = 0
         self._suspended: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
         self._warned_keys: set[str] = set()
-        self._first_seen: dict[int, tuple[int, float]] = {}  # each worker's last heartbeat
+        # Number of each worker's last heartbeat, and when this worker read it first.
+        self._first_seen: dict[int, tuple[int, float]] = {}
         self._read_at = -math.inf
         self._report_deadline = math.inf
 

@@ -41,8 +41,9 @@ class PendingWork:
 
     ``Work.wait`` of gloo blocks the host until the data have arrived, at most for the timeout of
     the process group. With NCCL only the device waits: the host would then block in its
-    next read, without a timeout. The host therefore polls until the works are completed,
-    a worker has failed, or ``timeout_s`` of the group has passed since they were started.
+    next read, without a timeout. The host therefore polls until the works are completed, a worker
+    has reported an error, or ``timeout_s`` of the group has passed since they were started. A
+    worker that is killed reports nothing: gloo notices its closed connections, NCCL does not.
     """
 
     def __init__(self, group: WorkerGroup, label: str, works: Iterable[dist.Work]) -> None:
@@ -65,7 +66,7 @@ class PendingWork:
             for work in self._works:
                 work.wait(timedelta(seconds=seconds)) if blocks else work.wait()
         except RuntimeError:
-            return False
+            return False  # wait raises it again, and says who is at fault
         self._works = []
         return True
 

@@ -391,8 +391,9 @@ class WorkerGroup:
     ) -> RuntimeError:
         """Replace an error of a backend by one that names the worker that caused it.
 
-        An error that names a worker already, or that a signal handler has raised during the wait,
-        is returned unchanged.
+        To find that worker, heartbeats are watched for up to 2.5 s. From now on the group counts as
+        failed, so that closing it aborts its collectives. An error that names a worker already, or
+        that a signal handler has raised during the wait, is returned unchanged.
 
         Args:
             error: The error of the backend.

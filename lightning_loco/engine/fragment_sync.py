@@ -2,17 +2,18 @@
 
 A round has three entries, all of them on one path:
 
-- :meth:`FragmentSync.end` only ends the pending round.
+- :meth:`FragmentSync.apply` only ends the pending round.
 - :meth:`FragmentSync.begin` sends the status of this worker, and :meth:`FragmentSync.run` the
   messages, bucket by bucket. A blocking round is applied at once, an overlapped one later.
-- At a sync point the statuses are known before: :meth:`FragmentSync.begin` is left out.
+- If workers at a sync point have sent their statuses already, :meth:`FragmentSync.begin` is left
+  out.
 
-Everything has been received before anything changes. So a round that fails while it waits leaves
-the algorithm's state, and the parameters, as they were when the messages had been sent; in a
-blocking round these are the parameters before the round. Two kinds of rounds change some buckets
-while others are still to be sent or received: a blocking round that is larger than
-``bucket_bytes``, and an overlapped one whose message is computed while the round before is
-applied. A failure in between marks the fragment as torn, and it is not saved.
+If a worker is lost, a round whose buckets all have memory of their own has changed nothing before
+everything has arrived: the algorithm's state and the parameters are those with which the messages
+were sent. Two kinds of rounds change some buckets while others are still to be sent or received: a
+blocking round that is larger than ``bucket_bytes``, and an overlapped one whose message is computed
+while the round before is applied. A failure in between leaves the fragment torn, and it is not
+saved.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class Stage(enum.Enum):
     Attributes:
         SENT: It has begun, and its results are on their way.
         RECEIVED: All results are in the host's or the device's memory; nothing has changed.
-        REDUCED: They have been divided by the total weight, or combined, and decoded, and the
-            residuals have been updated, as for a checkpoint.
+        COMBINED: Sums have been divided by the total weight, or the messages of all combined, and
+            the residuals have been updated, as for a checkpoint.
     """
 
     SENT = "sent"
     RECEIVED = "received"
-    REDUCED = "reduced"
+    COMBINED = "combined"
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +73,7 @@ class Round:
         weight: Weight of this worker's message in a mean; 0 if it does not hold its own progress.
         finite: Whether local steps taken since it began may be kept: whether this worker's
             parameters are finite.
+        divisor: The total weight, by which a received sum is divided; 1 for other results.
         is_overlapped: Whether local steps continue while it is pending.
         restarts: Whether they continue from other parameters once its messages are sent.
         statuses: Statuses of all workers.
@@ -92,10 +94,14 @@ class Round:
     handles: list[Handle] = dataclasses.field(default_factory=list)
     received: list[Tensor] = dataclasses.field(default_factory=list)
     stage: Stage = Stage.SENT
+    divisor: float = 1.0
     began_at_s: float | None = None
 
     def has_arrived(self) -> bool:
-        """Whether everything has arrived; never waits, but calls workers at a sync point."""
+        """Whether everything has arrived; never waits, but calls workers at a sync point.
+
+        :meth:`FragmentSync.has_received` leaves out statuses that the round does not need.
+        """
         have_statuses_arrived = self.statuses.has_arrived()  # also if no bucket has: it calls them
         return all(handle.has_arrived() for handle in self.handles) and have_statuses_arrived
 
@@ -114,7 +120,7 @@ class Round:
         Args:
             fragment: The fragment.
             saved: Result of :meth:`state_dict`.
-            received: By bucket, reduced.
+            received: By bucket, combined.
         """
         return cls(
             fragment,
@@ -125,7 +131,7 @@ class Round:
             is_overlapped=True,
             statuses=KnownStatuses([WorkerStatus.of(numbers) for numbers in saved["statuses"]]),
             received=list(received),
-            stage=Stage.REDUCED,
+            stage=Stage.COMBINED,
         )
 
 
@@ -145,8 +151,8 @@ class FragmentSync:
         applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: Norm of the outer gradient in the last round.
-        is_torn: Whether a round has failed when some of its buckets had been applied, or before
-            all ranks of the worker had its result.
+        is_torn: Whether a round is being applied or shared with the other ranks of the worker, or
+            has failed meanwhile. Some parameters may then be new and others old.
         is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
             if other ranks of the worker have found otherwise.
     """
@@ -166,9 +172,8 @@ class FragmentSync:
         self._schedule = settings.schedule
         self._compression = compression = settings.compression
         self._is_partial, self._gathers = settings.is_partial, settings.algorithm.gathers
-        self._is_sum = exchange.is_weighted and not (
-            compression is not None and compression.codec.averages_senders
-        )
+        averages_senders = compression is not None and compression.codec.averages_senders
+        self._divides = exchange.is_weighted and not (self._gathers or averages_senders)
         self._has_scalars = bool(settings.algorithm.scalars(memory.state))
         self._knows_workers = settings.algorithm.exchange == "mean" or self._has_scalars
         self._squares: list[Tensor] = []
@@ -250,10 +255,11 @@ class FragmentSync:
             weight: Of its message; 0 without its own progress.
         """
         keeps_progress, is_overlapped = self._keeps_progress, self._schedule.is_overlapped(index)
-        # Local steps that follow the first overlapped round begin where those after a later one do:
-        # at a result, which is the start of the round as long as there is none.
-        is_first = is_overlapped and (self.pending is None or keeps_progress)
-        restarts = is_first and not (keeps_progress and self.is_finite)
+        # With Restart(), local steps continue from the last result, which run writes. In the first
+        # overlapped round there is none, so they restart from the start of the round. Parameters
+        # that are not finite are replaced in any case.
+        has_result = self.pending is not None and not keeps_progress
+        restarts = is_overlapped and not has_result and not (keeps_progress and self.is_finite)
         return Round(self, index, began_at, weight, self.is_finite, is_overlapped, restarts)
 
     def begin(self, new: Round, status: WorkerStatus, label: str) -> None:
@@ -299,7 +305,7 @@ class FragmentSync:
             if self._keeps_progress:
                 self._apply(before, info)
             else:
-                self._commit(before)
+                self._start_applying(before, info)
                 ended = before, info
         # Without memory for all messages, each is applied before a later one needs its memory.
         slots = count if self.memory.holds_all else PENDING_BUCKETS
@@ -313,6 +319,7 @@ class FragmentSync:
         elif self.memory.has_uncut_state:
             self.memory.take_back_state()
         if new.is_overlapped or self.memory.holds_all:
+            # A blocking round, too: if it fails while it waits, drop_pending releases its handles.
             self.pending = new
         if new.is_overlapped:
             return new
@@ -323,7 +330,7 @@ class FragmentSync:
             return replaced
         for number in range(count - slots, count):
             self._apply_in_turn(new, number)
-        self._finish()
+        self._finish()  # all handles have been released, each after its bucket
         return new
 
     def apply(self, steps: int) -> None:
@@ -362,7 +369,7 @@ class FragmentSync:
         if ended is not None:
             with labelled("loco/apply"):
                 whole = ended[0].received[number]
-                for chunk, received in self._reduced(ended[0], number, whole, ended[1]):
+                for chunk, received in self._combined(ended[0], number, whole, ended[1]):
                     # Not into the message yet: its memory may hold what the round that ends reads.
                     self._propose(chunk, chunk.scratch, info, is_valid)
                     self._apply_chunk(ended[0], chunk, received, ended[1], chunk.scratch)
@@ -470,7 +477,7 @@ class FragmentSync:
 
     def _apply(self, ended: Round, info: RoundInfo) -> None:
         """Apply a round that has been received."""
-        self._commit(ended)
+        self._start_applying(ended, info)
         for number in range(len(self.memory.buckets)):
             self._apply_bucket(ended, number, ended.received[number], info)
         self._finish(ended)
@@ -481,21 +488,28 @@ class FragmentSync:
         handle = ended.handles.pop(0)  # which may hold the memory of what was received
         with labelled("loco/exchange"):
             received = self._wait_for(handle)
-        self._mark_torn()
+        self._mark_torn(ended, info)
         self._keep_lost(ended, number, handle)
         self._apply_bucket(ended, number, received, info)
         handle.release()
 
-    def _commit(self, ended: Round) -> None:
+    def _start_applying(self, ended: Round, info: RoundInfo) -> None:
         """Begin to apply a round that has been received; the fragment is torn until its end."""
-        self._mark_torn()
+        self._mark_torn(ended, info)
         if ended.stage is Stage.RECEIVED:
             for number, handle in enumerate(ended.handles):
                 self._keep_lost(ended, number, handle)
 
-    def _mark_torn(self) -> None:
+    def _mark_torn(self, ended: Round, info: RoundInfo) -> None:
+        self._find_divisor(ended, info)  # before: without any weight nothing is changed
         reach("outer step")
         self.is_torn = True
+
+    def _find_divisor(self, ended: Round, info: RoundInfo) -> None:
+        """Set the divisor of a round; RuntimeError if no worker has weight."""
+        if self._exchange.is_weighted and ended.stage is not Stage.COMBINED:
+            total = total_weight(info.weights, ended.statuses.label)
+            ended.divisor = total if self._divides else 1.0
 
     def _keep_lost(self, ended: Round, number: int, handle: Handle) -> None:
         """Keep what compression has lost of a message for the next round, if that is wanted."""
@@ -503,31 +517,27 @@ class FragmentSync:
             for chunk, part in self.memory.buckets[number].split(lost):
                 self._compression.update_residual(part, chunk.residual, ended.weight > 0)
 
-    def _reduced(
+    def _combined(
         self, ended: Round, number: int, received: Tensor, info: RoundInfo
     ) -> Iterator[tuple[BucketChunk, Tensor]]:
         """Yield each chunk with its mean, decoded, or the combination of all messages."""
-        is_reduced, weight = ended.stage is Stage.REDUCED, 1.0
-        if self._exchange.is_weighted and not is_reduced:
-            total = total_weight(info.weights, ended.statuses.label)
-            weight = total if self._is_sum else 1.0
         for chunk, part in self.memory.buckets[number].split(received):
-            if is_reduced:
+            if ended.stage is Stage.COMBINED:
                 yield chunk, part
                 continue
             if self._gathers:
                 # A checkpoint combines before the round ends, so without ages.
                 ageless = dataclasses.replace(info, ages=())
                 part = self._algorithm.combine(part, chunk.info_of(ageless))
-            elif weight != 1:
-                part.div_(weight)
+            elif ended.divisor != 1:
+                part.div_(ended.divisor)
             if self._compression is not None:
                 self._compression.add_reference(part, chunk.residual)
             yield chunk, part
 
     def _apply_bucket(self, ended: Round, number: int, received: Tensor, info: RoundInfo) -> None:
         with labelled("loco/apply"):
-            for chunk, part in self._reduced(ended, number, received, info):
+            for chunk, part in self._combined(ended, number, received, info):
                 self._apply_chunk(ended, chunk, part, info)
 
     def _apply_chunk(
@@ -591,8 +601,8 @@ class FragmentSync:
         """Raise RuntimeError if a round has failed while it was being applied."""
         if self.is_torn:
             raise RuntimeError(
-                "A round has failed while it was being applied, so the parameters are half those "
-                "of before. Go back to the last checkpoint."
+                "A round has failed while it was being applied, so some parameters are new and "
+                "some old. Go back to the last checkpoint."
             )
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -603,24 +613,25 @@ class FragmentSync:
         self.check_whole()
         memory, received, pending = self.memory, None, None
         if self.pending is not None:
-            received = self._received_and_reduced(self.pending)
+            received = self._received_and_combined(self.pending)
             pending = self.pending.state_dict(self._statuses(self.pending))
             if (messages := memory.gather_own_messages()) is not None:
                 pending["messages"] = messages
         shared = {"state": dict(memory.state), "received": received}
         return shared, {"pending": pending, **memory.state_dict()}
 
-    def _received_and_reduced(self, pending: Round) -> Tensor:
+    def _received_and_combined(self, pending: Round) -> Tensor:
         """The result of a pending round, as it is applied later."""
         info = self._info(pending.index, self._receive(pending), age=0)
-        if pending.stage is not Stage.REDUCED:
+        if pending.stage is not Stage.COMBINED:
+            self._find_divisor(pending, info)
             for number, handle in enumerate(pending.handles):
                 self._keep_lost(pending, number, handle)
                 received = pending.received[number]
-                parts = [part for _, part in self._reduced(pending, number, received, info)]
+                parts = [part for _, part in self._combined(pending, number, received, info)]
                 if self._gathers:
                     pending.received[number] = torch.cat(parts)
-            pending.stage = Stage.REDUCED
+            pending.stage = Stage.COMBINED
         return self.memory.gather(pending.received)
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:

@@ -27,6 +27,9 @@ from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import Topology, as_topology, get_topology
 
 PENDING_BUCKETS = 2
+"""Buckets that are sent at once if not all have memory of their own: one travels while the result
+of the other is applied."""
+
 BUCKET_BYTES = 64 * 2**20
 _LARGE = 2**20
 _FEWEST_ELEMENTS = 1024

@@ -175,11 +175,11 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 # ---------------------------------------------------------------- without an engine
 
 
-def run(fragment: FragmentSync, index: int) -> Round:
+def run(fragment: FragmentSync, index: int, weight: float = 1.0) -> Round:
     """Run a round with known statuses; an overlapped one stays pending."""
     fragment.prepare(index)
-    new = fragment.new_round(index, 0, weight=1.0)
-    new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, 1.0, 1.0)], f"round {index}")
+    new = fragment.new_round(index, 0, weight)
+    new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, weight, 1.0)], f"round {index}")
     run_through(fragment.run(new))
     return new
 
@@ -211,6 +211,17 @@ def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
         run(fragment, 0)
     assert fragment.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
+
+
+@pytest.mark.parametrize("numel", [FITS, 5000])
+def test_a_round_without_any_weight_has_changed_nothing(numel: int) -> None:
+    fragment, layout = fragment_of(DiLoCo(), numel)
+    layout.tensors[0].add_(1.0)
+    before = layout.new_flat()
+    with pytest.raises(RuntimeError, match="No worker has made finite progress in round 0"):
+        run(fragment, 0, weight=0.0)
+    assert not fragment.is_torn
+    assert torch.equal(layout.new_flat(), before)
 
 
 def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:

@@ -53,7 +53,7 @@ def test_one_from_a_checkpoint_has_arrived_and_equals_the_one_that_was_saved() -
     assert (new.index, new.weight, new.began_at) == (3, 0.5, 30)
     assert new.has_arrived()
     assert new.is_overlapped
-    assert new.stage is Stage.REDUCED
+    assert new.stage is Stage.COMBINED
     assert new.received == received
     assert new.statuses.wait() == statuses
 

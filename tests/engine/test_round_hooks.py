@@ -77,7 +77,7 @@ class Ahead(RoundHooks):
             weight=0.0,
             statuses=KnownStatuses(received.statuses.wait()),
             received=[torch.full_like(bucket.message, 7.0) for bucket in other.memory.buckets],
-            stage=Stage.REDUCED,
+            stage=Stage.COMBINED,
         )
         return other.pending
 

@@ -28,7 +28,11 @@ class Handle(Protocol):
         """Whether :meth:`wait` would return at once; never waits."""
 
     def wait(self) -> Tensor:
-        """Return the received message, perhaps in the memory of the sent one; called once."""
+        """Return the received message, perhaps in the memory of the sent one.
+
+        Called once, and by statuses behind the message. RuntimeError, which names it, if a worker
+        is missing or has failed.
+        """
 
     def release(self) -> None:
         """Let the memory of the received message be used again."""
