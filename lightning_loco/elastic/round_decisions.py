@@ -1,9 +1,7 @@
 """What a member decides in a round: whom it exchanges with, what counts, and when it gives up.
 
-There are no sockets and no threads here, and time is what the clock says. A decision is a
-generator: it yields an action, and is sent what came of it, or has the error thrown into it. The
-threads in :mod:`lightning_loco.elastic.rounds` do the actions; a test may do them in any order, and
-let any of them fail.
+There are no sockets and no threads here, and time is what the clock says. The threads in
+:mod:`lightning_loco.elastic.rounds` do the actions (:mod:`lightning_loco._util.decisions`).
 """
 
 from __future__ import annotations
@@ -11,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, TypeVar
 
+from lightning_loco._util import decisions
 from lightning_loco._util.clock import Clock
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.elastic.quorum import (
@@ -100,23 +99,7 @@ class StillWaiting(NamedTuple):
     error: str = ""
 
 
-Decision: TypeAlias = Generator[tuple[Do, Any], Any, T]
-"""Yields actions, is sent what comes of them, and returns what was decided."""
-
-
-def carry_out(decision: Decision[T], do: Callable[[Do, Any], Any]) -> T:
-    """Do what a decision yields until it returns; return what it returns."""
-    try:
-        action = next(decision)
-        while True:
-            try:
-                outcome = do(*action)
-            except Exception as error:
-                action = decision.throw(error)
-            else:
-                action = decision.send(outcome)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+Decision: TypeAlias = decisions.Decision[Do, T]
 
 
 # -------------------------------------------------------------------------------- decisions

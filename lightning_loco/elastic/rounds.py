@@ -23,6 +23,7 @@ import torch
 
 from lightning_loco._util.background import BackgroundThread, run_in_thread
 from lightning_loco._util.clock import REAL_CLOCK
+from lightning_loco._util.decisions import carry_out
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.elastic.consistency import ConsistencyCheck
 from lightning_loco.elastic.data_shard import DataShard
@@ -44,7 +45,6 @@ from lightning_loco.elastic.round_decisions import (
     Do,
     RoundDecisions,
     StillWaiting,
-    carry_out,
 )
 from lightning_loco.elastic.round_request import PendingRound, RoundRequest, RoundResult
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_loco._util.decisions import carry_out
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic.quorum import NO_STATE, Member, MemberInfo, Quorum, QuorumPlan
 from lightning_loco.elastic.recovery import RunState
-from lightning_loco.elastic.round_decisions import Do, RoundDecisions, carry_out
+from lightning_loco.elastic.round_decisions import Do, RoundDecisions
 from lightning_loco.elastic.round_request import PendingRound, RoundRequest, RoundResult
 from tests.harness.manual_clock import ManualClock
 
