@@ -25,7 +25,7 @@ from lightning_loco.strategies.checkpoint.shard_folder import (
     write_folder,
 )
 from lightning_loco.strategies.checkpoint.side_files import KEY, SHARDS, SideFiles, new_stamp
-from lightning_loco.strategies.checkpoint.writer import Save
+from lightning_loco.strategies.checkpoint.writer import Save, save_together
 from tests.strategies.kill_before_write import before_each_change
 
 pytestmark = pytest.mark.recovery
@@ -68,7 +68,8 @@ def save(
     if way == "main folder":
         main[SHARDS] = write_folder({"step": torch.tensor(step)}, files.staged_main(stamp), None)
         write_main = lambda path: io.save_checkpoint(main, f"{path}/{META}")  # noqa: E731
-    WAYS[way](Save(files, stamp, own, shared, write_main), group or WorkerGroup(0, 1))
+    save = Save(files, stamp, own, shared, write_main)
+    save_together(partial(WAYS[way], save), group or WorkerGroup(0, 1))
 
 
 def saved_step(path: Path) -> int:

@@ -6,5 +6,5 @@ with the optimizer on another rank (``remote_state``), and how the main file is 
 (``main_file``): by one rank, or by all that hold shards of the model (``shard_folder``).
 ``writer`` writes one save, ``reader`` chooses and reads one; ``side_files`` holds the files and the
 manifest in the main file, ``position`` where a rank is in its loops and data, and ``atomic_io`` how
-one file is written.
+one file is written, by the operations of a ``disk``.
 """

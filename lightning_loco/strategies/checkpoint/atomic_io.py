@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import zipfile
-from collections.abc import Iterable
-from contextlib import suppress
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_loco._util.fault_points import reach
+from lightning_loco.strategies.checkpoint.disk import DISK, Disk
 
 META = "meta.pt"
 """What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
@@ -35,7 +31,11 @@ class WholeFileIO(TorchCheckpointIO):
     Lightning writes a local file to the folder for temporary files and moves it, which overwrites
     the old file if that folder is on another file system. Here the file is written beside its
     target, synced to the disk, and renamed. For addresses such as ``s3://`` it does as Lightning.
+
+    ``disk`` has the files of this machine; a model of it can take its place.
     """
+
+    disk: Disk = DISK
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -48,7 +48,19 @@ class WholeFileIO(TorchCheckpointIO):
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            _replace(target, checkpoint)
+            _write(self.disk, target, checkpoint)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a file, or a folder with its content, if there is one."""
+        if (local := local_path(path)) is not None:
+            self.disk.remove(local)
+        else:
+            super().remove_checkpoint(path)
+
+
+def disk_of(io: CheckpointIO) -> Disk:
+    """Return the disk to which a ``CheckpointIO`` writes the files of this machine."""
+    return io.disk if isinstance(io, WholeFileIO) else DISK
 
 
 def local_path(path: str | Path) -> Path | None:
@@ -63,14 +75,15 @@ def check_kind(path: Path) -> None:
         raise ValueError(f"{path} is not a file. Put a copy of the checkpoint's own file there.")
 
 
-def move_file(source: Path, target: Path) -> None:
+def move_file(disk: Disk, source: Path, target: Path) -> None:
     """Replace a file by another one; FileNotFoundError if ``source`` does not exist."""
-    _move(source, target)
-    _sync(target.parent)
-    _sync(source.parent)
+    disk.replace(source, target)
+    # Before anything of the old checkpoint is deleted: a crash could undo the rename alone. If it
+    # brings back the old name, that is one more name of the same file, which a later save deletes.
+    disk.sync(target.parent)
 
 
-def move_folder(source: Path, target: Path, name: str) -> None:
+def move_folder(disk: Disk, source: Path, target: Path, name: str) -> None:
     """Replace a checkpoint by another one, where one of them is a folder.
 
     No rename replaces a folder that has content. So the files of a folder that is replaced become
@@ -84,98 +97,78 @@ def move_folder(source: Path, target: Path, name: str) -> None:
     FileNotFoundError if ``source`` does not exist, and IsADirectoryError if ``target`` is a folder
     of something else than a checkpoint; the old one then stays.
     """
-    if not source.exists():
+    if not disk.exists(source):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
-    if target.is_dir() and not (target / META).exists():
+    if disk.is_dir(target) and not disk.exists(target / META):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    if source.is_dir() and _has_links(target):
+    if disk.is_dir(source) and _has_links(disk, target):
         link = source.with_name(_CURRENT)
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        _move(source, target / name)
-        _link_files(target, name)
-        _sync(target)
+        disk.remove(link)
+        disk.symlink(link, name)
+        disk.replace(source, target / name)
+        _link_files(disk, target, name)
+        # A file that is not a link yet after a crash would keep its old content in the new one.
+        disk.sync(target)
         reach("before a file is in its place")
-        _move(link, target / _CURRENT)  # a later save deletes the link of a suspended worker
-        _sync(target)
+        disk.replace(link, target / _CURRENT)  # a later save deletes the link of a suspended worker
+        disk.sync(target)  # as in move_file
         return
     former = source.with_name(f"former_{source.name}")
-    if target.exists():
-        _move(target, former)
-    _move(source, target)
-    _sync(target.parent)
-    remove_file_or_folder(former)
+    if disk.exists(target):
+        disk.replace(target, former)
+    disk.replace(source, target)
+    disk.sync(target.parent)  # as in move_file
+    disk.remove(former)
 
 
-def remove_staged(staged: Path) -> None:
+def remove_staged(disk: Disk, staged: Path) -> None:
     """Delete a checkpoint that has not replaced another one, so that it no longer can."""
-    if (link := staged.with_name(_CURRENT)).is_symlink():
-        link.unlink()
-    remove_file_or_folder(staged)
+    if disk.read_link(link := staged.with_name(_CURRENT)) is not None:
+        disk.remove(link)
+    disk.remove(staged)
 
 
-def remove_part(folder: Path, name: str) -> None:
+def remove_part(disk: Disk, folder: Path, name: str) -> None:
     """Delete a part that :func:`move_folder` has added to a folder, unless it is in use."""
-    if (folder / _CURRENT).is_symlink():
-        for part in {name, _FIRST} - {os.readlink(folder / _CURRENT)}:
-            remove_file_or_folder(folder / part)
+    if (used := disk.read_link(folder / _CURRENT)) is not None:
+        for part in {name, _FIRST} - {used}:
+            disk.remove(folder / part)
 
 
-def _has_links(target: Path) -> bool:
+def _has_links(disk: Disk, target: Path) -> bool:
     """Let the files of a folder be links, without changing its content; False if they cannot be."""
-    if not target.is_dir() or target.is_symlink():
+    if not disk.is_dir(target) or disk.read_link(target) is not None:
         return False
     current, first = target / _CURRENT, target / _FIRST
-    if not current.is_symlink():
-        remove_file_or_folder(current)
-        remove_file_or_folder(first)
-        files = [file for file in target.iterdir() if file.is_file()]
-        first.mkdir()
+    if (used := disk.read_link(current)) is None:
+        if disk.exists(current):  # a copy has a folder there; a link may be of a later save
+            disk.remove(current)
+        disk.remove(first)
+        names = [name for name in disk.names_in(target) if disk.is_file(target / name)]
+        disk.make_folder(first)
         try:
-            for file in files:
-                os.link(file, first / file.name)
-            current.symlink_to(first.name)
+            for name in names:
+                disk.link(target / name, first / name)
+            disk.symlink(current, first.name)
         except OSError as error:
-            remove_file_or_folder(first)
+            disk.remove(first)
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
             return False
-    _link_files(target, os.readlink(current))
+        # A crash must not leave a link in place of a file, and not what it leads to.
+        disk.sync(first)
+        disk.sync(target)
+    _link_files(disk, target, used or first.name)
     return True
 
 
-def _link_files(folder: Path, name: str) -> None:
-    for file in (folder / name).iterdir():
-        found = folder / file.name
-        if not found.is_symlink():
-            link = folder / f".{file.name}.link"
-            link.unlink(missing_ok=True)
-            link.symlink_to(Path(_CURRENT, file.name))
-            link.replace(found)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Rename a file, a link or a folder, also to another file system, where it is copied first."""
-    try:
-        source.replace(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        part = target.with_name(f".{target.name}.part")
-        remove_file_or_folder(part)
-        shutil.move(source, part)
-        for file in [part, *part.rglob("*")]:
-            if not file.is_symlink():
-                _sync(file)
-        part.replace(target)
-
-
-def remove_file_or_folder(path: Path) -> None:
-    """Delete a file, or a folder with its content, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _link_files(disk: Disk, folder: Path, name: str) -> None:
+    for file in disk.names_in(folder / name):
+        if disk.read_link(folder / file) is None:
+            link = folder / f".{file}.link"
+            disk.remove(link)
+            disk.symlink(link, str(Path(_CURRENT, file)))
+            disk.replace(link, folder / file)
 
 
 def is_archive(path: str | Path) -> bool:
@@ -208,67 +201,37 @@ def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
     return changed and f"its part {changed!r} has changed since it was written"
 
 
-def _replace(target: Path, content: Any) -> None:
+def _write(disk: Disk, target: Path, content: Any) -> None:
     reach("writing a checkpoint")
-    _make_folder(target.parent)
+    make_folder(disk, target.parent)
     name = f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}"
-    _remove_abandoned(target.parent.glob(f"{name}*.part"))
-    file = _new_part(target.with_name(name))
-    part = Path(file.name)
+    for found in disk.names_in(target.parent):
+        if found.startswith(name) and found.endswith(".part"):
+            disk.remove_abandoned(target.with_name(found))
+    file = None
+    while file is None:  # another process may remove it before it is locked
+        part = target.with_name(f"{name}.{secrets.token_hex(4)}.part")
+        file = disk.create(part)
     try:
         with file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+            # Before the rename: a crash could leave the new name with a part of the content.
+            disk.sync_file(file)
             reach("before a file is in its place")
-            part.replace(target)
+            disk.replace(part, target)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        disk.remove(part)
         # torch hides the error of a full disk behind an error of closing its archive.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
             raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
-    _sync(target.parent)
+    disk.sync(target.parent)
 
 
-def _new_part(stem: Path) -> BufferedWriter:
-    """Create a temporary file with a unique name, and lock it until it is closed."""
-    while True:
-        file = stem.with_name(f"{stem.name}.{secrets.token_hex(4)}.part").open("xb")
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # another process removed it as abandoned before it was locked
-
-
-def _remove_abandoned(parts: Iterable[Path]) -> None:
-    """Remove temporary files of killed processes: those without a lock."""
-    for part in parts:
-        with suppress(OSError):
-            descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                part.unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system supports it
-            raise
-    finally:
-        os.close(descriptor)
+def make_folder(disk: Disk, folder: Path) -> None:
+    """Make a folder and those above it, unless they exist, and put their names on the disk."""
+    if not disk.is_dir(folder):
+        make_folder(disk, folder.parent)
+        disk.make_folder(folder)
+        disk.sync(folder.parent)

@@ -47,7 +47,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
     errors_naming,
     new_stamp,
 )
-from lightning_loco.strategies.checkpoint.writer import Save
+from lightning_loco.strategies.checkpoint.writer import Save, save_together
 from lightning_loco.strategies.data import samples_read
 from lightning_loco.strategies.protocols import StrategyWithEngine
 
@@ -168,8 +168,8 @@ class LocalState(RunState):
     def write(self, save: Save) -> bool:
         """Write the side files of every worker, then the main file."""
         assert self._engine is not None
-        write = save.to_private_folders if self._is_private else save.to_shared_folder
-        return write(self._engine.worker.group)
+        decide = save.to_private_folders if self._is_private else save.to_shared_folder
+        return save_together(decide, self._engine.worker.group)
 
     def save_alone(
         self, checkpoint: dict[str, Any], path: str | Path, write_main: WriteMain
@@ -212,7 +212,7 @@ class LocalState(RunState):
         files, stamp = SideFiles(self._strategy.checkpoint_io, path), new_stamp(failed.worker.steps)
         checkpoint[KEY] = {**Manifest.of(failed, stamp).state_dict(), AFTER_ERROR: True}
         save = Save(files, stamp, *self._worker_state(failed, checkpoint, files, stamp), write_main)
-        save.to_shared_folder(WorkerGroup(0, 1, ["worker 0"]))
+        save_together(save.to_shared_folder, WorkerGroup(0, 1, ["worker 0"]))
 
     def _worker_state(
         self, engine: LocalParticipant, checkpoint: dict[str, Any], files: SideFiles, stamp: str

@@ -23,10 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from lightning_loco._util.fault_points import reach
@@ -38,12 +36,14 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     WholeFileIO,
     check_kind,
     damage_of,
+    disk_of,
     local_path,
     move_file,
     move_folder,
     remove_part,
     remove_staged,
 )
+from lightning_loco.strategies.checkpoint.disk import DISK, Disk
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""
@@ -95,11 +95,13 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     Only the part without tensors is read, if it is written as ``torch.save`` does; ``io`` reads a
     file of another kind.
     """
-    file_of_all = f"{path}/{META}" if os.path.isdir(path) else path
-    if os.path.exists(file_of_all) and not os.path.isfile(file_of_all):
-        return set()
+    disk, file_of_all = disk_of(io), path
+    if (local := local_path(path)) is not None:
+        file_of_all = str(local / META if disk.is_dir(local) else local)
+        if disk.exists(file_of_all) and not disk.is_file(file_of_all):
+            return set()
     with suppress(OSError, zipfile.BadZipFile):
-        parts = plain_parts(file_of_all)
+        parts = plain_parts(file_of_all, disk)
         return {found.decode() for part in parts for found in _STAMP.findall(part)}
     # Not an archive of torch.save: the file of a user's CheckpointIO, which may raise anything.
     with suppress(Exception):
@@ -107,9 +109,9 @@ def stamps_in(path: str, io: CheckpointIO) -> set[str]:
     return set()
 
 
-def plain_parts(path: str) -> list[bytes]:
+def plain_parts(path: str, disk: Disk = DISK) -> list[bytes]:
     """Return the parts of a file that ``torch.save`` has written, without tensors."""
-    with fsspec.open(path, "rb") as file:
+    with disk.open(path) as file:
         archive = zipfile.ZipFile(file)
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         return [archive.read(name) for name in names]
@@ -193,6 +195,7 @@ class SideFiles:
 
     def __init__(self, io: CheckpointIO, path: str | Path) -> None:
         self._io = io
+        self._disk = disk_of(io)
         self.path = str(path)
         self._folder = f"{path}.loco"
 
@@ -229,7 +232,7 @@ class SideFiles:
     def find(self, stamp: str, worker: int | None) -> str:
         """Return the path of a side file, see :meth:`path_of`; ValueError if it does not exist."""
         path = self.path_of(stamp, worker)
-        if not get_filesystem(path).exists(path):
+        if not self._disk.exists(path):
             raise ValueError(
                 f"The checkpoint {self.path} needs {path}, which does not exist. "
                 f"Keep the folder {Path(path).parents[1].name} beside the checkpoint, on a file "
@@ -266,13 +269,12 @@ class SideFiles:
     def commit_main(self, stamp: str) -> bool:
         """Rename the staged main file of a save; return whether there was one."""
         reach("before the main file is in its place")
+        disk, staged, main = self._disk, Path(self.staged_main(stamp)), Path(self.path)
         try:
-            staged = Path(self.staged_main(stamp))
-            is_folder = staged.is_dir() or (Path(self.path) / META).exists()
-            if is_folder:
-                move_folder(staged, Path(self.path), stamp)
+            if disk.is_dir(staged) or disk.exists(main / META):
+                move_folder(disk, staged, main, stamp)
             else:
-                move_file(staged, Path(self.path))
+                move_file(disk, staged, main)
         except FileNotFoundError:
             return False
         return True
@@ -281,22 +283,18 @@ class SideFiles:
 
     def stamps(self) -> list[str]:
         """Return the stamps of all saves in the folder, complete or not."""
-        files = get_filesystem(self._folder)
-        entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
-        parts = os.listdir(self.path) if os.path.isdir(self.path) else []
-        return sorted({*filter(is_stamp, (Path(entry).name for entry in [*entries, *parts]))})
+        names = self._disk.names_in(self._folder)
+        parts = self._disk.names_in(self.path) if self._disk.is_dir(self.path) else []
+        return sorted({*filter(is_stamp, [*names, *parts])})
 
     def saves(self) -> set[str]:
         """Return the stamps of saves on this disk whose main file exists, staged or renamed."""
-        staged = {s for s in self.stamps() if os.path.exists(self.staged_main(s))}
+        staged = {s for s in self.stamps() if self._disk.exists(self.staged_main(s))}
         return staged | stamps_in(self.path, self._io)
 
     def workers_of(self, stamp: str) -> list[int]:
         """Return the workers whose files of a save are on this disk."""
-        files = get_filesystem(self._folder)
-        folder = f"{self._folder}/{stamp}"
-        entries = files.ls(folder, detail=False) if files.exists(folder) else []
-        found = [_FILE.fullmatch(Path(entry).name) for entry in entries]
+        found = map(_FILE.fullmatch, self._disk.names_in(f"{self._folder}/{stamp}"))
         return sorted(int(match[1]) for match in found if match)
 
     # ------------------------------------------------------------------- deletion
@@ -312,7 +310,7 @@ class SideFiles:
         before = [found for found in before if found != stamp]
         for found in before:
             if (staged := local_path(self.staged_main(found))) is not None:
-                remove_staged(staged)
+                remove_staged(self._disk, staged)
         kept = stamps_in(self.path, self._io)
         is_late = is_named and stamp not in kept  # a user's CheckpointIO may write later
         if is_late and isinstance(self._io, TorchCheckpointIO):
@@ -336,7 +334,7 @@ class SideFiles:
         """Delete a save."""
         self._remove(f"{self._folder}/{stamp}")
         if (main := local_path(self.path)) is not None:
-            remove_part(main, stamp)  # of a main file that is a folder
+            remove_part(self._disk, main, stamp)  # of a main file that is a folder
 
     def remove(self) -> None:
         """Delete all saves."""
@@ -344,13 +342,12 @@ class SideFiles:
 
     def _remove_empty_folder(self) -> None:
         if (local := local_path(self._folder)) is not None:
-            with suppress(OSError):  # it does not exist, is not empty, or is a link
-                local.rmdir()
+            self._disk.remove_empty_folder(local)
 
     def _remove(self, path: str) -> None:
         local = local_path(path)
-        if local is not None and local.is_symlink():
-            local.unlink()  # and not its target
+        if local is not None and self._disk.read_link(local) is not None:
+            self._disk.remove(local)  # and not its target
         else:
             self._io.remove_checkpoint(path)
 

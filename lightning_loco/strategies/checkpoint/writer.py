@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_loco._util.decisions import Decision, carry_out
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.strategies import lightning_compat
@@ -17,8 +20,28 @@ from lightning_loco.strategies.checkpoint.side_files import SideFiles
 _LABEL = "writing a checkpoint"
 
 
+class Do(enum.Enum):
+    """What a rank does between two agreements of all ranks; if it fails, all get its error.
+
+    The argument is a function that does this rank's part, and returns what comes of it; None if
+    others do it.
+
+    Attributes:
+        PREPARE: Write the files of the workers: the saves that existed before.
+        WRITE: Write what all workers share, and the main file beside the one that it will replace.
+        COMMIT: Replace the main file, and delete the saves before.
+    """
+
+    PREPARE = enum.auto()
+    WRITE = enum.auto()
+    COMMIT = enum.auto()
+
+
 class Save(NamedTuple):
     """The data that a rank writes: of a worker of several ranks the first one writes its files.
+
+    :meth:`to_shared_folder` and :meth:`to_private_folders` are decisions, which
+    :func:`save_together` carries out.
 
     Attributes:
         files: The files of the checkpoint.
@@ -35,36 +58,27 @@ class Save(NamedTuple):
     shared: dict[str, Any] | None
     write_main: Callable[[str], None]
 
-    def to_shared_folder(self, group: WorkerGroup) -> bool:
+    def to_shared_folder(self, worker: int, place: int) -> Decision[Do, bool]:
         """Write the save to a folder that all workers see; worker 0 writes the shared state.
 
-        All ranks must call it. The main file is replaced after one more agreement: a worker 0
-        that was suspended while the others ended and a new run has saved changes nothing. Returns
-        whether this rank has written the main file. OSError on every rank if one cannot write its
-        files; the checkpoint that existed before is still complete.
+        The main file is replaced after one more agreement: a worker 0 that was suspended while the
+        others ended and a new run has saved changes nothing. Returns whether this rank has written
+        the main file. OSError on every rank if one cannot write its files; the checkpoint that
+        existed before is still complete.
         """
-        is_first, files = group.worker == group.place == 0, self.files
-        before: list[str] = []
+        is_first, staged = worker == place == 0, self.files.can_stage
         try:
-            with group.errors_shared(_LABEL):
-                if is_first:
-                    before = files.stamps()
-                if self.own is not None:
-                    files.save(self.stamp, group.worker, self.own)
-            with group.errors_shared(_LABEL):
-                if is_first:
-                    self.write_shared(files.can_stage)
-            with group.errors_shared(_LABEL):
-                if is_first:
-                    own = [] if self.own is None else [group.worker]
-                    self.commit(files.can_stage, before, own)
+            before = yield Do.PREPARE, partial(self._prepare, worker, self.own, lists=is_first)
+            yield Do.WRITE, partial(self.write_shared, staged) if is_first else None
+            own = [] if self.own is None else [worker]
+            yield Do.COMMIT, partial(self.commit, staged, before, own) if is_first else None
         except Exception:
             if is_first:
-                files.discard(self.stamp)
+                self.files.discard(self.stamp)
             raise
         return is_first
 
-    def to_private_folders(self, group: WorkerGroup) -> bool:
+    def to_private_folders(self, worker: int, place: int) -> Decision[Do, bool]:
         """Write the save to the disk of each worker, see :meth:`to_shared_folder`.
 
         The ranks of a worker see the same disk. Workers may share one: on each, the first of the
@@ -72,29 +86,29 @@ class Save(NamedTuple):
         everything is written on all disks: if the workers are killed at any time, there is a save
         that all of them have.
         """
-        files, stamp, writes = self.files, self.stamp, group.place == 0
-        before: list[str] = []
+        files, stamp, writes = self.files, self.stamp, place == 0
+        # Without a state it is an empty file, to be found on its disk.
+        own = (self.own or {}) if writes else None
         try:
-            with group.errors_shared(_LABEL):
-                before = files.stamps()
-                if writes:
-                    # Without a state it is an empty file, to be found on its disk.
-                    files.save(stamp, group.worker, self.own or {})
+            before = yield Do.PREPARE, partial(self._prepare, worker, own, lists=True)
             workers = files.workers_of(stamp)
-            is_first = writes and _is_first_of(workers, group.worker)
-            with group.errors_shared(_LABEL):
-                if is_first:
-                    self.write_shared(staged=True)
+            is_first = writes and _is_first_of(workers, worker)
+            yield Do.WRITE, partial(self.write_shared, staged=True) if is_first else None
         except WorkerFailure:
             raise  # the others may have found it complete
         except Exception:
-            if writes and _is_first_of(files.workers_of(stamp), group.worker):
+            if writes and _is_first_of(files.workers_of(stamp), worker):
                 files.discard(stamp)
             raise
-        with group.errors_shared(_LABEL):
-            if is_first:
-                self.commit(True, before, workers)
+        yield Do.COMMIT, partial(self.commit, True, before, workers) if is_first else None
         return is_first
+
+    def _prepare(self, worker: int, own: dict[str, Any] | None, *, lists: bool) -> list[str]:
+        # Listed first: a later save, which may replace this one, must not be deleted as older.
+        before = self.files.stamps() if lists else []
+        if own is not None:
+            self.files.save(self.stamp, worker, own)
+        return before
 
     def write_shared(self, staged: bool) -> None:
         """Write the shared state, and the main file if it can be staged."""
@@ -105,6 +119,8 @@ class Save(NamedTuple):
 
     def commit(self, staged: bool, before: list[str], workers: list[int]) -> None:
         """Replace the main file, and delete the saves that existed ``before`` this one.
+
+        In this order: a crash in between leaves both saves, and the main file has one of them.
 
         OSError if files of ``workers`` in this save are gone from this disk, or the main file,
         which may have been ``staged``, cannot be replaced.
@@ -120,6 +136,16 @@ class Save(NamedTuple):
             )
         if staged or has_side_files:
             files.delete_older(stamp, before, is_named=has_side_files)
+
+
+def save_together(decide: Callable[[int, int], Decision[Do, bool]], group: WorkerGroup) -> bool:
+    """Carry out a decision of a :class:`Save` with the other ranks; all of them must call it."""
+
+    def do(_: Do, part: Callable[[], Any] | None) -> Any:
+        with group.errors_shared(_LABEL):
+            return part and part()
+
+    return carry_out(decide(group.worker, group.place), do)
 
 
 def _is_first_of(workers: list[int], worker: int) -> bool:
