@@ -243,6 +243,24 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
     assert not path.exists()
 
 
+def test_the_names_of_shards_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash after the save is committed loses none of them."""
+    synced: list[tuple[str, int]] = []
+    sync = os.fsync
+
+    def note_sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((path, len(os.listdir(path)) if os.path.isdir(path) else 0))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    folder = tmp_path / "saves" / "shards"
+    files = write_folder({"step": torch.tensor(1)}, str(folder), None)
+    assert sorted(os.listdir(folder)) == sorted(files)
+    assert {(str(tmp_path), 1), (str(folder.parent), 1)} <= {*synced}
+    assert synced[-1] == (str(folder), len(files))
+
+
 def test_a_folder_of_something_else_is_not_replaced(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "folder.ckpt"
     path.mkdir()

@@ -34,6 +34,8 @@ from torch.optim import Optimizer
 from lightning_loco.distributed import WorkerGroup, json_messages
 from lightning_loco.engine.gathered_state import of_length, with_vectors
 from lightning_loco.model.replica import Replica
+from lightning_loco.strategies.checkpoint.atomic_io import make_folder
+from lightning_loco.strategies.checkpoint.disk import DISK
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
 
 OWN_SHARDS = "shards"
@@ -189,10 +191,20 @@ class _SummedFile(io.FileIO):
 
 
 class _SummedFiles(FileSystem):
-    """Records the length and the checksum of each file that is written."""
+    """Records the length and the checksum of each file that is written.
+
+    The names of the folder and its files are put on the disk, too, before a save is committed.
+    """
 
     def __init__(self) -> None:
         self.files: Files = {}
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        make_folder(DISK, Path(path))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)  # of the file that is written last, after those of all ranks
+        DISK.sync(Path(new_path).parent)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
