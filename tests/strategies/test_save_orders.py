@@ -217,6 +217,36 @@ def test_a_later_save_between_any_two_changes_is_kept(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_suspended_writer_that_goes_on_damages_nothing(form: str) -> None:
+    """It goes on before each change in turn of a later save; one of both is kept whole."""
+    for chosen in itertools.count(1):
+        disk, left = new_disk(), [*range(chosen)]
+        save([disk], 1, form)
+        ranks = decisions([disk], 2, form)
+        actions = [next(rank) for rank in ranks]
+        while actions[0][0] != Do.COMMIT:
+            outcomes = [part and part() for _, part in actions]
+            actions = [rank.send(found) for rank, found in zip(ranks, outcomes, strict=True)]
+
+        def go_on(change: str, left: list[int] = left, commit: Any = actions[0][1]) -> None:
+            if left and left.pop() == 0:
+                with suppress(OSError):
+                    commit()
+
+        disk.before = go_on
+        has_returned = False
+        with suppress(OSError):
+            save([disk], 3, form)
+            has_returned = True
+        if left:
+            break
+        for after in disk.crashes():
+            assert saved_step([after]) == saved_step([disk]), chosen
+        assert saved_step([disk]) == 3 or not has_returned, chosen
+    assert chosen > (30 if form == "folder" else 20)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_change_that_fails_leaves_a_whole_checkpoint(form: str) -> None:
     """All ranks get the error, and nothing is left of a save that was not committed."""
     for chosen in itertools.count(1):

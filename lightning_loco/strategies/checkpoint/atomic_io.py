@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def remove_staged(disk: Disk, staged: Path) -> None:
     """Delete a checkpoint that has not replaced another one, so that it no longer can."""
     if disk.read_link(link := staged.with_name(_CURRENT)) is not None:
         disk.remove(link)
+    if disk.is_dir(staged):  # renamed first: a suspended worker could move what is half deleted
+        with suppress(FileNotFoundError):  # it has just done so
+            disk.replace(staged, staged.with_name(f"removed_{staged.name}"))
+        staged = staged.with_name(f"removed_{staged.name}")
     disk.remove(staged)
 
 
