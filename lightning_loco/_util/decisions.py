@@ -16,10 +16,17 @@ Decision: TypeAlias = Generator[tuple[Do, Any], Any, T]
 and returns what was decided."""
 
 
-def carry_out(decision: Decision[Do, T], do: Callable[[Do, Any], Any]) -> T:
-    """Do what a decision yields until it returns; return what it returns."""
+def carry_out(
+    decision: Decision[Do, T],
+    do: Callable[[Do, Any], Any],
+    first: tuple[Do, Any] | None = None,
+) -> T:
+    """Do what a decision yields until it returns; return what it returns.
+
+    ``first`` is the action of a decision that has begun, and waits for what came of it.
+    """
     try:
-        action = next(decision)
+        action = next(decision) if first is None else first
         while True:
             try:
                 outcome = do(*action)

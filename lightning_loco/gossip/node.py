@@ -18,14 +18,8 @@ from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import LinkTimes
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.gossip.fetcher import (
-    DelayedFetcher,
-    FetchCounts,
-    FetchDuration,
-    Fetcher,
-    FetchingThread,
-    Received,
-)
+from lightning_loco.gossip.fetch_decisions import FetchCounts, FetchDuration
+from lightning_loco.gossip.fetcher import Fetcher, FetchingThread, Received
 from lightning_loco.gossip.peer_selection import (
     NodeListDiscovery,
     Peer,
@@ -155,10 +149,9 @@ class PeerNode:
             certificate=certificate,
             own=self.snapshots,
             pinned=pinned,
+            duration=emulated_duration,
         )
-        self._fetching = FetchingThread(
-            fetcher if emulated_duration is None else DelayedFetcher(fetcher, emulated_duration)
-        )
+        self._fetching = FetchingThread(fetcher)
         try:
             self._server = SnapshotServer(
                 self.wire_format,

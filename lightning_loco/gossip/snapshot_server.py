@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
+from collections.abc import Iterator
 
 from lightning_loco.gossip.protocol import (
     NOTHING_PUBLISHED,
     OTHER_MODEL,
     PARAMETERS,
+    ModelId,
     ReplyHeader,
     WireFormat,
     pack_reply,
     parse_request,
 )
-from lightning_loco.gossip.snapshots import Snapshots
+from lightning_loco.gossip.snapshots import Snapshot, Snapshots
 from lightning_loco.transport import JobCertificate, MalformedMessage, Request, Server
 
 _SPARE_CONNECTIONS = 32
@@ -55,20 +58,43 @@ class SnapshotServer(Server):
         )
 
     def _send_snapshot(self, request: Request) -> None:
-        requested = parse_request(request.header)
-        if request.body_bytes:
-            raise MalformedMessage("a request for parameters with a body")
-        if requested != self._model_id:
-            request.reply(pack_reply(ReplyHeader(OTHER_MODEL, self._model_id)))
-            return
-        with self._snapshots.reading() as snapshot:
+        content = request.header, request.body_bytes
+        with answering(*content, self._model_id, self._snapshots) as (header, snapshot):
             if snapshot is None:
-                request.reply(pack_reply(ReplyHeader(NOTHING_PUBLISHED, self._model_id)))
+                request.reply(header)
                 return
+            # Counted before it is sent, so that a peer which has it finds it counted.
             with self._bytes_lock:
                 self.bytes_sent += len(snapshot.data)
-            reply = ReplyHeader(PARAMETERS, self._model_id, snapshot.tag)
-            request.reply(pack_reply(reply), snapshot.data)
+            request.reply(header, snapshot.data)
+
+
+@contextlib.contextmanager
+def answering(
+    header: bytes, body_bytes: int, model_id: ModelId, snapshots: Snapshots
+) -> Iterator[tuple[bytes, Snapshot | None]]:
+    """Yield the header of the reply to a request, and the snapshot that follows it or None.
+
+    The snapshot is not overwritten within the context, which must end when the peer is too slow:
+    the next snapshots need the memory. MalformedMessage if it is not a request.
+
+    Args:
+        header: Header of the request, as received.
+        body_bytes: Length of its body.
+        model_id: Identifies the model and encoding of the snapshots.
+        snapshots: What is served.
+    """
+    requested = parse_request(header)
+    if body_bytes:
+        raise MalformedMessage("a request for parameters with a body")
+    if requested != model_id:
+        yield pack_reply(ReplyHeader(OTHER_MODEL, model_id)), None
+        return
+    with snapshots.reading() as snapshot:
+        if snapshot is None:
+            yield pack_reply(ReplyHeader(NOTHING_PUBLISHED, model_id)), None
+        else:
+            yield pack_reply(ReplyHeader(PARAMETERS, model_id, snapshot.tag)), snapshot
 
 
 def max_connections(num_peers: int) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Iterator
 
 import torch
@@ -242,11 +241,12 @@ class DevicePublisher:
     codec, its encoded form.
     """
 
-    def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
+    def __init__(self, snapshots: Snapshots, layout: FlatLayout, clock: Clock = REAL_CLOCK) -> None:
         self.was_finite = True
         self.loss: float | None = None
         self._snapshots = snapshots
         self._layout = layout
+        self._clock = clock
         device, wire_format = layout.device, snapshots.wire_format
         self._codec = wire_format.codec
         self._flat = torch.empty(wire_format.numel, dtype=wire_format.dtype, device=device)
@@ -279,7 +279,7 @@ class DevicePublisher:
         clock = self._pending_clock
         if clock is not None and self._copy_done.query():  # type: ignore[no-untyped-call]
             self._publish_copy(clock)
-        return self._pending_clock is None and time.perf_counter() >= self._next_time
+        return self._pending_clock is None and self._clock.now() >= self._next_time
 
     def publish(self, clock: float) -> None:
         """Start to copy the present parameters. Call it only when :attr:`is_due`.
@@ -310,7 +310,7 @@ class DevicePublisher:
         if self.was_finite:
             self._snapshots.commit_wire(Tag(clock, loss), norm)
         copy_s = self._copy_started.elapsed_time(self._copy_done) / 1000
-        self._next_time = time.perf_counter() + copy_s * (1 / MAX_COPY_SHARE - 1)
+        self._next_time = self._clock.now() + copy_s * (1 / MAX_COPY_SHARE - 1)
 
 
 def copy_with_norm_and_loss(

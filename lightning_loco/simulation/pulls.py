@@ -6,17 +6,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_loco._util.decisions import Decision, carry_out
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import TransferTime
 from lightning_loco.gossip.engine import PairwiseEngine
+from lightning_loco.gossip.fetch_decisions import Accepted, Do, FetchDecisions
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.peer_selection import PeerSelector, peer_seed, worker_name
-from lightning_loco.gossip.protocol import WireFormat
+from lightning_loco.gossip.protocol import WireFormat, pack_request
 from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.gossip.snapshot_server import answering
 from lightning_loco.gossip.snapshots import Publisher, Snapshots
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.model.worker import Worker
@@ -28,9 +32,9 @@ class Pulls(Family):
     """The engines of all workers, each of which fetches the parameters of random peers.
 
     A peer answers with the latest parameters that it had published when the request arrived. A
-    fetch takes as long as with the emulated links of a real run. Simultaneous fetches from one peer
-    do not share its link, an uplink of a site is shared as if all workers fetched at the same time,
-    and parameters are never rejected for their norm.
+    fetch takes as long as with the emulated links of a real run, but asks one peer only.
+    Simultaneous fetches from one peer do not share its link, and an uplink of a site is shared as
+    if all workers fetched at the same time.
     """
 
     participants: list[PairwiseEngine]
@@ -83,21 +87,40 @@ class Fetch:
     """A fetch that has begun.
 
     Attributes:
+        decision: What the node that fetches decides; it waits for what comes of ``action``.
+        action: The request.
         peer: Index of the peer.
         began_s: Start of the fetch.
         asked_s: Arrival of the request.
         arrives_s: Arrival of the parameters, or end of the timeout.
         in_time: Whether the parameters arrive before the timeout.
-        received: The parameters and their tag, once the peer has answered; None until then, and if
-            it had published nothing.
+        header: Header of the reply, once the peer has answered.
+        body_bytes: How many bytes follow; 0 if it had published nothing.
+        params: The parameters that follow, decoded.
     """
 
+    decision: Decision[Do, Accepted | None]
+    action: tuple[Do, Any]
     peer: int
     began_s: float
     asked_s: float
     arrives_s: float
     in_time: bool
-    received: tuple[Tensor, Tag] | None = None
+    header: bytes = dataclasses.field(init=False)
+    body_bytes: int = 0
+    params: Tensor = dataclasses.field(init=False)
+
+    def do(self, what: Do, argument: Any) -> Fetch | Tensor | None:
+        """Return what came of an action; all have ended at ``arrives_s``."""
+        match what:
+            case Do.REQUEST if not self.in_time:
+                raise TimeoutError
+            case Do.REQUEST:
+                return self
+            case Do.RECEIVE:
+                _, values, _ = argument
+                return self.params[values]
+        return None
 
 
 class AnsweringSnapshots(Snapshots):
@@ -105,15 +128,17 @@ class AnsweringSnapshots(Snapshots):
 
     Requests are answered before other parameters are published, so each answer holds those of the
     time at which the request has arrived.
+
+    Attributes:
+        sent_format: How the parameters are sent; they are encoded only when they are.
     """
 
     def __init__(self, worker: Worker, layout: FlatLayout, settings: PairwiseSettings) -> None:
         super().__init__(WireFormat(0, layout.numel, layout.dtype))
         self.requests: list[Fetch] = []
-        self._codec, self._worker, self.plain_bytes = settings.codec, worker, layout.num_bytes
-        self.num_bytes = self.plain_bytes
-        if self._codec is not None:
-            self.num_bytes = self._codec.num_bytes(layout.numel)
+        self.sent_format = self.wire_format._replace(codec=settings.codec)
+        self._worker = worker
+        self._model_id = self.sent_format.model_id
 
     def commit_flat(self, tag: Tag, norm: float) -> None:
         """Publish parameters, after all requests before now have been answered."""
@@ -130,13 +155,15 @@ class AnsweringSnapshots(Snapshots):
         if fetch not in self.requests:
             return
         self.requests.remove(fetch)
-        if (latest := self.latest) is None:
-            return
-        flat = latest.wire.view(self.wire_format.dtype).clone()
-        if self._codec is not None:
-            self._codec.decode(self._codec.encode(flat), flat)
-        self._worker.statistics.count_compressed(self.num_bytes, self.plain_bytes)
-        fetch.received = flat, latest.tag
+        request = pack_request(self._model_id)
+        with answering(request, 0, self._model_id, self) as (fetch.header, snapshot):
+            if snapshot is None:
+                return
+            fetch.params = flat = snapshot.wire.view(self.wire_format.dtype).clone()
+        if (codec := self.sent_format.codec) is not None:
+            codec.decode(codec.encode(flat), flat)
+        fetch.body_bytes = self.sent_format.total_bytes
+        self._worker.statistics.count_compressed(fetch.body_bytes, self.wire_format.total_bytes)
 
 
 class SimulatedNode:
@@ -149,19 +176,30 @@ class SimulatedNode:
         self._fetch: Fetch | None = None
         self._names = [worker_name(number) for number in range(self._group.num_workers)]
         others = [name for number, name in enumerate(self._names) if number != own]
-        self._selector = PeerSelector(others, peer_seed(pulls.seed, own))
+        self._decisions = FetchDecisions(
+            self.snapshots.sent_format,
+            PeerSelector(others, peer_seed(pulls.seed, own)),
+            self._group.clock,
+            self.snapshots,
+            fetch_timeout_s=pulls.settings.fetch_timeout_s,
+            max_peers=1,
+        )
 
     def start_fetch(self) -> None:
         """Send a request to a random peer."""
-        name = self._selector.choose()
-        assert name is not None
-        peer, now_s = self._names.index(name), self._group.clock.now()
-        time, limit_s = TransferTime(0.0, 0.0), self._pulls.settings.fetch_timeout_s
+        now_s = self._group.clock.now()
+        decision = self._decisions.run(now_s + self._decisions.fetch_timeout_s)
+        action = next(decision)
+        name, until_s = action[1]
+        peer, time = self._names.index(name), TransferTime(0.0, 0.0)
         if (times := self._pulls.times) is not None:
-            num_bytes = self.snapshots.num_bytes
+            num_bytes = self.snapshots.sent_format.total_bytes
             time = times.fetch(self._group.worker, peer, num_bytes, self._worker.steps)
-        arrives_s, in_time = now_s + min(time.seconds, limit_s), time.seconds <= limit_s
-        self._fetch = Fetch(peer, now_s, now_s + time.latency_s / 2, arrives_s, in_time)
+        asked_s, arrives_s = now_s + time.latency_s / 2, now_s + time.seconds
+        in_time = arrives_s <= until_s
+        self._fetch = Fetch(
+            decision, action, peer, now_s, asked_s, min(arrives_s, until_s), in_time
+        )
         if in_time:
             self._pulls.nodes[peer].snapshots.requests.append(self._fetch)
 
@@ -174,17 +212,14 @@ class SimulatedNode:
         """Return the result of a fetch that has ended; None if there are no usable parameters."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None
-        began_s, arrives_s, name = fetch.began_s, fetch.arrives_s, self._names[fetch.peer]
+        began_s, arrives_s = fetch.began_s, fetch.arrives_s
         self._pulls.timeline.add(self._group.worker, "send", began_s, arrives_s)
         self._pulls.nodes[fetch.peer].snapshots.answer(fetch)
-        if fetch.in_time and fetch.received is None:
-            return None  # the peer had published nothing yet, which is no failure
-        if fetch.received is None or not bool(torch.isfinite(fetch.received[0]).all()):
-            self._selector.record_failure(name)
+        accepted = carry_out(fetch.decision, fetch.do, fetch.action)
+        if accepted is None:
             return None
-        self._selector.record_success(name)
-        num_bytes = self.snapshots.num_bytes
-        return Received(*fetch.received, name, arrives_s - began_s, num_bytes)
+        num_bytes = self.snapshots.sent_format.total_bytes
+        return Received(fetch.params, accepted.tag, accepted.peer, arrives_s - began_s, num_bytes)
 
     def count_sent(self) -> tuple[int, int]:
         """Return no bytes: they are counted when a request is answered."""

@@ -19,9 +19,9 @@ from lightning_loco._util.background import run_in_thread
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import as_links
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery
-from lightning_loco.gossip import fetcher as fetcher_module
-from lightning_loco.gossip.fetcher import DelayedFetcher, Fetcher, FetcherStopped, FetchingThread
+from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery, fetch_decisions
+from lightning_loco.gossip.fetch_decisions import FetcherStopped
+from lightning_loco.gossip.fetcher import Fetcher, FetchingThread
 from lightning_loco.gossip.node import make_emulated_duration
 from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
 from lightning_loco.gossip.protocol import (
@@ -99,7 +99,10 @@ def test_latest_snapshot_of_a_peer_is_fetched_repeatedly() -> None:
             assert torch.equal(received.params, flat)
             assert (received.tag, received.peer) == (Tag(count, 0.5), "p1")
             assert received.received_bytes == 4000
-            assert (fetcher.counts.fetches, fetcher.counts.bytes_received) == (count, 4000 * count)
+            assert (fetcher.decisions.counts.fetches, fetcher.decisions.counts.bytes_received) == (
+                count,
+                4000 * count,
+            )
             assert selector.scores == {"p1": 900 + 10 * count}
 
 
@@ -107,7 +110,7 @@ def test_peer_without_parameters_keeps_its_score() -> None:
     nodes = peers(2)
     with serving(nodes[1]), fetching(nodes) as (fetcher, selector):
         assert fetch_now(fetcher) is None
-        assert fetcher.counts.empty == 1
+        assert fetcher.decisions.counts.empty == 1
         assert selector.scores == {"p1": 1000}
 
 
@@ -125,7 +128,7 @@ def test_fetch_from_a_silent_peer_ends_at_the_deadline_or_the_timeout(
             assert not future.done()
             clock.advance(0.02)
             assert future.result(HARNESS_S) is None
-        assert fetcher.counts.timeouts == 1
+        assert fetcher.decisions.counts.timeouts == 1
         assert selector.scores == {"p1": 900}
 
 
@@ -148,13 +151,13 @@ def test_next_peer_is_tried_after_half_of_the_timeout() -> None:
         assert received is not None
         assert received.peer == "p2"
         assert received.fetch_s == pytest.approx(0.41)
-        assert fetcher.counts.timeouts == 1
+        assert fetcher.decisions.counts.timeouts == 1
 
 
 def test_one_fetch_tries_at_most_three_peers() -> None:
     with fetching(peers(6)) as (fetcher, selector):
         assert fetch_now(fetcher) is None
-        assert fetcher.counts.refused == 3
+        assert fetcher.decisions.counts.refused == 3
         assert sorted(selector.scores.values()) == [900, 900, 900, 1000, 1000]
 
 
@@ -179,8 +182,8 @@ def test_reply_without_parameters_ends_the_fetch_immediately(
     ):
         future = run_in_thread(lambda: fetcher.fetch(LONG_S))
         assert future.result(HARNESS_S) is None  # the clock does not advance
-        assert fetcher.counts.timeouts == 0
-        assert getattr(fetcher.counts, count) == 1
+        assert fetcher.decisions.counts.timeouts == 0
+        assert getattr(fetcher.decisions.counts, count) == 1
         assert selector.scores == {"p1": score}
 
 
@@ -218,7 +221,10 @@ def test_unexpected_replies_are_malformed(
         ):
             for count in (1, 2, 3):
                 assert fetch_now(fetcher) is None
-                assert (fetcher.counts.malformed, fetcher.counts.refused) == (count, count)
+                assert (fetcher.decisions.counts.malformed, fetcher.decisions.counts.refused) == (
+                    count,
+                    count,
+                )
             assert selector.scores == {"p1": 700}
             (record,) = caplog.records
             assert record.getMessage().startswith("Reading from peer p1 failed: ")
@@ -227,7 +233,7 @@ def test_unexpected_replies_are_malformed(
 def test_slow_peer_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetcher_module, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(fetch_decisions, "CHUNK_BYTES", 400)
     nodes, clock = peers(2), ManualClock()
     header, body = valid_reply(FORMAT.model_id, FORMAT.total_bytes, 1.0)
     with (
@@ -236,10 +242,12 @@ def test_slow_peer_is_logged_once(
     ):
         for count in (800, 1600):
             future = run_in_thread(lambda: fetcher.fetch(clock.now() + 0.25))
-            wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has arrived")
+            wait_until(
+                lambda c=count: fetcher.decisions.counts.bytes_received >= c, "nothing has arrived"
+            )
             clock.advance(0.3)
             assert future.result(HARNESS_S) is None
-        assert fetcher.counts.timeouts == 2
+        assert fetcher.decisions.counts.timeouts == 2
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "only 800 of 4000 bytes arrived in fetch_timeout_s=0.25. Raise it" in record.getMessage()
 
@@ -254,7 +262,7 @@ def test_fetch_can_be_stopped_from_another_thread() -> None:
                 future.result(HARNESS_S)
         with pytest.raises(FetcherStopped):
             fetcher.fetch(LONG_S)
-        assert (fetcher.counts.errors, fetcher.counts.timeouts) == (0, 0)
+        assert (fetcher.decisions.counts.errors, fetcher.decisions.counts.timeouts) == (0, 0)
 
 
 @pytest.mark.parametrize("fetch_timeout_s", [0, -1.0, float("nan")])
@@ -417,14 +425,14 @@ def after(seconds: float) -> Any:
 
 
 @contextlib.contextmanager
-def fetching_later(seconds: float, **settings: Any) -> Iterator[tuple[DelayedFetcher, ManualClock]]:
+def fetching_later(seconds: float, **settings: Any) -> Iterator[tuple[Fetcher, ManualClock]]:
     """Make a fetcher whose only peer has published, on an emulated link."""
     nodes, clock = peers(2), ManualClock()
     with (
         serving(nodes[1], 3.0),
-        fetching(nodes, clock=clock, **settings) as (fetcher, _),
+        fetching(nodes, clock=clock, duration=after(seconds), **settings) as (fetcher, _),
     ):
-        yield DelayedFetcher(fetcher, after(seconds), clock), clock
+        yield fetcher, clock
 
 
 def test_fetch_ends_when_it_would_on_the_emulated_link() -> None:
@@ -437,7 +445,7 @@ def test_fetch_ends_when_it_would_on_the_emulated_link() -> None:
         assert received is not None
         assert received.params.tolist() == [3.0] * 1000
         assert received.fetch_s == 0.5
-        assert fetcher.counts.fetches == 1
+        assert fetcher.decisions.counts.fetches == 1
 
 
 def test_node_emulates_a_link() -> None:
@@ -475,7 +483,7 @@ def test_fetch_longer_than_the_timeout_is_counted_as_timeout() -> None:
         assert clock.asked == [0.5]
         clock.advance(0.5)
         assert future.result(HARNESS_S) is None
-        assert (fetcher.counts.fetches, fetcher.counts.timeouts) == (0, 1)
+        assert (fetcher.decisions.counts.fetches, fetcher.decisions.counts.timeouts) == (0, 1)
 
 
 def test_short_wait_and_close_do_not_wait_for_the_emulated_link(

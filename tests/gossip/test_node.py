@@ -24,7 +24,7 @@ from lightning_loco.gossip import (
     PeerNode,
     PeerStatistics,
     StoreDiscovery,
-    fetcher,
+    fetch_decisions,
 )
 from lightning_loco.gossip.node import make_discovery, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
@@ -87,7 +87,7 @@ def test_parameters_are_encoded_by_the_codec(
 ) -> None:
     for numel, chunk_bytes in itertools.product((1, 257, 100_001), (8, 4096, 2**20)):
         with subtests.test(numel=numel, chunk_bytes=chunk_bytes):
-            monkeypatch.setattr(fetcher, "CHUNK_BYTES", chunk_bytes)
+            monkeypatch.setattr(fetch_decisions, "CHUNK_BYTES", chunk_bytes)
             is_long = codec.num_bytes(numel) // chunk_bytes > 3000
             fetch_twice(codec, dtype, 3001 if is_long else numel)
 
@@ -126,7 +126,7 @@ def test_encoded_parameters_are_fetched_over_tls(tmp_path: Path) -> None:
 
 
 def test_block_may_be_longer_than_a_chunk() -> None:
-    block = 2 * fetcher.CHUNK_BYTES
+    block = 2 * fetch_decisions.CHUNK_BYTES
     with two_nodes(100_001, compression=Int8(block=block)) as (here, there):
         there.publish(torch.ones(100_001), Tag(1, 1))
         received = fetch(here)
@@ -413,7 +413,7 @@ def test_settings_are_passed_to_the_node(tmp_path: Path) -> None:
         assert fetch(node) is None
         wait_until_ended(node)
         assert node.statistics.timeouts == 1
-        assert node._fetching._fetcher.fetch_timeout_s == 0.1
+        assert node._fetching._fetcher.decisions.fetch_timeout_s == 0.1
         node.close()
 
 

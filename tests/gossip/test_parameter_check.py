@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise_average import Tag
-from lightning_loco.gossip.fetcher import ParameterCheck
+from lightning_loco.gossip.fetch_decisions import ParameterCheck
 from lightning_loco.gossip.protocol import WireFormat
 from lightning_loco.gossip.snapshots import Snapshots
 

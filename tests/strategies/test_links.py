@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_loco import Link, PairwiseEngine
 from lightning_loco.distributed.statistics import Spans
-from lightning_loco.gossip.fetcher import DelayedFetcher
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.engine_strategy import EngineStrategy
@@ -36,8 +35,8 @@ class Watch(Callback):
         strategy = trainer.strategy
         self.seconds = strategy.statistics.spans.seconds.get("send", 0.0)
         if isinstance(strategy.engine, PairwiseEngine):
-            fetcher = strategy.engine.node._fetching._fetcher
-            self.is_delayed = isinstance(fetcher, DelayedFetcher)
+            decisions = strategy.engine.node._fetching._fetcher.decisions
+            self.is_delayed = decisions._duration is not None
 
 
 def fit(rank: int, world: int, name: str, link: Link | None) -> bool:
