@@ -66,6 +66,7 @@ class ModelAverager:
         base = self._at_fetch_start if was_finite else None
         for chunk in self.layout.chunks():
             part = slice(chunk.start, chunk.stop)
+            # A chunk at a time, so that the device never holds a whole second model.
             theirs = received[part].to(self.layout.device, non_blocking=True)
             if base is not None:
                 self._blend_and_keep_progress(chunk, base[part], theirs, factor)
@@ -88,6 +89,7 @@ class ModelAverager:
         params = self._scratch[: len(chunk)]
         chunk.pack(params)
         buffers = slice(max(self._num_params - chunk.start, 0), None)
+        # As if the buffers had not changed since: no progress is added to them.
         base[buffers].copy_(params[buffers])
         params.sub_(base)
         self._algorithm.blend(base, theirs, factor)

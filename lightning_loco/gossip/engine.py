@@ -398,9 +398,12 @@ class PairwiseEngine(LocalParticipant):
             if self._fetching:
                 self._fetching = False
                 node.wait()
+            # Without a loss the present parameters are not published yet, but the old ones must not
+            # be fetched any more.
             node.snapshots.withdraw()
             if self._clock > 0:
                 self._publish(publisher)
+        # Until all have withdrawn theirs, a fetch could still get the old parameters of a peer.
         self.worker.group.gather_objects(None, "the reset of gossip")
 
     @torch.no_grad()
@@ -440,6 +443,7 @@ class PairwiseEngine(LocalParticipant):
         self._peer = None if received is None else received.tag
         if worker.group.inner is None:
             return
+        # Whoever asks again after this step, to blend, must not gather again.
         self._agreed_after = worker.steps
         last_loss = worker.last_loss if self._agrees_on_loss else math.nan
         own = RankReport.of(last_loss, self._clock, self._peer, worker.was_finite)
@@ -501,6 +505,7 @@ class PairwiseEngine(LocalParticipant):
         if group.inner is None and self._exchange is not None:
             loss = self._exchange.publisher.loss
         own = Tag(self._clock, math.nan if loss is None else loss)
+        # A model with NaN takes the parameters of the peer in place of its own.
         factor = self.algorithm.blend_factor(own, peer) if was_finite else 1.0
         self._update_buffers()
         if self._exchange is not None and received is not None:

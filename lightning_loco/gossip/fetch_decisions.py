@@ -1,9 +1,8 @@
 """What a node decides in a fetch: whom it asks, how long it waits, and which reply it accepts.
 
-There are no sockets and no threads here, and time is what the clock says. A decision yields an
-action and is sent what came of it; see :mod:`lightning_loco._util.decisions`. The
-:class:`~lightning_loco.gossip.fetcher.Fetcher` does the actions, the simulation does them on its
-virtual clock, and a test may do those of several nodes in any order, and let any of them fail.
+There are no sockets and no threads here, and time is what the clock says; see
+:mod:`lightning_loco._util.decisions`. The :class:`~lightning_loco.gossip.fetcher.Fetcher` does what
+is decided, and so does the simulation, on its virtual clock.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import enum
 import logging
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_loco._util.clock import Clock
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.decisions import Decision
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.peer_selection import PeerSelector
@@ -60,8 +59,8 @@ class Do(enum.Enum):
     Times are those of the clock. TimeoutError if the time is over, OSError if the peer has ended.
 
     Attributes:
-        REQUEST: Ask a peer, by its name, until a time: the header of its reply, and the number of
-            bytes that follow, as a :class:`ReplyStart`.
+        REQUEST: Ask a peer, by its name, until a time: the header of its reply, and how many bytes
+            follow.
         RECEIVE: Receive the next bytes, a slice of all, and decode them as a slice of all values,
             until a time: these values.
         DISCONNECT: Close the connection to a peer, and look up its address again the next time.
@@ -72,13 +71,6 @@ class Do(enum.Enum):
     RECEIVE = enum.auto()
     DISCONNECT = enum.auto()
     PAUSE = enum.auto()
-
-
-class ReplyStart(Protocol):
-    """The start of a reply, as received: nothing about it has been checked."""
-
-    header: bytes
-    body_bytes: int
 
 
 class Accepted(NamedTuple):
@@ -192,45 +184,44 @@ class FetchDecisions:
     Args:
         wire_format: How the parameters are encoded.
         selector: Chooses among the peers, and records successes and failures.
-        clock: Clock of the deadlines.
         own: This worker's snapshots, with which the norm of received parameters is compared.
-        is_stopped: Returns whether the node was closed.
         fetch_timeout_s: Longest duration of a fetch in seconds, positive.
         max_peers: How many peers are tried in one fetch.
         duration: How long a fetch takes on an emulated link. Default: no emulation.
+        clock: Clock of the deadlines.
 
     Attributes:
         counts: Outcomes of the fetches so far.
+        is_stopped: Whether the node was closed.
     """
 
     def __init__(
         self,
         wire_format: WireFormat,
         selector: PeerSelector,
-        clock: Clock,
         own: Snapshots | None = None,
-        is_stopped: Callable[[], bool] = lambda: False,
         *,
-        fetch_timeout_s: float,
+        fetch_timeout_s: float = 2.5,
         max_peers: int = _MAX_PEERS_PER_FETCH,
         duration: FetchDuration | None = None,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         if not fetch_timeout_s > 0:
             raise ValueError(f"fetch_timeout_s must be positive, got {fetch_timeout_s}. Try 2.5.")
+        self.wire_format, self.clock = wire_format, clock
         self.counts = FetchCounts()
         self.fetch_timeout_s = fetch_timeout_s
-        self._wire_format = wire_format
+        self.is_stopped = False
         self._model_id = wire_format.model_id
         self._total_bytes = wire_format.total_bytes
         row_bytes = wire_format.row_bytes
         self._chunk_bytes = max(CHUNK_BYTES // row_bytes, 1) * row_bytes
         self._check = ParameterCheck(wire_format.numel, own)
         self._selector = selector
-        self._clock = clock
-        self._is_stopped = is_stopped
         self._max_peers = min(max_peers, len(selector.scores))
         self._duration = duration
         self._num_delayed = 0
+        self._tag = Tag(0.0, 0.0)
         self._logged: set[tuple[str, str]] = set()
 
     def run(self, deadline: float) -> Decision[Do, Accepted | None]:
@@ -239,15 +230,15 @@ class FetchDecisions:
         None if none has by ``deadline``, a time of the clock. FetcherStopped if the node was closed
         meanwhile.
         """
-        started = self._clock.now()
+        started = self.clock.now()
         tried: set[str] = set()
-        while self._clock.now() < deadline and len(tried) < self._max_peers:
+        while self.clock.now() < deadline and len(tried) < self._max_peers:
             name = self._selector.choose(exclude=tried)
             assert name is not None
             tried.add(name)
-            outcome, tag = yield from self._try_peer(name, deadline)
+            outcome = yield from self._try_peer(name, deadline)
             if outcome is _Outcome.DONE:
-                accepted = Accepted(name, tag, self._clock.now() - started)
+                accepted = Accepted(name, self._tag, self.clock.now() - started)
                 if self._duration is None:
                     return accepted
                 return (yield from self._delay(accepted, self._duration, started, deadline))
@@ -270,11 +261,10 @@ class FetchDecisions:
             return None
         return accepted._replace(fetch_s=max(seconds, accepted.fetch_s))
 
-    def _try_peer(self, name: str, deadline: float) -> Decision[Do, tuple[_Outcome, Tag]]:
-        """Fetch from one peer and record the outcome; return it with the tag."""
-        tag = Tag(0.0, 0.0)
+    def _try_peer(self, name: str, deadline: float) -> Decision[Do, _Outcome]:
+        """Fetch from one peer and record the outcome."""
         try:
-            outcome, tag = yield from self._fetch_from(name, deadline)
+            outcome = yield from self._fetch_from(name, deadline)
         except TimeoutError:
             outcome = _Outcome.TIMEOUT
         except MalformedMessage as error:
@@ -293,7 +283,7 @@ class FetchDecisions:
             self._log_once(name, kind, f"{kind}: {error}")
             outcome = _Outcome.ERROR
         # The end of this node aborts its connections, for which no peer is to blame.
-        if self._is_stopped():
+        if self.is_stopped:
             raise FetcherStopped
         count = outcome.value
         setattr(self.counts, count, getattr(self.counts, count) + 1)
@@ -305,47 +295,55 @@ class FetchDecisions:
             # The rest of a late reply would be taken for the next one, and a peer that was started
             # again may have another address.
             yield Do.DISCONNECT, name
-        return outcome, tag
+        return outcome
 
-    def _fetch_from(self, name: str, deadline: float) -> Decision[Do, tuple[_Outcome, Tag]]:
+    def _fetch_from(self, name: str, deadline: float) -> Decision[Do, _Outcome]:
         """Request and receive the parameters of one peer and their tag."""
-        header = self._parse((yield Do.REQUEST, (name, self._limit(deadline))))
+        header = self._parse(*(yield Do.REQUEST, (name, self._limit(deadline))))
         if header.kind == OTHER_MODEL:
-            self._log_refusal(name, header)
-            return _Outcome.REFUSED, header.tag
+            is_same_model = header.model_id.schema_checksum == self._model_id.schema_checksum
+            other = "it uses another compression. Give all peers the same one"
+            self._log_once(name, "other model", other if is_same_model else "it has another model")
+            return _Outcome.REFUSED
         if header.kind == NOTHING_PUBLISHED:
-            return _Outcome.EMPTY, header.tag
+            return _Outcome.EMPTY
         if not header.tag.is_plausible:
             self._log_once(name, "not finite", f"implausible values in its {header.tag}")
-            return _Outcome.NOT_FINITE, header.tag
+            return _Outcome.NOT_FINITE
+        self._tag = header.tag
         self._check.reset()
         for start in range(0, self._total_bytes, self._chunk_bytes):
             length = min(self._chunk_bytes, self._total_bytes - start)
-            part = slice(start, start + length), self._wire_format.elements(start, length)
+            part = slice(start, start + length), self.wire_format.elements(start, length)
             try:
                 values = yield Do.RECEIVE, (*part, self._limit(deadline))
             except TimeoutError:
-                self._log_slow_peer(name, start, deadline)
+                if start and self.clock.now() >= deadline:
+                    text = (
+                        f"only {start} of {self._total_bytes} bytes arrived in fetch_timeout_s="
+                        f"{self.fetch_timeout_s:g}. Raise it if the network needs longer"
+                    )
+                    self._log_once(name, "too slow", text)
                 raise
             self.counts.bytes_received += length
             self._check.update(values)
-        return self._check_parameters(name), header.tag
+        return self._check_parameters(name)
 
     def _limit(self, deadline: float) -> float:
         """Return until when a peer may be silent: time is left for another one, if there is one."""
         limit_s = self.fetch_timeout_s / (2 if self._max_peers > 1 else 1)
-        return min(deadline, self._clock.now() + limit_s)
+        return min(deadline, self.clock.now() + limit_s)
 
-    def _parse(self, reply: ReplyStart) -> ReplyHeader:
+    def _parse(self, packed: bytes, body_bytes: int) -> ReplyHeader:
         """Parse the header of a reply and check it against the request."""
-        header = parse_reply(reply.header)
+        header = parse_reply(packed)
         has_parameters = header.kind == PARAMETERS
         expected_bytes = self._total_bytes if has_parameters else 0
         if has_parameters and header.model_id != self._model_id:
             raise MalformedMessage("it sends another model than was requested")
         # Compared before anything is received: the memory has exactly this size.
-        if reply.body_bytes != expected_bytes:
-            raise MalformedMessage(f"it sends {reply.body_bytes} bytes and not {expected_bytes}")
+        if body_bytes != expected_bytes:
+            raise MalformedMessage(f"it sends {body_bytes} bytes and not {expected_bytes}")
         return header
 
     def _check_parameters(self, name: str) -> _Outcome:
@@ -362,22 +360,6 @@ class FetchDecisions:
         )
         self._log_once(name, "too large", text)
         return _Outcome.TOO_LARGE
-
-    def _log_refusal(self, name: str, header: ReplyHeader) -> None:
-        if header.model_id.schema_checksum == self._model_id.schema_checksum:
-            text = "it uses another compression. Give all peers the same one"
-        else:
-            text = "it has another model"
-        self._log_once(name, "other model", text)
-
-    def _log_slow_peer(self, name: str, num_bytes: int, deadline: float) -> None:
-        if num_bytes and self._clock.now() >= deadline:
-            self._log_once(
-                name,
-                "too slow",
-                f"only {num_bytes} of {self._total_bytes} bytes arrived in fetch_timeout_s="
-                f"{self.fetch_timeout_s:g}. Raise it if the network needs longer",
-            )
 
     def _log_once(self, name: str, kind: str, text: str) -> None:
         """Log a warning once for each peer and kind of failure."""

@@ -16,19 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_loco._util.background import TaskThread
-from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.decisions import carry_out
 from lightning_loco.algorithms.pairwise_average import Tag
-from lightning_loco.gossip.fetch_decisions import (
-    Do,
-    FetchCounts,
-    FetchDecisions,
-    FetchDuration,
-    FetcherStopped,
-)
-from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
-from lightning_loco.gossip.protocol import WireFormat, pack_request
-from lightning_loco.gossip.snapshots import Snapshots
+from lightning_loco.gossip.fetch_decisions import Do, FetchCounts, FetchDecisions, FetcherStopped
+from lightning_loco.gossip.peer_selection import PeerDiscovery
+from lightning_loco.gossip.protocol import pack_request
 from lightning_loco.transport import Client, JobCertificate, Reply
 
 log = logging.getLogger(__name__)
@@ -59,43 +51,25 @@ class Fetcher:
     checked chunk by chunk. Peers with another model or another encoding are refused.
 
     Args:
-        wire_format: How the parameters are encoded.
+        decisions: What decides.
         discovery: Where the peers are.
-        selector: Chooses among the peers, and records successes and failures.
-        fetch_timeout_s: Longest duration of a fetch in seconds, positive.
         certificate: Certificate of the job. Default: no encryption.
-        own: This worker's snapshots, with which the norm of received parameters is compared.
         pinned: Whether to receive into pinned memory.
-        clock: Clock of the deadlines.
-        duration: How long a fetch takes on an emulated link. Default: no emulation.
     """
 
     def __init__(
         self,
-        wire_format: WireFormat,
+        decisions: FetchDecisions,
         discovery: PeerDiscovery,
-        selector: PeerSelector,
         *,
-        fetch_timeout_s: float = 2.5,
         certificate: JobCertificate | None = None,
-        own: Snapshots | None = None,
         pinned: bool = False,
-        clock: Clock = REAL_CLOCK,
-        duration: FetchDuration | None = None,
     ) -> None:
-        self.clock = clock
-        self._stopped = threading.Event()
-        self.decisions = FetchDecisions(
-            wire_format,
-            selector,
-            clock,
-            own,
-            self._stopped.is_set,
-            fetch_timeout_s=fetch_timeout_s,
-            duration=duration,
-        )
-        self._wire_format = wire_format
+        self.decisions, self.clock = decisions, decisions.clock
+        self._wire_format = wire_format = decisions.wire_format
         self._request = pack_request(wire_format.model_id)
+        self._stopped = threading.Event()
+        # Without a codec the bytes are the parameters: they are received where they stay.
         is_plain = wire_format.codec is None
         self._wire = torch.zeros(
             wire_format.total_bytes, dtype=torch.uint8, pin_memory=pinned and is_plain, device="cpu"
@@ -123,13 +97,13 @@ class Fetcher:
         peer, tag, fetch_s = accepted
         return Received(self._params, tag, peer, fetch_s, len(self._memory))
 
-    def _do(self, what: Do, argument: Any) -> Reply | Tensor | None:
+    def _do(self, what: Do, argument: Any) -> tuple[bytes, int] | Tensor | None:
         match what:
             case Do.REQUEST:
                 name, until = argument
                 timeout_s = until - self.clock.now()
                 self._reply = self._client(name).request(self._request, timeout_s=timeout_s)
-                return self._reply
+                return self._reply.header, self._reply.body_bytes
             case Do.RECEIVE:
                 return self._receive(*argument)
             case Do.DISCONNECT:
@@ -162,6 +136,8 @@ class Fetcher:
 
     def stop(self) -> None:
         """Abort the current fetch, and every later one. Thread-safe."""
+        # Set first, so that the errors of the aborted connections are not counted.
+        self.decisions.is_stopped = True
         self._stopped.set()
         for client in list(self._clients.values()):
             client.abort()
@@ -207,11 +183,12 @@ class FetchingThread(TaskThread):
             return None
         left_s = self._deadline - self._fetcher.clock.now()
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        if not self.is_alive():
+        if not self.is_alive():  # closed, or not started: nothing will come
             limit_s = 0.0
         try:
             error = self._last.exception(max(limit_s, 0.0))
         except futures.TimeoutError:
+            # It may hang in the look-up of an address: it is not waited for a second time.
             self._is_taken = limit_s >= left_s
             return None
         self._is_taken = True
@@ -227,6 +204,7 @@ class FetchingThread(TaskThread):
             return self._fetcher.fetch(deadline)
         except FetcherStopped:
             raise
+        # A defect, since errors of peers are handled: training continues without them.
         except Exception:
             log.exception("Parameters are no longer read from peers.")
             self.end()
@@ -243,7 +221,7 @@ class FetchingThread(TaskThread):
         """End the thread. Calling it again does nothing."""
         self._fetcher.stop()
         self.end()
-        if self.ident is None:
+        if self.ident is None:  # never started, so that run() does not close it
             self._fetcher.close()
         elif self.is_alive():
             self.join(self._timeout_s + 5)

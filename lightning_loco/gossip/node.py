@@ -18,7 +18,7 @@ from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import LinkTimes
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.gossip.fetch_decisions import FetchCounts, FetchDuration
+from lightning_loco.gossip.fetch_decisions import FetchCounts, FetchDecisions, FetchDuration
 from lightning_loco.gossip.fetcher import Fetcher, FetchingThread, Received
 from lightning_loco.gossip.peer_selection import (
     NodeListDiscovery,
@@ -141,17 +141,16 @@ class PeerNode:
         self._counted_bytes = 0
         self.snapshots = Snapshots(self.wire_format, pinned=pinned)
         self._selector = PeerSelector(discovery.names, seed)
-        fetcher = Fetcher(
+        decisions = FetchDecisions(
             self.wire_format,
-            discovery,
             self._selector,
+            self.snapshots,
             fetch_timeout_s=fetch_timeout_s,
-            certificate=certificate,
-            own=self.snapshots,
-            pinned=pinned,
             duration=emulated_duration,
         )
-        self._fetching = FetchingThread(fetcher)
+        self._fetching = FetchingThread(
+            Fetcher(decisions, discovery, certificate=certificate, pinned=pinned)
+        )
         try:
             self._server = SnapshotServer(
                 self.wire_format,
@@ -165,6 +164,7 @@ class PeerNode:
         except BaseException:
             self._fetching.close()
             raise
+        # Peers may connect as soon as the port is announced, so it is served before.
         self._server.start()
         try:
             discovery.announce(self._server.port)
@@ -219,7 +219,7 @@ class PeerNode:
     def count_sent(self) -> tuple[int, int]:
         """Return the bytes sent since the last call, and their number without compression."""
         num_bytes = self.bytes_sent - self._counted_bytes
-        self._counted_bytes += num_bytes
+        self._counted_bytes += num_bytes  # not read again: a peer may have been served meanwhile
         wire_format = self.wire_format
         uncompressed_bytes = wire_format.numel * wire_format.dtype.itemsize
         return num_bytes, num_bytes * uncompressed_bytes // wire_format.total_bytes
@@ -263,6 +263,7 @@ def open_node(
         seed=seed,
         pinned=has_streams(layout.device),
         key_file=settings.key_file,
+        # The other nodes have the port of this one in their lists; ranks read it in the store.
         port=None if settings.name is not None else _ANY_FREE_PORT,
         emulated_duration=make_emulated_duration(settings, group),
     )
@@ -281,6 +282,7 @@ def make_discovery(settings: PairwiseSettings, group: WorkerGroup) -> PeerDiscov
 def _own_host(group: WorkerGroup) -> str:
     """Return the address of this rank for the others: loopback if all are on one machine."""
     names = group.gather_objects(socket.gethostname(), "peer discovery")
+    # Of several machines, this one is reached at its address towards the master of the job.
     if len(set(names)) == 1:
         return "127.0.0.1"
     return address_towards(os.environ.get("MASTER_ADDR", names[0]))

@@ -120,11 +120,13 @@ class StoreDiscovery:
                     match = _ENTRY.fullmatch(entry)
                     if match is not None and 1 <= int(match[1]) <= 65535:
                         self._found[name] = Peer(name, match[2], int(match[1]))
+            # Asked once for each failure: the entry of a peer that is gone stays as it is.
             self._outdated.discard(name)
         return self._found.get(name)
 
     def forget(self, name: str) -> None:
         """Ask the store again the next time."""
+        # The address stays known, for when the store does not answer either.
         self._outdated.add(name)
 
 
@@ -236,7 +238,7 @@ def worker_name(worker: int) -> str:
 
 def peer_seed(seed: int, number: int) -> int:
     """Return the seed of the choice of peers of the worker with this number."""
-    return 1_000_003 * seed + number
+    return 1_000_003 * seed + number  # a prime: neighbouring seeds share no worker's seed
 
 
 MIN_SCORE = 10
@@ -289,8 +291,10 @@ class PeerSelector:
         }
         if not draws:
             return None
+        # Not the first of them: peers earlier in the list would be chosen more often.
         highest = max(draws.values())
         chosen = self._random.choice([name for name, draw in draws.items() if draw == highest])
+        # Those that were excluded have just been tried.
         for name in draws:
             if name != chosen:
                 self._add(name, _NOT_CHOSEN_POINTS)

@@ -71,6 +71,7 @@ class WireFormat(NamedTuple):
     @property
     def model_id(self) -> ModelId:
         """Identifies the model and its encoding."""
+        # Also the settings of a codec, such as its block, change the bytes of a value.
         encoding = str(self.dtype) if self.codec is None else plain(self.codec)
         return ModelId(self.schema_checksum, schema_checksum(encoding))
 
@@ -106,6 +107,7 @@ class WireFormat(NamedTuple):
             return wire.view(self.dtype)[start : start + out.numel()]
         first = start // self.block * self.row_bytes
         last = first + self.codec.num_bytes(out.numel())
+        # In steps of few elements, since this runs beside training.
         return self.codec.decode(wire[first:last], out, SINGLE_THREAD_ELEMENTS)
 
 

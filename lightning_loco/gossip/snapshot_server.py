@@ -76,13 +76,7 @@ def answering(
     """Yield the header of the reply to a request, and the snapshot that follows it or None.
 
     The snapshot is not overwritten within the context, which must end when the peer is too slow:
-    the next snapshots need the memory. MalformedMessage if it is not a request.
-
-    Args:
-        header: Header of the request, as received.
-        body_bytes: Length of its body.
-        model_id: Identifies the model and encoding of the snapshots.
-        snapshots: What is served.
+    the next snapshots need the memory. MalformedMessage if the request is not valid.
     """
     requested = parse_request(header)
     if body_bytes:

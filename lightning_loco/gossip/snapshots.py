@@ -147,10 +147,12 @@ class Snapshots:
         """Return memory for the next snapshot in its encoded form, as :meth:`flat_buffer` does."""
         if self._next is None:
             with self._lock:
+                # Not the latest one, even without readers: the next request is for it.
                 free = [s for s in self._all if s is not self._latest and not s.readers]
                 if not free:
                     return None
                 self._next = min(free, key=lambda snapshot: snapshot.number)
+                # Threads that read it without the lock see that it is no longer the same.
                 self._next.number = 0
         return self._next.wire
 
@@ -158,7 +160,7 @@ class Snapshots:
         """Make what was written to :meth:`wire_buffer` the latest snapshot."""
         assert self._next is not None
         with self._lock:
-            self._count += 1
+            self._count += 1  # from 1 on: 0 is for one that is being written
             self._latest, self._next = self._next, None
             self._latest.number = self._count
             self._latest.tag = tag

@@ -93,9 +93,7 @@ class Fetch:
         began_s: Start of the fetch.
         asked_s: Arrival of the request.
         arrives_s: Arrival of the parameters, or end of the timeout.
-        in_time: Whether the parameters arrive before the timeout.
-        header: Header of the reply, once the peer has answered.
-        body_bytes: How many bytes follow; 0 if it had published nothing.
+        reply: Its header, and how many bytes follow; None until the peer has answered.
         params: The parameters that follow, decoded.
     """
 
@@ -105,22 +103,16 @@ class Fetch:
     began_s: float
     asked_s: float
     arrives_s: float
-    in_time: bool
-    header: bytes = dataclasses.field(init=False)
-    body_bytes: int = 0
+    reply: tuple[bytes, int] | None = None
     params: Tensor = dataclasses.field(init=False)
 
-    def do(self, what: Do, argument: Any) -> Fetch | Tensor | None:
+    def do(self, what: Do, argument: Any) -> tuple[bytes, int] | Tensor | None:
         """Return what came of an action; all have ended at ``arrives_s``."""
-        match what:
-            case Do.REQUEST if not self.in_time:
+        if what is Do.REQUEST:
+            if self.reply is None:
                 raise TimeoutError
-            case Do.REQUEST:
-                return self
-            case Do.RECEIVE:
-                _, values, _ = argument
-                return self.params[values]
-        return None
+            return self.reply
+        return self.params[argument[1]] if what is Do.RECEIVE else None
 
 
 class AnsweringSnapshots(Snapshots):
@@ -155,15 +147,15 @@ class AnsweringSnapshots(Snapshots):
         if fetch not in self.requests:
             return
         self.requests.remove(fetch)
-        request = pack_request(self._model_id)
-        with answering(request, 0, self._model_id, self) as (fetch.header, snapshot):
+        request, num_bytes = pack_request(self._model_id), self.sent_format.total_bytes
+        with answering(request, 0, self._model_id, self) as (header, snapshot):
+            fetch.reply = header, 0 if snapshot is None else num_bytes
             if snapshot is None:
                 return
             fetch.params = flat = snapshot.wire.view(self.wire_format.dtype).clone()
         if (codec := self.sent_format.codec) is not None:
             codec.decode(codec.encode(flat), flat)
-        fetch.body_bytes = self.sent_format.total_bytes
-        self._worker.statistics.count_compressed(fetch.body_bytes, self.wire_format.total_bytes)
+        self._worker.statistics.count_compressed(num_bytes, self.wire_format.total_bytes)
 
 
 class SimulatedNode:
@@ -179,10 +171,10 @@ class SimulatedNode:
         self._decisions = FetchDecisions(
             self.snapshots.sent_format,
             PeerSelector(others, peer_seed(pulls.seed, own)),
-            self._group.clock,
             self.snapshots,
             fetch_timeout_s=pulls.settings.fetch_timeout_s,
             max_peers=1,
+            clock=self._group.clock,
         )
 
     def start_fetch(self) -> None:
@@ -196,11 +188,8 @@ class SimulatedNode:
             num_bytes = self.snapshots.sent_format.total_bytes
             time = times.fetch(self._group.worker, peer, num_bytes, self._worker.steps)
         asked_s, arrives_s = now_s + time.latency_s / 2, now_s + time.seconds
-        in_time = arrives_s <= until_s
-        self._fetch = Fetch(
-            decision, action, peer, now_s, asked_s, min(arrives_s, until_s), in_time
-        )
-        if in_time:
+        self._fetch = Fetch(decision, action, peer, now_s, asked_s, min(arrives_s, until_s))
+        if arrives_s <= until_s:
             self._pulls.nodes[peer].snapshots.requests.append(self._fetch)
 
     @property

@@ -20,7 +20,7 @@ from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import as_links
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery, fetch_decisions
-from lightning_loco.gossip.fetch_decisions import FetcherStopped
+from lightning_loco.gossip.fetch_decisions import FetchDecisions, FetcherStopped
 from lightning_loco.gossip.fetcher import Fetcher, FetchingThread
 from lightning_loco.gossip.node import make_emulated_duration
 from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
@@ -64,7 +64,7 @@ def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, Peer
     """Make a fetcher for the first node, to be used in this thread."""
     discovery = NodeListDiscovery(nodes, nodes[0].name)
     selector = PeerSelector(discovery.names, seed=0)
-    fetcher = Fetcher(FORMAT, discovery, selector, **settings)
+    fetcher = Fetcher(FetchDecisions(FORMAT, selector, **settings), discovery)
     try:
         yield fetcher, selector
     finally:
@@ -279,7 +279,8 @@ def test_timeout_must_be_positive(fetch_timeout_s: float) -> None:
 
 def make_thread(discovery: PeerDiscovery, fetch_timeout_s: float = HARNESS_S) -> FetchingThread:
     selector = PeerSelector(discovery.names, seed=0)
-    return FetchingThread(Fetcher(FORMAT, discovery, selector, fetch_timeout_s=fetch_timeout_s))
+    decisions = FetchDecisions(FORMAT, selector, fetch_timeout_s=fetch_timeout_s)
+    return FetchingThread(Fetcher(decisions, discovery))
 
 
 @contextlib.contextmanager
@@ -378,7 +379,9 @@ def test_unexpected_error_ends_the_thread_and_is_logged(
 
     discovery = NodeListDiscovery(peers(2), "p0")
     selector = Broken(discovery.names, seed=0)
-    thread = FetchingThread(Fetcher(FORMAT, discovery, selector, fetch_timeout_s=0.2))
+    thread = FetchingThread(
+        Fetcher(FetchDecisions(FORMAT, selector, fetch_timeout_s=0.2), discovery)
+    )
     thread.start()
     thread.start_fetch()
     assert thread.wait() is None
