@@ -242,7 +242,7 @@ class FetchDecisions:
                 if self._duration is None:
                     return accepted
                 return (yield from self._delay(accepted, self._duration, started, deadline))
-            # These arrived in full: another peer would need as much time and traffic again.
+            # Most such parameters arrived in full: another peer would need as long again.
             if outcome in (_Outcome.NOT_FINITE, _Outcome.TOO_LARGE):
                 break
         return None
@@ -276,8 +276,6 @@ class FetchDecisions:
             outcome = _Outcome.REFUSED
         except OSError:  # it has ended, or not started yet, which is no news
             outcome = _Outcome.REFUSED
-        except FetcherStopped:
-            raise
         except Exception as error:
             kind = type(error).__name__
             self._log_once(name, kind, f"{kind}: {error}")
@@ -327,7 +325,18 @@ class FetchDecisions:
                 raise
             self.counts.bytes_received += length
             self._check.update(values)
-        return self._check_parameters(name)
+        check = self._check
+        if not check.is_finite:
+            self._log_once(name, "not finite", "NaN or infinity in its parameters")
+            return _Outcome.NOT_FINITE
+        if check.norm <= check.max_norm:
+            return _Outcome.DONE
+        text = (
+            f"the norm of its parameters is {check.norm:.3g}, more than {check.max_norm:.3g}, "
+            "which this worker's own parameters allow"
+        )
+        self._log_once(name, "too large", text)
+        return _Outcome.TOO_LARGE
 
     def _limit(self, deadline: float) -> float:
         """Return until when a peer may be silent: time is left for another one, if there is one."""
@@ -345,21 +354,6 @@ class FetchDecisions:
         if body_bytes != expected_bytes:
             raise MalformedMessage(f"it sends {body_bytes} bytes and not {expected_bytes}")
         return header
-
-    def _check_parameters(self, name: str) -> _Outcome:
-        """Decide whether the received parameters may be used."""
-        check = self._check
-        if not check.is_finite:
-            self._log_once(name, "not finite", "NaN or infinity in its parameters")
-            return _Outcome.NOT_FINITE
-        if check.norm <= check.max_norm:
-            return _Outcome.DONE
-        text = (
-            f"the norm of its parameters is {check.norm:.3g}, more than {check.max_norm:.3g}, "
-            "which this worker's own parameters allow"
-        )
-        self._log_once(name, "too large", text)
-        return _Outcome.TOO_LARGE
 
     def _log_once(self, name: str, kind: str, text: str) -> None:
         """Log a warning once for each peer and kind of failure."""

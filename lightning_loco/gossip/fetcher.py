@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_loco._util.background import TaskThread
 from lightning_loco._util.decisions import carry_out
 from lightning_loco.algorithms.pairwise_average import Tag
-from lightning_loco.gossip.fetch_decisions import Do, FetchCounts, FetchDecisions, FetcherStopped
+from lightning_loco.gossip.fetch_decisions import Do, FetchDecisions, FetcherStopped
 from lightning_loco.gossip.peer_selection import PeerDiscovery
 from lightning_loco.gossip.protocol import pack_request
 from lightning_loco.transport import Client, JobCertificate, Reply
@@ -105,7 +105,11 @@ class Fetcher:
                 self._reply = self._client(name).request(self._request, timeout_s=timeout_s)
                 return self._reply.header, self._reply.body_bytes
             case Do.RECEIVE:
-                return self._receive(*argument)
+                part, values, until = argument
+                assert self._reply is not None
+                timeout_s = until - self.clock.now()
+                self._reply.receive_into(self._memory[part], timeout_s=timeout_s)
+                return self._wire_format.decode(self._wire, values.start, self._params[values])
             case Do.DISCONNECT:
                 if (client := self._clients.pop(argument, None)) is not None:
                     client.close()
@@ -115,11 +119,6 @@ class Fetcher:
                 if self.clock.wait(self._stopped, left_s):
                     raise FetcherStopped
         return None
-
-    def _receive(self, part: slice, values: slice, until: float) -> Tensor:
-        assert self._reply is not None
-        self._reply.receive_into(self._memory[part], timeout_s=until - self.clock.now())
-        return self._wire_format.decode(self._wire, values.start, self._params[values])
 
     def _client(self, name: str) -> Client:
         """Return the connection to a peer; ConnectionError if its address is not known yet."""
@@ -131,7 +130,7 @@ class Fetcher:
             client = Client(peer.host, peer.port, self._certificate, self.clock)
             self._clients[name] = client
         if self._stopped.is_set():  # stop() may not have seen the new client
-            raise FetcherStopped
+            raise ConnectionAbortedError("the node was closed")
         return client
 
     def stop(self) -> None:
@@ -158,22 +157,17 @@ class FetchingThread(TaskThread):
 
     def __init__(self, fetcher: Fetcher) -> None:
         super().__init__("loco-peer-fetching")
+        self.decisions = fetcher.decisions
         self._fetcher = fetcher
-        self._timeout_s = fetcher.decisions.fetch_timeout_s
         self._deadline = 0.0
         self._last: Future[Received | None] | None = None
         self._is_taken = True
-
-    @property
-    def counts(self) -> FetchCounts:
-        """Outcomes of the fetches so far."""
-        return self._fetcher.decisions.counts
 
     def start_fetch(self) -> None:
         """Start a fetch. The result of the previous one is no longer valid."""
         if self._last is not None:
             self._last.cancel()  # if it waits for the one before it
-        self._deadline = self._fetcher.clock.now() + self._timeout_s
+        self._deadline = self.decisions.clock.now() + self.decisions.fetch_timeout_s
         self._last = self.submit(functools.partial(self._fetch, self._deadline))
         self._is_taken = False
 
@@ -181,7 +175,7 @@ class FetchingThread(TaskThread):
         """Wait for the fetch, as :meth:`PeerNode.wait` does; return the parameters once."""
         if self._is_taken or self._last is None:
             return None
-        left_s = self._deadline - self._fetcher.clock.now()
+        left_s = self._deadline - self.decisions.clock.now()
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
         if not self.is_alive():  # closed, or not started: nothing will come
             limit_s = 0.0
@@ -224,7 +218,7 @@ class FetchingThread(TaskThread):
         if self.ident is None:  # never started, so that run() does not close it
             self._fetcher.close()
         elif self.is_alive():
-            self.join(self._timeout_s + 5)
+            self.join(self.decisions.fetch_timeout_s + 5)
 
     def end_with_process(self) -> float:
         """Abort the current fetch."""

@@ -227,7 +227,7 @@ class PeerNode:
     @property
     def statistics(self) -> PeerStatistics:
         """A copy of the statistics."""
-        counts = dataclasses.asdict(self._fetching.counts)
+        counts = dataclasses.asdict(self._fetching.decisions.counts)
         counts["malformed"] += self._server.malformed
         return PeerStatistics(
             **counts,

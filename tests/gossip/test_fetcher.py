@@ -304,7 +304,7 @@ def test_result_of_a_fetch_is_returned_once() -> None:
         assert received.params.tolist() == [3.0] * 1000
         assert thread.has_ended
         assert thread.wait() is None
-        assert thread.counts.fetches == 1
+        assert thread.decisions.counts.fetches == 1
 
 
 def test_result_is_dropped_when_the_next_fetch_starts() -> None:
@@ -348,7 +348,7 @@ def test_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
         assert thread.wait() is None
         assert 0.19 < time.monotonic() - started < SOON_S
         wait_until_ended(thread)
-        assert thread.counts.timeouts == 1
+        assert thread.decisions.counts.timeouts == 1
 
 
 def test_wait_ends_with_the_timeout_if_the_discovery_hangs() -> None:
@@ -403,7 +403,7 @@ def test_close_aborts_the_fetch_and_ends_a_wait() -> None:
         assert thread.wait() is None
         assert time.monotonic() - started < SOON_S
         assert not thread.has_ended
-        assert thread.counts.timeouts == 0
+        assert thread.decisions.counts.timeouts == 0
 
 
 @pytest.mark.parametrize("runs", [False, True])
