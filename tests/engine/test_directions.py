@@ -22,6 +22,8 @@ from tests.harness.sources import ROOT
 from tests.harness.toys import Point
 
 PREFIX = "lightning_loco."
+DRIVER = "lightning_loco._util.decisions"
+"""Calls what it is given, like a function of the standard library: its own caller counts."""
 
 
 def layers() -> dict[str, int]:
@@ -42,13 +44,17 @@ def traced_calls() -> Iterator[set[tuple[str, str]]]:
     """Record callers and callees within the package: names of functions with their modules."""
     calls: set[tuple[str, str]] = set()
 
+    def is_ours(frame: FrameType) -> bool:
+        name = frame.f_globals.get("__name__", "")
+        return name.startswith(PREFIX) and name != DRIVER
+
     def name_of(frame: FrameType) -> str:
         return f"{frame.f_globals.get('__name__', '')}:{frame.f_code.co_qualname}"
 
     def record(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "").startswith(PREFIX):
+        if event == "call" and is_ours(frame):
             caller = frame.f_back
-            while caller and not caller.f_globals.get("__name__", "").startswith(PREFIX):
+            while caller and not is_ours(caller):
                 caller = caller.f_back
             if caller is not None and not is_of_same_object(caller, frame):
                 calls.add((name_of(caller), name_of(frame)))
