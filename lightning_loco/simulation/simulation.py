@@ -216,6 +216,7 @@ class Simulation:
         ]
         self._unfinished: list[Iterator[Part]] = [iter(()) for _ in models]
         self._waiting: dict[int, HasArrived] = {}
+        self._interrupted: dict[int, HasArrived] = {}  # waits that the last call has not ended
         self._waiting_since = [0.0] * num_workers
         self._later: list[tuple[float, int]] = []
         self._ended_s = 0.0
@@ -334,7 +335,7 @@ class Simulation:
 
     def _finish_round(self, worker: int) -> Iterator[Part]:
         """Continue with a round that may have been waiting when the last run ended."""
-        if (waiting := self._waiting.pop(worker, None)) is not None:
+        if (waiting := self._interrupted.pop(worker, None)) is not None:
             yield waiting
         for part in self._unfinished[worker]:  # noqa: UP028  # `yield from` would close it
             yield part
@@ -345,7 +346,11 @@ class Simulation:
 
     def drain(self) -> None:
         """Apply all pending rounds; workers that have begun fewer rounds begin the missing ones."""
-        most = max(self.participants[worker].worker.round_index for worker in self._alive)
+        # One that waits is in a round that it has begun, or will begin when the wait is over.
+        most = max(
+            self.participants[worker].worker.round_index + (worker in self._waiting)
+            for worker in self._alive
+        )
 
         def drain(worker: int) -> Iterator[Part]:
             yield from self._finish_round(worker)
@@ -375,6 +380,9 @@ class Simulation:
                 next call.
         """
         self._admits = come_back is not None
+        # No message may wake a worker that has not begun in this call.
+        self._interrupted |= self._waiting
+        self._waiting.clear()
         parts = {worker: begin(worker) for worker in sorted(self._alive)}
         if come_back is not None:
             parts |= {worker: come_back(worker) for worker in sorted(self._returned)}
@@ -437,7 +445,7 @@ class Simulation:
             self._returned.discard(worker)
             self._lives[worker] += 1
             self._clocks[worker].time_s = now_s
-            if self._waiting.pop(worker, None) is not None:
+            if (self._waiting.pop(worker, None) or self._interrupted.pop(worker, None)) is not None:
                 self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
             self._unfinished[worker] = iter(())
             hub.lose(worker, now_s)

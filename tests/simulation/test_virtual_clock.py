@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation
-from lightning_loco.algorithms import ModelAverage, NeighborAverage
+from lightning_loco.algorithms import Algorithm, ModelAverage, NeighborAverage
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
+from tests.harness.rounds import approach as local_step
+from tests.harness.rounds import zeros
 from tests.harness.toys import Point, assert_close, randn
 
 SPEEDS = (10.03, 4.13, 2.37)  # local steps per second, whose steps never end at the same time
@@ -187,3 +189,23 @@ def test_a_run_round_by_round_is_the_same_for_workers_of_different_speed() -> No
         assert simulation.round_index == 6
     assert all(torch.equal(params, results[0][0]) for params, _ in results)
     assert all(time_s == results[0][1] for _, time_s in results)
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(), GASLoC(), GASLoC(momentum=0.0)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlapped"])
+def test_drain_ends_the_rounds_in_which_workers_waited(algorithm: Algorithm, overlap: bool) -> None:
+    """After a run by time some workers are in the middle of a round that others have not begun."""
+    models = [zeros() for _ in range(4)]
+    settings: dict[str, Any] = {"overlap": overlap, "warm_start": False, "links": "wan"}
+    if isinstance(algorithm, DiLoCo) and overlap:
+        algorithm = DiLoCo(0.7, 0.0)
+    simulation = Simulation(
+        models, algorithm, sync_every=5, speeds=[10.0, 7.0, 5.0, 3.0], jitter=0.1, **settings
+    )
+    for seconds in (3.0, 2.0, 4.5):
+        simulation.run(lambda worker: local_step(worker, models[worker]), seconds=seconds)
+        simulation.drain()
+        engines = simulation.participants
+        assert len({engine.worker.round_index for engine in engines}) == 1
+        assert all(part.pending is None for engine in engines for part in engine.fragments)
+        assert all(engine.state_dict() for engine in engines)
