@@ -1,4 +1,4 @@
-"""Decisions without threads, sockets or files: whoever carries one out does what it says.
+"""Decisions without threads, sockets or files, and the function that carries one out.
 
 So a test may do the actions of several decisions in any order, and let any of them fail.
 """
@@ -12,7 +12,7 @@ Do = TypeVar("Do")
 T = TypeVar("T")
 
 Decision: TypeAlias = Generator[tuple[Do, Any], Any, T]
-"""Yields actions with their argument, is sent what comes of each, or has its error thrown into it,
+"""Yields actions with their argument, is sent the outcome of each, or has its error thrown into it,
 and returns what was decided."""
 
 

@@ -346,7 +346,7 @@ class MemberMonitor:
 
     def _wait_or_raise(self, work: Future[Any], grace_s: float) -> None:
         """Wait for some work; if a member is lost, raise unless it ends within ``grace_s``."""
-        # There is nobody to lose.
+        # No other member can be lost.
         if len(self._plan.names) == 1:
             wait([work])
         # Most exchanges end before; to watch needs connections to other members.

@@ -81,7 +81,7 @@ class Lighthouse:
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
-                # The next attempt connects anew, perhaps to a lighthouse that was restarted.
+                # The next attempt connects again, perhaps to a lighthouse that was restarted.
                 self._client, self.error = None, str(error)
                 if self.uptime.is_closed or time.monotonic() + _RETRY_S > deadline:
                     raise RuntimeError(

@@ -91,7 +91,7 @@ class MemberInfo(NamedTuple):
     @classmethod
     def parse(cls, member: Member) -> Self | None:
         """Return the request of a member; None if its form, types or ranges are wrong."""
-        # Whoever can connect to the lighthouse can ask, so nothing about a request is certain.
+        # Any program that reaches the lighthouse can ask, so nothing about a request is certain.
         if not isinstance(member.data, dict) or member.data.keys() != set(cls._fields):
             return None
         info = cls(**member.data)

@@ -1,4 +1,4 @@
-"""What a member decides in a round: whom it exchanges with, what counts, and when it gives up.
+"""What a member decides in a round: its partners, which messages count, and when it gives up.
 
 There are no sockets and no threads here, and time is what the clock says. The threads in
 :mod:`lightning_loco.elastic.rounds` do the actions (:mod:`lightning_loco._util.decisions`).
