@@ -23,7 +23,7 @@ def carry_out(
 ) -> T:
     """Do what a decision yields until it returns; return what it returns.
 
-    ``first`` is the action of a decision that has begun, and waits for what came of it.
+    ``first`` is the action of a decision that has begun, and waits for its outcome.
     """
     try:
         action = next(decision) if first is None else first

@@ -47,7 +47,7 @@ _ALONE = (
 
 log = logging.getLogger(__name__)
 
-# ------------------------------------------------------------- actions, and what comes of them
+# ---------------------------------------------------------------- actions and their outcomes
 
 
 class Do(enum.Enum):
@@ -199,7 +199,7 @@ class RoundDecisions:
                 if plan.round_index != NO_STATE:
                     result = yield Do.EXCHANGE, plan
                     if plan.round_index == round_index:
-                        received = result  # which the others are told if the rest fails
+                        received = result  # the others learn of it if the rest fails
                     yield Do.CONFIRM, None
                 if plan.is_joining:
                     state = yield Do.RECEIVE, plan
@@ -342,7 +342,7 @@ class RoundDecisions:
         lost, self._members = set(self._members) - set(plan.names), plan.names
         if not lost or self.has_left:
             return
-        # Members announce that they have finished, but not to whom the announcement belongs.
+        # An announcement does not say which member has finished.
         before, self._num_finished = self._num_finished, self._get_num_finished()
         if len(lost) <= self._num_finished - before:
             return
@@ -375,7 +375,7 @@ class RoundDecisions:
     def _is_time_to_warn(self, pending: PendingRound, is_unreachable: bool) -> bool:
         """Whether the training thread has waited long enough since it began, or since a warning.
 
-        Before, nobody is kept from anything: an overlapped round may take as long as local steps.
+        Before that no worker is delayed: an overlapped round may take as long as local steps.
         """
         if pending.waited_since is None:
             return False

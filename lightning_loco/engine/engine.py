@@ -449,7 +449,7 @@ class Engine(LocalParticipant):
         if group.data is None or not trainable:
             return
         # One all-reduce for all gradients. Behind them it counts who has a gradient of each
-        # parameter: one that nobody has must stay None, or the optimizer would decay the parameter.
+        # parameter: one that no worker has must stay None, or the optimizer would decay it.
         wide = torch.promote_types(torch.float32, trainable[0].dtype)
         missing = [p.grad is None for p in trainable]
         for p in trainable:

@@ -185,9 +185,14 @@ class FragmentMemory:
         parts = torch.split_with_sizes(flat, [len(chunk) for chunk in self.chunks])
         return [part.to(self.layout.device, copy=True) for part in parts]
 
+    @property
+    def _kept_messages(self) -> list[Tensor]:
+        """This worker's messages, one per bucket; empty if they are not kept."""
+        return [b.own_message for b in self.buckets if b.own_message is not None]
+
     def gather_own_messages(self) -> Tensor | None:
         """Concatenate this worker's messages as :meth:`gather`; None if they are not kept."""
-        kept = [b.own_message for b in self.buckets if b.own_message is not None]
+        kept = self._kept_messages
         return self.gather(kept) if kept else None
 
     def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
@@ -200,7 +205,7 @@ class FragmentMemory:
         if messages is None:
             memory = [bucket.message for bucket in self.buckets]
         else:
-            kept = [b.own_message for b in self.buckets if b.own_message is not None]
+            kept = self._kept_messages
             torch._foreach_copy_(kept, list(torch.split_with_sizes(messages, lengths)))
             memory = [torch.empty_like(part) for part in kept]
         torch._foreach_copy_(memory, list(parts))

@@ -152,7 +152,7 @@ class FragmentSync:
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: Norm of the outer gradient in the last round.
         is_torn: Whether a round is being applied or shared with the other ranks of the worker, or
-            has failed meanwhile. Some parameters may then be new and others old.
+            has failed while it was. Some parameters may then be new and others old.
         is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
             if other ranks of the worker have found otherwise.
     """

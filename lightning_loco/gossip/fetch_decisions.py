@@ -1,4 +1,4 @@
-"""What a node decides in a fetch: whom it asks, how long it waits, and which reply it accepts.
+"""What a node decides in a fetch: which peer to ask, how long to wait, which reply to accept.
 
 There are no sockets and no threads here, and time is what the clock says; see
 :mod:`lightning_loco._util.decisions`. The :class:`~lightning_loco.gossip.fetcher.Fetcher` does what
@@ -50,7 +50,7 @@ FetchDuration = Callable[[str, int, int], float]
 """``(name of the peer, bytes, number of the fetch) -> seconds`` on an emulated link."""
 
 
-# ------------------------------------------------------------- actions, and what comes of them
+# ---------------------------------------------------------------- actions and their outcomes
 
 
 class Do(enum.Enum):

@@ -87,7 +87,7 @@ class Fetch:
     """A fetch that has begun.
 
     Attributes:
-        decision: What the node that fetches decides; it waits for what comes of ``action``.
+        decision: What the node that fetches decides; it waits for the outcome of ``action``.
         action: The request.
         peer: Index of the peer.
         began_s: Start of the fetch.
@@ -107,7 +107,7 @@ class Fetch:
     params: Tensor = dataclasses.field(init=False)
 
     def do(self, what: Do, argument: Any) -> tuple[bytes, int] | Tensor | None:
-        """Return what came of an action; all have ended at ``arrives_s``."""
+        """Return the outcome of an action; all have ended at ``arrives_s``."""
         if what is Do.REQUEST:
             if self.reply is None:
                 raise TimeoutError

@@ -29,6 +29,7 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.engine.test_compression import CODECS
+from tests.engine.test_fragment_sync import fragment_of
 from tests.harness.pool import Pool, run_each
 from tests.harness.rounds import LARGE, SMALL_BUCKET, Exact, approach, simulate, train, zeros
 from tests.harness.toys import assert_close, randn
@@ -167,23 +168,13 @@ def test_an_update_gets_what_it_reads(pool: Pool, subtests: pytest.Subtests) -> 
 
 
 def test_no_memory_is_taken_for_what_is_not_read() -> None:
-    for algorithm, reads in ((LocalSGD(), ""), (GASLoC(), ""), (Reading(), "mean")):
-        settings = RoundSettings(algorithm, bucket_bytes=SMALL_BUCKET).prepare(1)
-        memory = fragment_memory(settings)
+    for algorithm in (LocalSGD(), GASLoC(), Reading()):
+        memory = fragment_of(algorithm, LARGE)[0].memory
         assert (memory.buckets[0].own_message is not None) == ("message" in algorithm.reads)
         own = {b.own_message.data_ptr() for b in memory.buckets if b.own_message is not None}
         wires = {bucket.wire.data_ptr() for bucket in memory.buckets}
-        assert own == (wires if isinstance(algorithm, GASLoC) else own - wires), reads
+        assert own == (wires if isinstance(algorithm, GASLoC) else own - wires)
         assert (memory.chunks[0].local is not None) == ("local" in algorithm.reads)
-
-
-def fragment_memory(settings: RoundSettings) -> Any:
-    from lightning_loco.engine.fragment_memory import FragmentMemory
-    from lightning_loco.model.flat import FlatLayout
-
-    layout = FlatLayout([("p", randn(LARGE))], settings.cuts(LARGE, 8))
-    state = settings.algorithm.init(layout.new_flat())
-    return FragmentMemory(layout, [range(LARGE)], settings, state, {}, SMALL_BUCKET // 8)
 
 
 class Misspelled(Reading):

@@ -151,7 +151,7 @@ class StatusesBehindMessage:
     def wait(self) -> list[WorkerStatus]:
         """Wait for the bucket and return the statuses, as :meth:`PendingStatuses.wait` does."""
         if self._statuses is None:
-            # Usually nobody is at a sync point: a call through the store would only cost time.
+            # Usually no worker is at a sync point: a call through the store would only cost time.
             if not self._handle.arrives_within(PATIENCE_S):
                 self._call()
             self._handle.wait()

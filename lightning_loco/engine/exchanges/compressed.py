@@ -28,7 +28,8 @@ class CompressedSum:
     """The exchange of one compressed message, which ends with the sum or the mean of all.
 
     Messages are encoded without their weights: these may be large, and some codecs have a narrow
-    range. So each weight travels in front of the bytes, and whoever decodes them multiplies.
+    range. So each weight travels in front of the bytes, and the worker that decodes them multiplies
+    by it.
 
     Args:
         compression: How it is compressed.

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_loco.strategies.checkpoint.main_file import MainFile
+from lightning_loco.strategies.checkpoint.main_file import MainFile, WriteMain
 from lightning_loco.strategies.checkpoint.position import ResumedPosition
 from lightning_loco.strategies.checkpoint.reader import read_main
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
@@ -68,7 +68,7 @@ class RunState(ABC):
 
     @abstractmethod
     def save_alone(
-        self, checkpoint: dict[str, Any], path: str | Path, write_main: Callable[[str | Path], None]
+        self, checkpoint: dict[str, Any], path: str | Path, write_main: WriteMain
     ) -> None:
         """Save outside ``fit``, or after it has failed."""
 
