@@ -1,0 +1,60 @@
+"""The records of which a history consists. A world adds those that make sense in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Applied(NamedTuple):
+    """A worker has applied the result of a round.
+
+    Attributes:
+        worker: Its name.
+        round_index: The round.
+        outer: The outer parameters after it; empty if the method has none.
+        group: The members of the round, if they change.
+    """
+
+    worker: str
+    round_index: int
+    outer: tuple[float, ...]
+    group: str = ""
+
+
+class Merged(NamedTuple):
+    """A result was computed from messages.
+
+    Attributes:
+        round_index: The round.
+        weights: The share of each sender in the result.
+        is_of_messages: The messages that it contains, each with the number of the local step up to
+            which it reports: no message may be in two results.
+    """
+
+    round_index: int
+    weights: tuple[float, ...]
+    is_of_messages: tuple[tuple[str, int], ...] = ()
+
+
+class Stopped(NamedTuple):
+    """A worker has stopped, as all have agreed, after so many local steps."""
+
+    worker: str
+    step: int
+    reason: str
+
+
+class Ended(NamedTuple):
+    """A worker has ended by itself, with an error or without one (empty)."""
+
+    worker: str
+    step: int
+    error: str
+    time_s: float
+
+
+class Read(NamedTuple):
+    """A worker has read samples of the training data: their positions in the stream."""
+
+    worker: str
+    positions: tuple[int, ...]

@@ -1,0 +1,7 @@
+"""The worlds by name."""
+
+from __future__ import annotations
+
+from tests.exploration.world import World
+
+WORLDS: dict[str, type[World]] = {kind.name: kind for kind in ()}
