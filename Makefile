@@ -9,7 +9,7 @@ AT_ONCE := --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(AT_ONCE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check docs test test-faults soak test-versions
+.PHONY: help setup demo check docs explore test test-faults soak test-versions
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv,"
@@ -21,6 +21,9 @@ setup: .venv/.installed ## Make .venv and install the project with the tested ve
 demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
 	$(RUN) train.py experiment=demo
 
+explore: .venv/.installed ## Try orders of events drawn from SEED for SECONDS (600), until a property breaks
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(RUN) -m tests.exploration --jobs $(JOBS) --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED))
+
 # One more at once than there are cores: for much of their time tests wait for each other's processes.
 test: .venv/.installed ## Run the tests of one process and of the pool of four, and the doctests
 	$(PYTEST) -m "not process and not recovery and not soak" --durations=10
@@ -30,6 +33,7 @@ test-faults: .venv/.installed ## Run the tests of faults and recovery: kills, si
 
 soak: .venv/.installed ## Run what takes too long for every change (an hour and more), and test-versions
 	$(PYTEST) --full -m soak --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m tests.exploration --jobs $(JOBS) --seconds 3600 --record
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python

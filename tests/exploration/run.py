@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_loco._util.fault_points import on_reach
@@ -69,9 +71,11 @@ def draw_schedule(world: str, seed: int) -> tuple[Schedule, RandomChoices]:
     return Schedule(world, settings), RandomChoices(draw)
 
 
-def explore(world: str, seed: int) -> Outcome:
-    """Run one world in an order that a seed decides."""
-    return _run(*draw_schedule(world, seed))
+def explore(world: str, seed: int, settings: Mapping[str, Any] = MappingProxyType({})) -> Outcome:
+    """Run one world in an order that a seed decides; ``settings`` replace drawn ones."""
+    schedule, choices = draw_schedule(world, seed)
+    schedule.settings.update(settings)
+    return _run(schedule, choices)
 
 
 def replay(schedule: Schedule) -> Outcome:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.exploration import run as run_module
 from tests.exploration.choices import RecordedChoices
+from tests.exploration.mutant import Mutant, applied
 from tests.exploration.run import Outcome, Schedule, explore, replay
 from tests.exploration.scheduler import TIME, Fault, Scheduler, Stuck
 from tests.exploration.shrink import shrink
@@ -126,3 +127,27 @@ def test_a_schedule_is_saved_and_loaded(tmp_path: Any) -> None:
     schedule = Schedule("account", {"workers": 2, "is_safe": False}, ["w0", "w1"], "a race")
     schedule.save(tmp_path / "new" / "race.json")
     assert Schedule.load(tmp_path / "new" / "race.json") == schedule
+
+
+def test_a_mutant_changes_a_function_for_a_while() -> None:
+    mutant = Mutant(
+        "waits for the lock of the other",
+        "account",
+        "tests.exploration.test_scheduler:Account.work",
+        "lambda: not self.lock",
+        "lambda: True",
+        {"is_safe": True},
+    )
+    found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
+    assert not any(found)
+    with applied(mutant):
+        found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
+    assert any(found)
+    found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
+    assert not any(found)
+
+
+def test_a_mutant_that_no_longer_fits_is_an_error() -> None:
+    mutant = Mutant("old", "account", "tests.exploration.test_scheduler:Account.work", "gone", "")
+    with pytest.raises(ValueError, match="occurs 0 times"), applied(mutant):
+        pass

@@ -1,0 +1,7 @@
+"""All defects that exploration must find."""
+
+from __future__ import annotations
+
+from tests.exploration.mutant import Mutant
+
+MUTANTS: list[Mutant] = []
