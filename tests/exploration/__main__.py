@@ -25,7 +25,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from tests.exploration.mutant import Mutant
+    from tests.exploration.mutants import Mutant
     from tests.exploration.run import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +66,10 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.replay:
         return show_replay(chosen.replay)
-    if chosen.mutants is not None:
-        return look_for_mutants(chosen.mutants, chosen.seconds, chosen.jobs)
-    seed = int(time.time()) % 10**6 if chosen.seed is None else chosen.seed
     worlds = chosen.world or list(_worlds())
+    if chosen.mutants is not None:
+        return look_for_mutants(worlds, chosen.mutants, chosen.seconds, chosen.jobs)
+    seed = int(time.time()) % 10**6 if chosen.seed is None else chosen.seed
     if chosen.coverage:
         return measure_coverage(worlds, chosen.seconds, seed)
     return explore_all(worlds, chosen.seconds, seed, chosen.jobs, chosen.record)
@@ -216,14 +216,15 @@ def _record(seconds: float, *numbers: int) -> None:
 # --------------------------------------------------------------------------------- mutants
 
 
-def look_for_mutants(part: str, seconds: float, jobs: int) -> int:
+def look_for_mutants(worlds: list[str], part: str, seconds: float, jobs: int) -> int:
     """Put defects back one at a time, and print how long each took to find; 1 if one was not."""
-    from tests.exploration.mutants import MUTANTS
+    from tests.exploration.mutants import all_mutants
 
-    chosen = [mutant for mutant in MUTANTS if part in mutant.name]
+    chosen = [(world, one) for world, found in all_mutants().items() for one in found]
+    chosen = [(world, one) for world, one in chosen if part in one.name and world in worlds]
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, initializer=_be_quiet) as pool:
-        work = [(mutant, seconds) for mutant in chosen]
+        work = [(world, mutant, seconds) for world, mutant in chosen]
         missed = 0
         for name, took, count, failure in pool.imap_unordered(find_mutant, work):
             missed += not failure
@@ -233,18 +234,17 @@ def look_for_mutants(part: str, seconds: float, jobs: int) -> int:
     return int(missed > 0)
 
 
-def find_mutant(work: tuple[Mutant, float]) -> tuple[str, float, int, str]:
+def find_mutant(work: tuple[str, Mutant, float]) -> tuple[str, float, int, str]:
     """Explore with a defect until it is found; return name, seconds, schedules and what fails."""
-    from tests.exploration.mutant import applied
     from tests.exploration.run import explore
 
-    mutant, seconds = work
+    world, mutant, seconds = work
     began, count, failure = time.time(), 0, ""
-    with applied(mutant):
+    with mutant.put_back():
         while not failure and time.time() < began + seconds:
-            failure = explore(mutant.world, count, mutant.settings).kind
+            failure = explore(world, count, mutant.settings).kind
             count += 1
-    return mutant.name, time.time() - began, count, failure
+    return f"{world}: {mutant.name}", time.time() - began, count, failure
 
 
 # -------------------------------------------------------------------------------- coverage

@@ -9,7 +9,7 @@ import pytest
 
 from tests.exploration import run as run_module
 from tests.exploration.choices import RecordedChoices
-from tests.exploration.mutant import Mutant, applied
+from tests.exploration.mutants import Mutant
 from tests.exploration.run import Outcome, Schedule, explore, replay
 from tests.exploration.scheduler import TIME, Fault, Scheduler, Stuck
 from tests.exploration.shrink import shrink
@@ -132,15 +132,14 @@ def test_a_schedule_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_a_mutant_changes_a_function_for_a_while() -> None:
     mutant = Mutant(
         "waits for the lock of the other",
-        "account",
-        "tests.exploration.test_scheduler:Account.work",
+        "tests.exploration.test_scheduler.Account.work",
         "lambda: not self.lock",
         "lambda: True",
         {"is_safe": True},
     )
     found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
     assert not any(found)
-    with applied(mutant):
+    with mutant.put_back():
         found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
     assert any(found)
     found = [explore("account", seed, mutant.settings).failure for seed in range(30)]
@@ -148,6 +147,6 @@ def test_a_mutant_changes_a_function_for_a_while() -> None:
 
 
 def test_a_mutant_that_no_longer_fits_is_an_error() -> None:
-    mutant = Mutant("old", "account", "tests.exploration.test_scheduler:Account.work", "gone", "")
-    with pytest.raises(ValueError, match="occurs 0 times"), applied(mutant):
+    mutant = Mutant("old", "tests.exploration.test_scheduler.Account.work", "gone", "")
+    with pytest.raises(ValueError, match="occurs 0 times"), mutant.put_back():
         pass
