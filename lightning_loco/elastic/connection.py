@@ -69,6 +69,7 @@ class ElasticConnection(MemberConnection):
         self.last_round: RoundResult | None = None
         self.pending: PendingRound | None = None
         self._settings = settings
+        self._clock = group.clock
         self._lighthouse = lighthouse
         self._min_workers = min_workers
         self._name = name
@@ -105,8 +106,10 @@ class ElasticConnection(MemberConnection):
         # A job that is started again is another member: it has the state of a checkpoint, and the
         # others may still wait for the one that it was.
         name = f"{self._name}-{secrets.token_hex(4)}"
-        lighthouse = Lighthouse(self._lighthouse, places.gather(name)[0])
-        group = MemberGroup(self._host or address_seen_by(self._lighthouse), self._timeout_s)
+        lighthouse = Lighthouse(self._lighthouse, places.gather(name)[0], clock=self._clock)
+        group = MemberGroup(
+            self._host or address_seen_by(self._lighthouse), self._timeout_s, clock=self._clock
+        )
         run = {
             **_describe(engine),
             "shards": places.gather(_describe_shards(engine)),
@@ -133,6 +136,7 @@ class ElasticConnection(MemberConnection):
             consistency=ConsistencyCheck(
                 self._check_every if algorithm.replicated else 0, own_fingerprint
             ),
+            clock=self._clock,
         )
         rounds.start()
         return rounds
@@ -209,7 +213,7 @@ class ElasticConnection(MemberConnection):
     def submit(self, request: RoundRequest) -> PendingRound:
         """Let the round thread run a round."""
         assert self._rounds is not None
-        self._rounds.submit(pending := PendingRound(request))
+        self._rounds.submit(pending := PendingRound(request, self._clock))
         return pending
 
     def keep_own_state(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco._util.background import BackgroundThread, run_in_thread
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.fault_points import reach
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.elastic.quorum import QuorumPlan
@@ -49,20 +49,22 @@ class MemberGroup:
     Args:
         host: Name or address under which the other members reach this host.
         timeout_s: Longest wait for data from another member, in seconds.
+        clock: Clock for its waits.
 
     Attributes:
         name: Name of the open group; empty if there is none.
         address: ``"host:port"`` of this worker's store.
     """
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, host: str, timeout_s: float, *, clock: Clock = REAL_CLOCK) -> None:
         self.name = ""
+        self._clock = clock
         self._timeout = timedelta(seconds=timeout_s)
         # A round that fails because of a lost member is to be repeated within its timeout.
         self._connect_s = min(CONNECT_S, timeout_s / 3)
         self._server = serve_store(host)
         self.address = f"{host}:{self._server.port}"
-        self._own_store = TimeoutStore(self._server)
+        self._own_store = TimeoutStore(self._server, clock=clock)
         self._group: ProcessGroupGloo | None = None
         self._monitor: MemberMonitor | None = None
         self._plan: QuorumPlan | None = None
@@ -77,7 +79,7 @@ class MemberGroup:
         self.abort()
         # The connection of gloo cannot be cancelled, and waits long for a member that does not
         # come. So the members meet at the store of the donor first.
-        monitor = MemberMonitor(plan, self._connect_s)
+        monitor = MemberMonitor(plan, self._connect_s, clock=self._clock)
         try:
             monitor.rendezvous()
             group = monitor.create_group(lambda: self._create(plan))
@@ -181,7 +183,7 @@ class MemberGroup:
 
     def read_run(self, store: str, member: str) -> str:
         """Return the description of another worker's run; RuntimeError if it does not answer."""
-        client = connect_store(store, member, self._connect_s)
+        client = connect_store(store, member, self._connect_s, clock=self._clock)
         return with_timeout(lambda: client.get(_RUN_KEY), self._connect_s).decode()
 
     def live_members(self) -> list[str]:
@@ -194,14 +196,19 @@ class MemberGroup:
             return self._own_store.add(_FINISHED_KEY, 0)
         except RuntimeError:  # the connection with this worker's own store was cut
             self._own_store.close()
-            client = connect_store(self.address, "This worker's store", _OWN_STORE_S)
-            self._own_store = TimeoutStore(client)
+            client = connect_store(
+                self.address, "This worker's store", _OWN_STORE_S, clock=self._clock
+            )
+            self._own_store = TimeoutStore(client, clock=self._clock)
             return self._own_store.add(_FINISHED_KEY, 0, _OWN_STORE_S)
 
     def announce_finished(self) -> None:
         """Announce to the members of the last group that this worker has finished."""
         others = self._last_others()
-        wait([run_in_thread(functools.partial(_announce, *other)) for other in others], _ANNOUNCE_S)
+        wait(
+            [run_in_thread(functools.partial(_announce, *other, self._clock)) for other in others],
+            _ANNOUNCE_S,
+        )
 
     def _last_others(self) -> list[tuple[str, str]]:
         """Return store and name of the other members of the last group."""
@@ -219,9 +226,9 @@ def _abort(groups: list[ProcessGroupGloo | None]) -> None:
     groups.clear()
 
 
-def _announce(store: str, member: str) -> None:
+def _announce(store: str, member: str, clock: Clock) -> None:
     check_alive(store, member)
-    connect_store(store, member, _ANNOUNCE_S).add(_FINISHED_KEY, 1)
+    connect_store(store, member, _ANNOUNCE_S, clock=clock).add(_FINISHED_KEY, 1)
 
 
 def send_receive(
@@ -286,30 +293,33 @@ class MemberMonitor:
     RuntimeError if this is so with the store of the donor, which is used.
     """
 
-    def __init__(self, plan: QuorumPlan, timeout_s: float) -> None:
+    def __init__(self, plan: QuorumPlan, timeout_s: float, *, clock: Clock = REAL_CLOCK) -> None:
+        self._clock = clock
         self._plan = plan
         self._rendezvous_s = min(RENDEZVOUS_S, timeout_s)
         self._unresponsive_s = min(UNRESPONSIVE_S, timeout_s)
         self._check_alive(plan.donor)
-        client = connect_store(plan.stores[plan.donor], plan.names[plan.donor], timeout_s)
-        self._store = TimeoutStore(PrefixStore(plan.group, client))
+        client = connect_store(
+            plan.stores[plan.donor], plan.names[plan.donor], timeout_s, clock=clock
+        )
+        self._store = TimeoutStore(PrefixStore(plan.group, client), clock=clock)
 
     def rendezvous(self) -> None:
         """Wait until all members are ready; RuntimeError if one has died, given up or is late."""
         plan = self._plan
         self._ask_donor(lambda: self._store.set(_ready_key(plan.rank), "", self._unresponsive_s))
         missing = [rank for rank in range(len(plan.names)) if rank != plan.rank]
-        deadline = time.monotonic() + self._rendezvous_s
+        deadline = self._clock.now() + self._rendezvous_s
         while missing := [rank for rank in missing if not self._has(_ready_key(rank))]:
             self._check_left()
             for rank in missing:
                 self._check_alive(rank)
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 names = ", ".join(plan.names[rank] for rank in missing)
                 raise RuntimeError(
                     f"{names} did not join the group within {self._rendezvous_s:.3g} s."
                 )
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
     def create_group(self, create: Callable[[], ProcessGroupGloo]) -> ProcessGroupGloo:
         """Create the group on all members at once; RuntimeError if one is lost meanwhile.
@@ -371,8 +381,10 @@ class MemberMonitor:
             self._check_alive(rank)
             # A frozen process still accepts connections, by its kernel, but its store does not
             # answer.
-            connect_store(plan.stores[rank], plan.names[rank], self._unresponsive_s)
-            is_over.wait(_WATCH_EVERY_S)
+            connect_store(
+                plan.stores[rank], plan.names[rank], self._unresponsive_s, clock=self._clock
+            )
+            self._clock.wait(is_over, _WATCH_EVERY_S)
 
     def _check_left(self) -> None:
         if self._has(_LEFT_KEY):
@@ -417,22 +429,25 @@ def serve_store(host: str) -> TCPStore:
     )
 
 
-def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
+def connect_store(
+    store: str, member: str, timeout_s: float, *, clock: Clock = REAL_CLOCK
+) -> TCPStore:
     """Connect to the store ``"host:port"`` of a member, and check that it answers.
 
     PyTorch retries for a long time if the server is gone. It does so in a thread, which is given up
     as soon as the member is known to have ended. RuntimeError if it has ended, or has not answered
     for ``timeout_s`` seconds, which also limit later calls.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.now() + timeout_s
     is_given_up = threading.Event()
     connecting = run_in_thread(
-        lambda: _connect(store, timeout_s, deadline, is_given_up), exit_timeout_s=_LAST_ATTEMPT_S
+        lambda: _connect(store, timeout_s, deadline, is_given_up, clock),
+        exit_timeout_s=_LAST_ATTEMPT_S,
     )
     try:
         while not wait([connecting], _CHECK_EVERY_S).done:
             check_alive(store, member)
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise RuntimeError(f"{member} has not answered for {timeout_s:.3g} s.")
         return connecting.result()
     finally:
@@ -441,7 +456,7 @@ def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
 
 
 def _connect(
-    store: str, timeout_s: float, deadline: float, is_given_up: threading.Event
+    store: str, timeout_s: float, deadline: float, is_given_up: threading.Event, clock: Clock
 ) -> TCPStore:
     """Make attempts of increasing length, so that one that is given up early ends soon."""
     host, port = _split_address(store)
@@ -451,7 +466,7 @@ def _connect(
         try:
             client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         except RuntimeError:
-            if is_given_up.is_set() or time.monotonic() > deadline:
+            if is_given_up.is_set() or clock.now() > deadline:
                 raise
             attempt_s *= 2
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -17,6 +16,7 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient, ManagerServer
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.elastic.quorum import Member, Quorum
 from lightning_loco.transport import address_towards
 
@@ -48,17 +48,19 @@ class Lighthouse:
     Args:
         address: ``"host:port"`` of the lighthouse.
         name: Name of this worker, never used by another one.
+        clock: Clock for its waits.
 
     Attributes:
         error: Why the lighthouse cannot be reached at the moment; empty if it can.
         uptime: Measures for how long the lighthouse has been up.
     """
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, *, clock: Clock = REAL_CLOCK) -> None:
         self.name = name
         self.address = address.removeprefix("http://")
         self.error = "it does not answer"
-        self.uptime = Uptime(address)
+        self.uptime = Uptime(address, clock=clock)
+        self._clock = clock
         self._url = f"http://{self.address}"
         self._client: LighthouseClient | None = None
         self._heartbeats: ManagerServer | None = None
@@ -71,25 +73,25 @@ class Lighthouse:
         as plain values. RuntimeError if the lighthouse cannot be reached within
         ``timeout_s``.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         while True:
             try:
                 client = self._connect(deadline)
                 self.uptime.wait(deadline)
-                left = timedelta(seconds=max(_RETRY_S, deadline - time.monotonic()))
+                left = timedelta(seconds=max(_RETRY_S, deadline - self._clock.now()))
                 quorum = client.quorum(self.name, left, data=make_data())
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
                 # The next attempt connects again, perhaps to a lighthouse that was restarted.
                 self._client, self.error = None, str(error)
-                if self.uptime.is_closed or time.monotonic() + _RETRY_S > deadline:
+                if self.uptime.is_closed or self._clock.now() + _RETRY_S > deadline:
                     raise RuntimeError(
                         f"The lighthouse at {self.address} does not answer within {timeout_s:g} s "
                         f"({error}). Start it with `lightning-loco lighthouse`, and check that "
                         "this machine can reach its port."
                     ) from error
-                time.sleep(_RETRY_S)
+                self._clock.sleep(_RETRY_S)
                 continue
             members = [Member(each.replica_id, each.data or {}) for each in quorum.participants]
             return Quorum(f"{quorum.created.seconds}.{quorum.created.nanos:09}", members)
@@ -97,7 +99,7 @@ class Lighthouse:
     def _connect(self, deadline: float) -> LighthouseClient:
         """Return the connected client; the first call starts the heartbeats."""
         self.uptime.connect(deadline)
-        longest = timedelta(seconds=max(_RETRY_S, deadline - time.monotonic()))
+        longest = timedelta(seconds=max(_RETRY_S, deadline - self._clock.now()))
         if self._heartbeats is None:
             # Of the manager of torchft only the heartbeats are used.
             self._heartbeats = ManagerServer(
@@ -148,26 +150,27 @@ class Uptime:
     without the others, and let workers without a state begin a second run.
     """
 
-    def __init__(self, lighthouse: str) -> None:
+    def __init__(self, lighthouse: str, *, clock: Clock = REAL_CLOCK) -> None:
         host, _, port = lighthouse.removeprefix("http://").rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._connection: socket.socket | None = None
         self._since, self._num_connections = 0.0, 0
+        self._clock = clock
         self.is_closed = False
 
     def wait(self, deadline: float) -> None:
         """Wait until the lighthouse has been up for :data:`MIN_UPTIME_S`, as far as is known.
 
-        At most until ``deadline``, by ``time.monotonic()``. ConnectionError if it does not answer,
+        At most until ``deadline``, by the clock. ConnectionError if it does not answer,
         or after :meth:`close`.
         """
         while True:
             self.connect(deadline)
-            now = time.monotonic()
+            now = self._clock.now()
             left_s = min(self._since + MIN_UPTIME_S, deadline) - now
             if left_s <= 0:
                 return
-            time.sleep(left_s)
+            self._clock.sleep(left_s)
 
     def connect(self, deadline: float) -> None:
         """Connect unless connected; arguments and errors as in :meth:`wait`."""
@@ -179,7 +182,7 @@ class Uptime:
 
         A member of earlier rounds may then need longer than :data:`MIN_UPTIME_S` to reach it.
         """
-        return self._num_connections > 1 and time.monotonic() - self._since < within_s
+        return self._num_connections > 1 and self._clock.now() - self._since < within_s
 
     def close(self) -> None:
         """Close the connection for good."""
@@ -188,7 +191,7 @@ class Uptime:
 
     def _reconnect(self, deadline: float) -> None:
         self._disconnect()
-        left_s = max(MIN_UPTIME_S, deadline - time.monotonic())
+        left_s = max(MIN_UPTIME_S, deadline - self._clock.now())
         if self.is_closed:
             raise ConnectionAbortedError("This worker has left the run.")
         try:
@@ -199,7 +202,7 @@ class Uptime:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-        self._connection, self._since = connection, time.monotonic()
+        self._connection, self._since = connection, self._clock.now()
         self._num_connections += 1
 
     def _disconnect(self) -> None:

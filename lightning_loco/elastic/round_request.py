@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.elastic.quorum import NO_STATE, QuorumPlan
 from lightning_loco.elastic.recovery import RunState
@@ -69,18 +69,23 @@ class RoundResult:
 class PendingRound(Future[RoundResult]):
     """A round that was asked for, and its result once it is done.
 
+    Args:
+        request: The round.
+        clock: Only read.
+
     Attributes:
         request: The round.
-        waited_since: When the training thread began to wait, by ``time.monotonic()``.
+        waited_since: When the training thread began to wait, by the clock.
     """
 
-    def __init__(self, request: RoundRequest) -> None:
+    def __init__(self, request: RoundRequest, clock: Clock = REAL_CLOCK) -> None:
         super().__init__()
+        self._clock = clock
         self.request = request
         self.waited_since: float | None = None
 
     def wait(self) -> RoundResult:
         """Wait until the round is done, for as long as the round thread tries; raise its error."""
         if self.waited_since is None:
-            self.waited_since = time.monotonic()
+            self.waited_since = self._clock.now()
         return self.result()

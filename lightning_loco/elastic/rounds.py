@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_loco._util.background import BackgroundThread, run_in_thread
-from lightning_loco._util.clock import REAL_CLOCK
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.decisions import carry_out
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.elastic.consistency import ConsistencyCheck
@@ -68,6 +68,7 @@ class RoundThread(BackgroundThread):
         min_workers: Least number of members of a round; members that have finished count, too.
         timeout_s: Longest wait for enough members, in seconds.
         consistency: Compares the members' states.
+        clock: Clock for its waits.
 
     Attributes:
         decisions: What this worker decides in its rounds.
@@ -86,19 +87,21 @@ class RoundThread(BackgroundThread):
         min_workers: int,
         timeout_s: float,
         consistency: ConsistencyCheck,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-rounds")
         self.decisions = RoundDecisions(
             lighthouse.name,
             places.place,
             lighthouse.address,
-            REAL_CLOCK,
+            clock,
             is_stopping,
             group.count_finished,
             consistency.is_due,
             min_workers=min_workers,
             timeout_s=timeout_s,
         )
+        self._clock = clock
         self._lighthouse = lighthouse
         self._places = places
         self._requester = QuorumRequester(lighthouse, group.live_members)
@@ -200,7 +203,7 @@ class RoundThread(BackgroundThread):
             case Do.DESCRIBE:
                 return self._places.ask_first(lambda: self._describe_difference(argument))
             case Do.PAUSE:
-                REAL_CLOCK.sleep(argument)
+                self._clock.sleep(argument)
             case Do.OPEN:
                 # A copy takes about as long as the other members need to come.
                 copies = plan.joining and plan.is_donor

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_loco.elastic import lighthouse as module
+from lightning_loco._util.clock import Clock
 from lightning_loco.elastic.lighthouse import MIN_UPTIME_S, Uptime
 from tests.elastic.cluster import Lighthouse
-from tests.harness.manual_clock import sleeps
 
 pytestmark = pytest.mark.recovery
 
@@ -23,9 +22,25 @@ def lighthouse() -> Iterator[Lighthouse]:
     started.stop()
 
 
+class SleepingClock(Clock):
+    """Keeps the seconds of all sleeps in ``asked``."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        time.sleep(seconds)
+
+
 @pytest.fixture
-def uptime(lighthouse: Lighthouse) -> Iterator[Uptime]:
-    measured = Uptime(lighthouse.address)
+def clock() -> SleepingClock:
+    return SleepingClock()
+
+
+@pytest.fixture
+def uptime(lighthouse: Lighthouse, clock: SleepingClock) -> Iterator[Uptime]:
+    measured = Uptime(lighthouse.address, clock=clock)
     yield measured
     measured.close()
 
@@ -37,13 +52,12 @@ def wait(uptime: Uptime, at_most_s: float = 60.0) -> float:
 
 
 def test_only_a_restarted_lighthouse_is_waited_for(
-    lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
+    lighthouse: Lighthouse, uptime: Uptime, clock: SleepingClock
 ) -> None:
-    asked = sleeps(monkeypatch, module)
     assert wait(uptime) >= MIN_UPTIME_S
-    asked.clear()
+    clock.asked.clear()
     wait(uptime)
-    assert asked == []
+    assert clock.asked == []
     lighthouse.stop()
     lighthouse.start()
     assert wait(uptime) >= MIN_UPTIME_S
@@ -60,11 +74,10 @@ def test_a_restart_of_the_lighthouse_is_detected(lighthouse: Lighthouse, uptime:
 
 
 def test_the_wait_ends_at_the_deadline(
-    lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
+    lighthouse: Lighthouse, uptime: Uptime, clock: SleepingClock
 ) -> None:
-    asked = sleeps(monkeypatch, module)
     wait(uptime, at_most_s=0.1)
-    assert sum(asked) <= 0.1
+    assert sum(clock.asked) <= 0.1
 
 
 def test_a_lighthouse_that_does_not_answer_is_an_error(
