@@ -86,7 +86,13 @@ def replay(schedule: Schedule) -> Outcome:
 def _run(schedule: Schedule, choices: Choices) -> Outcome:
     kind = WORLDS[schedule.world]
     world = kind(schedule.settings)
-    scheduler = Scheduler(choices, world.faults, max_events=kind.max_events, limit_s=kind.limit_s)
+    scheduler = Scheduler(
+        choices,
+        world.faults,
+        max_events=kind.max_events,
+        limit_s=kind.limit_s,
+        longest_stall_s=kind.longest_stall_s,
+    )
     world.scheduler = scheduler
     outcome = Outcome(Schedule(schedule.world, schedule.settings), scheduler.steps)
 

@@ -120,6 +120,8 @@ class Scheduler:
         get_faults: Returns the faults that are possible now, by name.
         max_events: After so many events a run counts as stuck.
         limit_s: Longest virtual time from the last fault, or the beginning, to the end.
+        longest_stall_s: How far time may pass at once while something else could happen, as on a
+            slow machine; otherwise it passes to the next end of a wait.
 
     Attributes:
         now: The time in seconds; it is 0 at the beginning.
@@ -135,6 +137,7 @@ class Scheduler:
         *,
         max_events: int = _MAX_EVENTS,
         limit_s: float = 3600.0,
+        longest_stall_s: float = math.inf,
     ) -> None:
         self.now = 0.0
         self.taken: list[str] = []
@@ -143,8 +146,10 @@ class Scheduler:
         self.after_event: Callable[[], object] | None = None
         self._choices, self._get_faults = choices, get_faults
         self._max_events, self._limit_s = max_events, limit_s
+        self._longest_stall_s = longest_stall_s
         self._last_fault_s = 0.0
         self._events: list[Event] = []
+        self._alive: list[Task] = []
         self._killed: set[str] = set()
         self._frozen: set[str] = set()
         self._current: Task | None = None
@@ -158,6 +163,7 @@ class Scheduler:
         """Add a task, which may begin at any time; ``host`` is its own name by default."""
         task = Task(name, host or name, work)
         self.tasks.append(task)
+        self._alive.append(task)
         return task
 
     def post(self, name: str, action: Callable[[], object], host: str = "") -> Event:
@@ -250,7 +256,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Run until all tasks have ended; :class:`Stuck` if they do not."""
-        while any(not task.is_done for task in self.tasks):
+        while self._has_tasks():
             self._step()
 
     def close(self) -> None:
@@ -259,8 +265,13 @@ class Scheduler:
         for task in self.tasks:
             self._end(task)
 
+    def _has_tasks(self) -> bool:
+        # A run may have thousands of short tasks, so those that have ended are not looked at again.
+        self._alive = [task for task in self._alive if not task.is_done]
+        return bool(self._alive)
+
     def _step(self) -> None:
-        ready = {task.name: task for task in reversed(self.tasks) if self._can_continue(task)}
+        ready = {task.name: task for task in reversed(self._alive) if self._can_continue(task)}
         posted = {
             event.name: event for event in reversed(self._events) if event.host not in self._frozen
         }
@@ -281,6 +292,7 @@ class Scheduler:
             self._last_fault_s = self.now
             faults[name].action()
         elif name == TIME:
+            until = min(until, self.now + self._longest_stall_s) if names else until
             self.steps.append(Step(self.now, name, f"until {until:.6g} s"))
             self.now = max(self.now, until)
             if self.now > self._last_fault_s + self._limit_s:
@@ -305,7 +317,7 @@ class Scheduler:
     def _next_deadline(self) -> float:
         deadlines = [
             task.deadline
-            for task in self.tasks
+            for task in self._alive
             if not task.is_done and task.host not in self._frozen and task.until is not None
         ]
         return min((limit for limit in deadlines if limit > self.now), default=math.inf)
@@ -347,7 +359,7 @@ class Scheduler:
             f"{task.name} waits for {task.why}"
             + (" (frozen)" if task.host in self._frozen else "")
             + (f" until {task.deadline:.6g} s" if task.deadline < math.inf else "")
-            for task in self.tasks
+            for task in self._alive
             if not task.is_done
         ]
         return f"At {self.now:.6g} s: " + "; ".join(waits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ class World(ABC):
         name: Its name on the command line.
         covered: Modules whose branches count as explored by it.
         limit_s: Longest virtual time from the last fault to the end: no wait may be longer.
+        longest_stall_s: How far time may pass at once while something else could happen.
         scheduler: Runs its tasks.
         history: What happened so far.
     """
@@ -48,6 +50,7 @@ class World(ABC):
     covered: ClassVar[tuple[str, ...]] = ()
     limit_s: ClassVar[float] = 3600.0
     max_events: ClassVar[int] = 20_000
+    longest_stall_s: ClassVar[float] = math.inf
     scheduler: Scheduler
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
