@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tests.exploration.records import Applied, Merged, Stopped
+from tests.exploration.records import Applied, Began, Finished, Merged, Read, Sent, Stopped
 from tests.exploration.world import History
 
 Property = Callable[[History], None]
@@ -75,3 +75,44 @@ def all_stop_at_one_step(history: History) -> None:
     """A stop that all have agreed on stops all at one local step."""
     steps = {stopped.worker: stopped.step for stopped in history.of(Stopped)}
     assert len(set(steps.values())) <= 1, f"stopped after different local steps: {steps}"
+
+
+@holds_in("members")
+def a_repeated_message_is_the_same(history: History) -> None:
+    """A worker sends a message again, unchanged, if an exchange has failed."""
+    first: dict[tuple[str, str, int], Sent] = {}
+    for sent in history.of(Sent):
+        other = first.setdefault((sent.worker, sent.run, sent.round_index), sent)
+        assert other.message == sent.message, (
+            f"round {sent.round_index}: {sent.worker} has sent {other.message}, then {sent.message}"
+        )
+
+
+@holds_in("members")
+def no_run_begins_beside_another_one(history: History) -> None:
+    """Workers without a state do not begin a run while others that they reach have one."""
+    for began in history.of(Began):
+        assert not began.ahead, f"{began.worker} begins a run without {', '.join(began.ahead)}"
+
+
+@holds_in("members")
+def workers_finish_with_the_same_parameters(history: History) -> None:
+    """All that have finished a run have the same outer parameters."""
+    first: dict[str, Finished] = {}
+    for finished in history.of(Finished):
+        if not finished.may_differ:
+            other = first.setdefault(finished.run, finished)
+            assert other.outer == finished.outer, (
+                f"{other.worker} finishes with {other.outer}, {finished.worker} with "
+                f"{finished.outer}"
+            )
+
+
+@holds_in("members")
+def no_sample_is_read_twice(history: History) -> None:
+    """No two workers read the same position of the stream of a run."""
+    readers: dict[tuple[str, int], str] = {}
+    for read in history.of(Read):
+        for position in read.positions:
+            other = readers.setdefault((read.run, position), read.worker)
+            assert other == read.worker, f"{other} and {read.worker} have read {position}"

@@ -54,7 +54,41 @@ class Ended(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A worker has read samples of the training data: their positions in the stream."""
+    """A worker has read samples of the training data: their positions in the stream of a run."""
 
     worker: str
     positions: tuple[int, ...]
+    run: str = ""
+
+
+class Sent(NamedTuple):
+    """A worker has sent a message of a round, perhaps again."""
+
+    worker: str
+    run: str
+    round_index: int
+    message: tuple[float, ...]
+
+
+class Began(NamedTuple):
+    """A worker has begun a run with others, while ``ahead`` had the state of another one."""
+
+    worker: str
+    group: str
+    ahead: tuple[str, ...]
+
+
+class Finished(NamedTuple):
+    """A worker has ended regularly, after all its rounds.
+
+    Attributes:
+        worker: Its name.
+        run: Names its run.
+        may_differ: Whether it may have other outer parameters than the others.
+        outer: Its outer parameters.
+    """
+
+    worker: str
+    run: str
+    may_differ: bool
+    outer: tuple[float, ...]

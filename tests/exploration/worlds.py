@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.exploration.members_world import MembersWorld
 from tests.exploration.world import World
 
-WORLDS: dict[str, type[World]] = {kind.name: kind for kind in ()}
+WORLDS: dict[str, type[World]] = {kind.name: kind for kind in (MembersWorld,)}

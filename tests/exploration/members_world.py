@@ -1,0 +1,504 @@
+"""Elastic workers: members that join, are lost, are cut off and return, under a lighthouse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.algorithms import DiLoCo, LocalSGD, Mix
+from lightning_loco.compression import ErrorFeedback, Int8, Sparse
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.elastic.connection import ElasticConnection
+from lightning_loco.elastic.elastic import Elastic
+from lightning_loco.elastic.exchanges import SumExchange
+from lightning_loco.elastic.lighthouse import MIN_UPTIME_S
+from lightning_loco.elastic.quorum import NO_STATE, QuorumPlan
+from lightning_loco.elastic.round_decisions import RoundDecisions
+from lightning_loco.elastic.round_request import RoundRequest, RoundResult
+from lightning_loco.engine import Engine, RoundSettings, StepEngine
+from lightning_loco.schedules import Staggered
+from tests.exploration.members_process import models
+from tests.exploration.model_lighthouse import ADDRESS, HOST, ModelLighthouse
+from tests.exploration.model_network import Network
+from tests.exploration.records import (
+    Applied,
+    Began,
+    Ended,
+    Finished,
+    Merged,
+    Read,
+    Sent,
+)
+from tests.exploration.scheduler import Fault, Killed
+from tests.exploration.world import World
+
+SIZE = 8
+TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S = 120.0, 5.0, 120.0
+MARGIN_S = 60.0
+MOST_WORKERS = 6
+
+METHODS = ("diloco", "diloco", "overlap", "local_sgd", "streaming")
+CODECS = (None, None, "int8", "feedback", "senders")
+FAULTS = ("kill", "freeze", "cut", "lighthouse", "store", "stop", "drift", "late")
+SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
+
+
+class Blocks(nn.Module):
+    """Eight numbers in two blocks, so that there can be two fragments."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        halves = [torch.full((SIZE // 2,), value) for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.ParameterDict({"value": half}) for half in halves)
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """A worker of the run.
+
+    Attributes:
+        host: Its name.
+        total: Local steps after which it finishes.
+        saved: The state that it starts with, and where its data continue.
+        run: Names the run whose state it has; empty before it has one.
+        is_apart: Whether it was ever cut off, suspended or asked to stop: it may then end with
+            other weights than the others.
+        is_over: Whether its process has ended.
+        bad_until_s: When it was cut off last, or had too few others.
+    """
+
+    host: str
+    total: int
+    saved: tuple[dict[str, Any], int] | None = None
+    run: str = ""
+    engine: Engine | None = None
+    is_apart: bool = False
+    has_drifted: bool = False
+    is_over: bool = False
+    has_failed: bool = False
+    bad_until_s: float = -1e9
+    saves: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+class MembersWorld(World):
+    """Workers with the real engine, hooks, round thread, group and monitor."""
+
+    name = "members"
+    covered = (
+        "lightning_loco.elastic.connection",
+        "lightning_loco.elastic.consistency",
+        "lightning_loco.elastic.data_shard",
+        "lightning_loco.elastic.exchanges",
+        "lightning_loco.elastic.group",
+        "lightning_loco.elastic.hooks",
+        "lightning_loco.elastic.lighthouse",
+        "lightning_loco.elastic.quorum",
+        "lightning_loco.elastic.recovery",
+        "lightning_loco.elastic.round_decisions",
+        "lightning_loco.elastic.rounds",
+        "lightning_loco.elastic.state_transfer",
+    )
+    limit_s = 1500.0
+    longest_stall_s = 1.0
+
+    @classmethod
+    def draw(cls, draw: random.Random) -> dict[str, Any]:
+        """Draw how many workers, which method, and what may go wrong."""
+        workers = draw.choice([2, 3, 3, 4])
+        method = draw.choice(METHODS)
+        sync_every = draw.choice([2, 3, 4])
+        kinds = draw.sample(FAULTS, draw.choice([0, 1, 1, 2, 3]))
+        return {
+            "workers": workers,
+            "min_workers": draw.randint(1, workers),
+            "method": method,
+            "codec": None if method == "local_sgd" else draw.choice(CODECS),
+            "sync_every": sync_every,
+            "delay": draw.randint(0, sync_every // 2),
+            "steps": sync_every * draw.choice([2, 3, 4, 5]) + draw.choice([0, 0, 1]),
+            "shorter": draw.choice([0, 0, 0, 1, 2 * sync_every]),
+            "check_every": draw.choice([0, 1, 2]),
+            "first_heartbeat_s": draw.choice([0.0, 0.0, 0.5, 3.0]),
+            "step_s": draw.choice([0.0, 0.0, 1.0]),
+            "order": draw.sample(range(10, 99), MOST_WORKERS),
+            "faults": sorted(kinds),
+        }
+
+    # ------------------------------------------------------------------------- start
+
+    def start(self) -> None:
+        """Start the workers."""
+        settings, scheduler = self.settings, self.scheduler
+        self.network = Network(scheduler)
+        self.lighthouse = ModelLighthouse(
+            self.network,
+            settings["first_heartbeat_s"],
+            min_replicas=1,
+            join_timeout_s=JOIN_TIMEOUT_S,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        )
+        self.workers: dict[str, WorkerProcess] = {}
+        self._by_name: dict[str, WorkerProcess] = {}
+        self._messages: dict[tuple[str, int], int] = {}
+        self._senders: dict[tuple[str, int], set[str]] = {}
+        self._is_lighthouse_up = True
+        self._patches = ExitStack()
+        self._patches.enter_context(
+            models(scheduler, self.network, self.lighthouse, self._make_name)
+        )
+        self._observe()
+        scheduler.after_event = self._after_event
+        late = "late" in settings["faults"]
+        for number in range(settings["workers"] - late):
+            self._start_worker(shorter=settings["shorter"] if number == 0 else 0)
+
+    def close(self) -> None:
+        """Take the models out of the package."""
+        if hasattr(self, "_patches"):
+            self._patches.close()
+
+    def _make_name(self) -> str:
+        worker = self._own()
+        worker.names.append(f"{len(worker.names)}")
+        return worker.names[-1]
+
+    def _start_worker(self, shorter: int = 0, saved: Any = None) -> None:
+        host = f"w{len(self.workers)}"
+        worker = WorkerProcess(host, self.settings["steps"] - shorter, saved)
+        self.workers[host] = worker
+        self.scheduler.start(host, lambda: self._run_process(worker), host)
+
+    def _own(self) -> WorkerProcess:
+        """The worker of the task that runs now."""
+        return self.workers[self.scheduler.current.host]
+
+    # ------------------------------------------------------------------- the program
+
+    def _run_process(self, worker: WorkerProcess) -> None:
+        """Run the program of a worker, and end its process with it."""
+        error = ""
+        try:
+            self._train(worker)
+        except Killed:
+            raise
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            worker.has_failed = True
+            if not self._is_excused(worker, raised):
+                raise
+        steps = 0 if worker.engine is None else worker.engine.worker.steps
+        self.history.add(Ended(worker.host, steps, error, self.scheduler.now))
+        worker.is_over = True
+        self.scheduler.post(f"exit of {worker.host}", lambda: self._end(worker), worker.host)
+
+    def _train(self, worker: WorkerProcess) -> None:
+        settings, scheduler = self.settings, self.scheduler
+        number = int(worker.host[1:])
+        engine = worker.engine = self._make_engine(worker, number)
+        shard = engine.exchange.data_shard
+        shard.add_dataset(1000)
+        if worker.saved is not None:
+            engine.load_state_dict(worker.saved[0])
+            shard.start_at(worker.saved[1])
+        try:
+            engine.start()
+            stop = engine.worker.stop
+            while engine.worker.steps < worker.total and stop.agreed is None:
+                position = shard.next_position()
+                if not worker.is_apart:
+                    self.history.add(Read(worker.host, (position,), worker.run))
+                with torch.no_grad():
+                    values = [p.view(-1) for p in engine.worker.replica.model.parameters()]
+                    values[number % 2][number // 2] += 1.0
+                if settings["step_s"]:
+                    scheduler.clock().sleep(settings["step_s"])
+                if engine.step():
+                    self._record_state(worker)
+                    if len(worker.saves) < 2:
+                        worker.saves.append((engine.state_dict(), shard.first_unused))
+            if stop.agreed is not None:
+                engine.exchange.leave()
+                return
+            engine.finish()
+            self._record_state(worker, is_last=True)
+        finally:
+            engine.close()
+
+    def _make_engine(self, worker: WorkerProcess, number: int) -> Engine:
+        settings, method = self.settings, self.settings["method"]
+        codecs = {"feedback": ErrorFeedback(Int8()), "senders": SENDERS}
+        codec = codecs.get(settings["codec"], settings["codec"])
+        membership = Elastic(
+            ADDRESS,
+            min_workers=settings["min_workers"],
+            name=f"n{settings['order'][number]}",
+            host=worker.host,
+            timeout_s=TIMEOUT_S,
+            check_every=settings["check_every"],
+        )
+        group = WorkerGroup(0, 1, clock=self.scheduler.clock())
+        model = Blocks(float(number))
+        if method == "streaming":
+            rounds = RoundSettings(
+                DiLoCo(outer_lr=0.5, outer_momentum=0.5),
+                Staggered(settings["sync_every"], 2, settings["delay"]),
+                compression=codec,
+                merge_policy=Mix(0.5),
+                membership=membership,
+            )
+            return Engine.from_settings(model, rounds, group)
+        is_overlapped = method == "overlap"
+        algorithms = {
+            "local_sgd": LocalSGD(),
+            "overlap": DiLoCo(outer_lr=0.5, outer_momentum=0.0),
+            "diloco": DiLoCo(outer_lr=0.5, outer_momentum=0.5),
+        }
+        return StepEngine(
+            model,
+            algorithms[method],
+            sync_every=settings["sync_every"],
+            overlap=is_overlapped,
+            warm_start=False,
+            compression=codec,
+            membership=membership,
+            group=group,
+        )
+
+    # ------------------------------------------------------------------------- faults
+
+    def faults(self) -> Mapping[str, Fault]:
+        """Return what may go wrong now."""
+        kinds, scheduler = self.settings["faults"], self.scheduler
+        running = [worker for worker in self.workers.values() if not worker.is_over]
+        found: dict[str, Fault] = {}
+        for worker in running:
+            host, is_frozen = worker.host, scheduler.is_frozen(worker.host)
+            if is_frozen:
+                found[f"thaw {host}"] = Fault(lambda w=worker: self._thaw(w), is_repair=True)
+            if "kill" in kinds:
+                found[f"kill {host}"] = Fault(lambda w=worker: self._kill(w))
+            if "freeze" in kinds and not is_frozen:
+                found[f"freeze {host}"] = Fault(lambda w=worker: self._freeze(w))
+            if "cut" in kinds and not self.network.is_cut:
+                for other in [HOST, *(w.host for w in running if w.host > host)]:
+                    found[f"cut {host}-{other}"] = Fault(lambda h=host, o=other: self._cut(h, o))
+                found[f"cut {host}"] = Fault(lambda h=host: self._cut(h))
+            engine = worker.engine
+            if engine is None or is_frozen:
+                continue
+            if "store" in kinds:
+                found[f"reset {host}"] = Fault(lambda h=host: self._reset_own_store(h))
+            if "stop" in kinds and engine.worker.stop.requested is None:
+                found[f"stop {host}"] = Fault(lambda w=worker: self._stop(w))
+            if "drift" in kinds and self._can_drift(worker):
+                found[f"drift {host}"] = Fault(lambda w=worker: self._drift(w))
+        if self.network.is_cut:
+            found["heal"] = Fault(self.network.heal, is_repair=True)
+        if not self.lighthouse.is_up:
+            found["start lighthouse"] = Fault(self._start_lighthouse, is_repair=True)
+        elif "lighthouse" in kinds:
+            found["lose lighthouse"] = Fault(self._lose_lighthouse)
+        if running and len(self.workers) < MOST_WORKERS:
+            has_room = len(running) < self.settings["workers"]
+            if has_room and ("late" in kinds or "kill" in kinds):
+                found["join"] = Fault(self._start_worker)
+            if has_room and "kill" in kinds:
+                for worker in self.workers.values():
+                    if worker.is_over and worker.saves:
+                        saved = worker.saves[-1]
+                        found[f"resume {worker.host}"] = Fault(
+                            lambda saved=saved: self._start_worker(saved=saved)
+                        )
+        return found
+
+    def _kill(self, worker: WorkerProcess) -> None:
+        self._end(worker)
+        worker.is_over = True
+
+    def _end(self, worker: WorkerProcess) -> None:
+        self.network.end(worker.host)
+        self.lighthouse.forget(worker.host)
+        self.scheduler.kill(worker.host)
+
+    def _freeze(self, worker: WorkerProcess) -> None:
+        worker.is_apart = True
+        self.scheduler.freeze(worker.host)
+
+    def _thaw(self, worker: WorkerProcess) -> None:
+        self.scheduler.thaw(worker.host)
+
+    def _cut(self, host: str, other: str = "") -> None:
+        """Cut a host off from another one, or from all."""
+        for target in [other] if other else [HOST, *(w for w in self.workers if w != host)]:
+            self.network.cut(host, target)
+            for name in (host, target):
+                if name in self.workers:
+                    self.workers[name].is_apart = True
+
+    def _reset_own_store(self, host: str) -> None:
+        for store in self.network.stores.values():
+            if store.host == host:
+                store.own_client.is_cut = True
+
+    def _stop(self, worker: WorkerProcess) -> None:
+        assert worker.engine is not None
+        worker.is_apart = True
+        worker.engine.worker.stop.request("a test")
+
+    def _can_drift(self, worker: WorkerProcess) -> bool:
+        engine, settings = worker.engine, self.settings
+        assert engine is not None
+        is_checked = settings["check_every"] > 0 and settings["method"] != "local_sgd"
+        return is_checked and bool(worker.run) and not worker.has_drifted
+
+    def _drift(self, worker: WorkerProcess) -> None:
+        assert worker.engine is not None
+        worker.has_drifted = True
+        worker.engine.fragments[0].state["outer"][0] += 7.0
+
+    def _lose_lighthouse(self) -> None:
+        self.lighthouse.stop()
+
+    def _start_lighthouse(self) -> None:
+        self.lighthouse.start()
+
+    # ------------------------------------------------------------------- what is seen
+
+    def _after_event(self) -> None:
+        self.lighthouse.after_event()
+        now, network = self.scheduler.now, self.network
+        running = [worker for worker in self.workers.values() if not worker.is_over]
+        is_bad = not self.lighthouse.is_up or network.is_cut
+        is_bad = is_bad or any(self.scheduler.is_frozen(worker.host) for worker in running)
+        for worker in running:
+            finished = sum(
+                store.data.get("finished", 0)
+                for store in network.stores.values()
+                if store.host == worker.host
+            )
+            if is_bad or len(running) + finished < self.settings["min_workers"]:
+                worker.bad_until_s = now
+
+    def _is_excused(self, worker: WorkerProcess, error: Exception) -> bool:
+        """Whether the promises allow a worker to end with an error now."""
+        return self.scheduler.now - worker.bad_until_s < TIMEOUT_S + MARGIN_S
+
+    def _record_state(self, worker: WorkerProcess, is_last: bool = False) -> None:
+        """Record the state after a round, as it is equal on all members."""
+        engine = worker.engine
+        assert engine is not None
+        last = engine.exchange.last_round
+        if worker.has_drifted or last is None:
+            return
+        pending = [index for index, f in enumerate(engine.fragments) if f.pending is not None]
+        state = state_of(engine)
+        round_index = engine.worker.round_index
+        if not is_last:  # the last round of a fragment is left out if it has no local steps
+            key = f"{worker.run} {last.plan.group} {pending}"
+            self.history.add(Applied(worker.host, round_index, state, key))
+        if not is_last and not worker.is_apart:
+            self.history.add(Applied(worker.host, round_index, state, f"{worker.run} {pending}"))
+        if is_last:
+            may_differ = worker.is_apart or self.settings["shorter"] > 0
+            self.history.add(Finished(worker.host, worker.run, may_differ, state))
+
+    def _observe(self) -> None:
+        """Let the package tell what it does."""
+        world = self
+        finished, submit = RoundDecisions._finished, ElasticConnection.submit
+        record, exchange = ElasticConnection._record, SumExchange.exchange
+
+        def _finished(self: RoundDecisions, result: RoundResult, data_start: Any) -> RoundResult:
+            world._note_finished(self._name, result.plan)
+            return finished(self, result, data_start)
+
+        def _submit(self: ElasticConnection, request: RoundRequest) -> Any:
+            name = f"{self._name}-{world._own().names[-1]}"
+            world._by_name[name] = world._own()
+            world._messages[name, request.round_index] = request.position["steps"]
+            return submit(self, request)
+
+        def _exchange(self: SumExchange, message: Tensor | None, weight: float, plan: QuorumPlan):
+            name = plan.names[plan.rank]
+            if message is not None:
+                senders = world._senders.setdefault((plan.group, plan.round_index), set())
+                senders.add(name)
+                world._note_sent(name, plan, message)
+            return exchange(self, message, weight, plan)
+
+        def _record(self: ElasticConnection, result: RoundResult) -> None:
+            world._note_received(result)
+            record(self, result)
+
+        for owner, name, function in (
+            (RoundDecisions, "_finished", _finished),
+            (ElasticConnection, "submit", _submit),
+            (SumExchange, "exchange", _exchange),
+            (ElasticConnection, "_record", _record),
+        ):
+            self._patches.enter_context(mock.patch.object(owner, name, function))
+
+    def _note_finished(self, name: str, plan: QuorumPlan) -> None:
+        worker = self._by_name[name]
+        donor = self._by_name.get(plan.names[plan.donor])
+        if plan.round_index == NO_STATE:
+            if not worker.run:
+                worker.run = plan.group
+            ahead = [
+                other.host
+                for other in self.workers.values()
+                if other.run not in ("", plan.group)
+                and not (other.is_over or other.is_apart or other.host == worker.host)
+                and self._by_name.get(plan.names[plan.donor]) is not other
+            ]
+            # A lighthouse that was restarted may not know them for longer than MIN_UPTIME_S.
+            is_slow = self.settings["first_heartbeat_s"] > MIN_UPTIME_S
+            if not (is_slow and self.lighthouse.epoch > 1):
+                self.history.add(Began(worker.host, plan.group, tuple(ahead)))
+        elif plan.is_joining and donor is not None:
+            worker.run = donor.run
+        if plan.round_index != NO_STATE and worker.has_drifted:
+            every = self.settings["check_every"]
+            num_with_state = len(plan.names) - len(plan.joining) + len(plan.drifted)
+            if plan.round_index > 0 and plan.round_index % every == 0 and num_with_state > 1:
+                worker.has_drifted = False
+
+    def _note_sent(self, name: str, plan: QuorumPlan, message: Tensor) -> None:
+        worker = self._by_name[name]
+        if not (worker.is_apart or worker.has_drifted):
+            values = tuple(message.tolist())
+            self.history.add(Sent(name, worker.run, plan.round_index, values))
+
+    def _note_received(self, result: RoundResult) -> None:
+        plan, statuses = result.plan, result.statuses
+        assert statuses is not None
+        weights = statuses[:, 3].tolist()
+        senders = self._senders.get((plan.group, plan.round_index), set())
+        total = sum(weights) or 1.0
+        shares = [
+            weight / total if name in senders else 0.0
+            for name, weight in zip(plan.names, weights, strict=True)
+        ]
+        fragment = plan.round_index % (2 if self.settings["method"] == "streaming" else 1)
+        messages = tuple(
+            (f"{name}/{fragment}", self._messages.get((name, plan.round_index), -1))
+            for name, share in zip(plan.names, shares, strict=True)
+            if share > 0
+        )
+        self.history.add(Merged(plan.round_index, tuple(shares), messages))
+
+
+def state_of(engine: Engine) -> tuple[float, ...]:
+    """The vectors that rounds keep equal: the outer state, or the parameters if there is none."""
+    state = engine.fragments[0].state
+    vectors = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    vectors = vectors or [engine.worker.replica.layout.new_flat()]
+    return tuple(float(number) for vector in vectors for number in vector)
