@@ -119,12 +119,15 @@ class Scheduler:
         choices: Chooses among what is possible.
         get_faults: Returns the faults that are possible now, by name.
         max_events: After so many events a run counts as stuck.
-        limit_s: Longest virtual time from the last fault, or the beginning, to the end.
+        limit_s: Longest virtual time from the last fault, or the beginning, to the end, without
+            ``stalled_s``.
         longest_stall_s: How far time may pass at once while something else could happen, as on a
             slow machine; otherwise it passes to the next end of a wait.
 
     Attributes:
         now: The time in seconds; it is 0 at the beginning.
+        stalled_s: How much of it has passed although something else could happen, as on a machine
+            that is too slow.
         taken: The choices so far.
         steps: The same with time and reason.
         after_event: Called after every event, in the scheduler's thread.
@@ -140,6 +143,7 @@ class Scheduler:
         longest_stall_s: float = math.inf,
     ) -> None:
         self.now = 0.0
+        self.stalled_s = 0.0
         self.taken: list[str] = []
         self.steps: list[Step] = []
         self.tasks: list[Task] = []
@@ -289,13 +293,15 @@ class Scheduler:
         self.taken.append(name)
         if name in faults:
             self.steps.append(Step(self.now, name, "a fault"))
-            self._last_fault_s = self.now
+            self._last_fault_s = self.now - self.stalled_s
             faults[name].action()
         elif name == TIME:
             until = min(until, self.now + self._longest_stall_s) if names else until
             self.steps.append(Step(self.now, name, f"until {until:.6g} s"))
-            self.now = max(self.now, until)
-            if self.now > self._last_fault_s + self._limit_s:
+            if names:
+                self.stalled_s += until - self.now
+            self.now = until
+            if self.now - self.stalled_s > self._last_fault_s + self._limit_s:
                 raise Stuck(
                     f"No end {self._limit_s:g} s after the last fault. {self.describe_waits()}"
                 )
