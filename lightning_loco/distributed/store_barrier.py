@@ -8,9 +8,9 @@ some workers may then be at a sync point.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import json_messages
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
@@ -31,15 +31,19 @@ class StoreBarrier:
         store: Key-value store shared by all workers.
         worker: Number of this worker.
         num_workers: Number of workers N.
+        clock: Clock for the waits.
 
     Attributes:
         exchange: How many exchanges of statuses this worker has begun; all workers count alike.
     """
 
-    def __init__(self, store: TimeoutStore, worker: int, num_workers: int) -> None:
+    def __init__(
+        self, store: TimeoutStore, worker: int, num_workers: int, clock: Clock = REAL_CLOCK
+    ) -> None:
         self._store = store
         self._worker = worker
         self._num_workers = num_workers
+        self._clock = clock
         self._counted: list[int] = []
         self.exchange = 0
 
@@ -56,7 +60,7 @@ class StoreBarrier:
         this worker's status, as many on all workers. WorkerFailure if a worker is late or has
         failed, RuntimeError if the store holds something else.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         # They may be overwritten: the last worker of the exchange before has read the old ones.
         own = json_messages.write(list(map(float, numbers))).decode()
         self._store.set(self._key_of(self._worker), own, timeout_s)
@@ -64,10 +68,10 @@ class StoreBarrier:
         pause_s = _SHORTEST_PAUSE_PER_WORKER_S * num_missing
         key = f"{self.exchange}/all"
         while True:
-            time.sleep(min(pause_s, _LONGEST_PAUSE_S))
+            self._clock.sleep(min(pause_s, _LONGEST_PAUSE_S))
             pause_s = 2 * pause_s
             watchdog.raise_if_failed()
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self._clock.now()
             try:
                 if self._store.check([key], left_s):
                     found = self._store.get(key, left_s)

@@ -250,7 +250,7 @@ class WorkerGroup:
         if self.control is not None:
             barrier = "store_barrier" if self.place == 0 else f"store_barrier/{self.place}"
             self.store_barrier = StoreBarrier(
-                store.with_prefix(barrier), self.worker, self.num_workers
+                store.with_prefix(barrier), self.worker, self.num_workers, self.clock
             )
 
     def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
