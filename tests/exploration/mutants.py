@@ -1,7 +1,6 @@
 """Defects that are put back into the real code, one at a time, to see that they are found."""
 
 from __future__ import annotations
-
 import __future__ as future
 
 import ast
@@ -53,7 +52,7 @@ class Mutant(NamedTuple):
 
 def _find(path: str) -> FunctionType:
     """Return a function, also one behind decorators that keep it as ``__wrapped__``."""
-    module, names = path, list[str]()
+    module, names = path.replace(":", "."), list[str]()
     while True:
         try:
             found: Any = importlib.import_module(module)

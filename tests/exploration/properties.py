@@ -8,7 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tests.exploration.records import Applied, Began, Finished, Merged, Read, Sent, Stopped
+from tests.exploration.records import (
+    Applied,
+    Began,
+    Compared,
+    Counted,
+    Failed,
+    Finished,
+    Gone,
+    Harmed,
+    Merged,
+    Mixed,
+    Read,
+    Reported,
+    Sent,
+    Stopped,
+)
 from tests.exploration.world import History
 
 Property = Callable[[History], None]
@@ -116,3 +131,101 @@ def no_sample_is_read_twice(history: History) -> None:
         for position in read.positions:
             other = readers.setdefault((read.run, position), read.worker)
             assert other == read.worker, f"{other} and {read.worker} have read {position}"
+
+
+@holds_in("rounds")
+def order_does_not_change_numbers(history: History) -> None:
+    """Whatever happens first, and also after a stop and a resume, the numbers are the same."""
+    for compared in history.of(Compared):
+        assert compared.found in compared.expected, (
+            f"{compared.worker}: {compared.what} is {compared.found}, and without faults, in "
+            f"another order, {' or '.join(compared.expected)}"
+        )
+
+
+@holds_in("rounds")
+def gossip_conserves_the_mean(history: History) -> None:
+    """The sum of what all workers have after a mix is the sum of what they have sent."""
+    rounds: dict[tuple[int, int, int], dict[str, Mixed]] = {}
+    for mixed in history.of(Mixed):
+        key = (mixed.life, mixed.round_index, mixed.bucket)
+        rounds.setdefault(key, {})[mixed.worker] = mixed
+    for (_, number, _), found in rounds.items():
+        if len(found) < next(iter(found.values())).num_workers:
+            continue  # some were lost in it
+        for before, after in zip(
+            zip(*(mixed.sent for mixed in found.values()), strict=True),
+            zip(*(mixed.received for mixed in found.values()), strict=True),
+            strict=True,
+        ):
+            if all(map(math.isfinite, before)):
+                size = max(1.0, *map(abs, before)) * _ROUNDING
+                assert abs(math.fsum(before) - math.fsum(after)) <= size, (
+                    f"round {number}: the workers have sent {before} and have {after}"
+                )
+
+
+@holds_in("rounds")
+def steps_are_counted(history: History) -> None:
+    """A worker has counted the steps that it has taken."""
+    for counted in history.of(Counted):
+        assert counted.taken == counted.counted, f"{counted}"
+
+
+@holds_in("rounds")
+def only_faults_end_a_run(history: History) -> None:
+    """A worker fails only if one was lost, has raised an error, or was frozen for long."""
+    harmed = {record.life for record in history.of(Harmed) if record.kind in _HARMFUL}
+    for failed in history.of(Failed):
+        assert failed.life in harmed, f"{failed.worker} fails without a fault: {failed.text}"
+
+
+@holds_in("rounds")
+def errors_name_who_is_lost(history: History) -> None:
+    """A worker that fails because of another one names that one, and no healthy one."""
+    gone = {(record.worker, record.life): record.time_s for record in history.of(Gone)}
+    for failed in history.of(Failed):
+        harms = [
+            harm
+            for harm in history.of(Harmed)
+            if (harm.life, harm.kind in _HARMFUL) == (failed.life, True)
+            and harm.time_s <= failed.time_s
+        ]
+        lost = {harm.worker for harm in harms}
+        if failed.worker in lost:
+            continue
+        text = failed.text.lower()
+        assert failed.kind == "WorkerFailure", f"{failed.worker}: {failed.kind}: {failed.text}"
+        # One that was frozen may be back by the time when others look for it; and while the store
+        # is frozen nobody knows of others.
+        has_freeze = any(
+            harm.life == failed.life and harm.kind.startswith("fr") for harm in history.of(Harmed)
+        )
+        assert has_freeze or any(_name(worker) in text for worker in lost), (
+            f"{failed.worker} does not name {', '.join(sorted(lost))}: {failed.text}"
+        )
+        for worker, life in gone:
+            if life == failed.life and worker not in lost and gone[worker, life] > failed.time_s:
+                assert f"{_name(worker)} (no sign of life" not in text, (
+                    f"{failed.worker} misses {worker}, which is alive: {failed.text}"
+                )
+
+
+@holds_in("rounds")
+def reports_are_waited_for_once(history: History) -> None:
+    """A worker waits for the readers of its reports no longer than three heartbeats, in all."""
+    for reported in history.of(Reported):
+        assert reported.seconds <= _LONGEST_REPORT_S, (
+            f"{reported.worker} has waited {reported.seconds:g} s for those that read its reports"
+        )
+
+
+_ROUNDING = 1e-4
+_HARMFUL = ("kill", "error", "frozen for long")
+_LONGEST_REPORT_S = 3.0 + 1.2
+"""Three heartbeats, and a call to the store that is late."""
+
+
+def _name(worker: str) -> str:
+    """The name of a worker in messages."""
+    return f"worker {worker[1:]}"

@@ -92,3 +92,69 @@ class Finished(NamedTuple):
     run: str
     may_differ: bool
     outer: tuple[float, ...]
+
+
+class Harmed(NamedTuple):
+    """Something was done to a worker: it was killed, frozen, made to raise an error, or to stop.
+
+    ``life`` counts how often the job was started before; ``kind`` is the kind of the fault.
+    """
+
+    worker: str
+    life: int
+    kind: str
+    time_s: float
+
+
+class Failed(NamedTuple):
+    """A worker has raised an error at ``time_s``: the name of its type, and its text."""
+
+    worker: str
+    life: int
+    kind: str
+    text: str
+    time_s: float
+
+
+class Gone(NamedTuple):
+    """The process of a worker has ended, for whatever reason."""
+
+    worker: str
+    life: int
+    time_s: float
+
+
+class Counted(NamedTuple):
+    """How many steps a worker has taken, and how many it has counted."""
+
+    worker: str
+    taken: int
+    counted: int
+
+
+class Mixed(NamedTuple):
+    """A worker has mixed its message of a bucket with those of its neighbours in a round."""
+
+    worker: str
+    life: int
+    num_workers: int
+    round_index: int
+    bucket: int
+    sent: tuple[float, ...]
+    received: tuple[float, ...]
+
+
+class Compared(NamedTuple):
+    """What was found in this run, and what another order of events, without faults, has led to."""
+
+    worker: str
+    what: str
+    found: str
+    expected: tuple[str, ...]
+
+
+class Reported(NamedTuple):
+    """How long a worker has waited until others had read all its reports, in seconds."""
+
+    worker: str
+    seconds: float

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from tests.exploration.members_world import MembersWorld
+from tests.exploration.rounds_world import RoundsWorld
 from tests.exploration.world import World
 
-WORLDS: dict[str, type[World]] = {kind.name: kind for kind in (MembersWorld,)}
+WORLDS: dict[str, type[World]] = {
+    kind.name: kind
+    for kind in (
+        MembersWorld,
+        RoundsWorld,
+    )
+}
