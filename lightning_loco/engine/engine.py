@@ -21,7 +21,6 @@ from lightning_loco.distributed.worker_status import (
     PendingStatuses,
     WorkerStatus,
     is_round,
-    sync_point_id,
 )
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
@@ -396,7 +395,7 @@ class Engine(LocalParticipant):
         Parameters are read only if there is a round to take part in. Arguments, result and errors
         as in :meth:`LocalParticipant.sync_point`.
         """
-        sync_point = sync_point_id(purpose)
+        sync_point = self.worker.sync_point_id(purpose)
         while True:
             self.record_statuses()
             # No local steps follow for a while, so there is nothing left to hide a result behind.

@@ -218,12 +218,21 @@ class Worker:
 
         Arguments, result and errors are as in ``Participant.sync_point``.
         """
-        sync_point = sync_point_id(purpose)
+        sync_point = self.sync_point_id(purpose)
         while True:
             status = self.status(sync_point)
             statuses = GatheredStatuses(self.group, self.statistics, status, purpose).wait()
             if self.are_together(statuses, sync_point, purpose):
                 return statuses
+
+    def sync_point_id(self, purpose: str) -> float:
+        """The id of a sync point for this worker.
+
+        A worker that stops saves at a sync point of its own kind. Without that, others that save at
+        the end of their data would meet it there, go on, and wait for it at the next sync point.
+        """
+        stops = self.stop.agreed is not None
+        return sync_point_id(f"{purpose} after a stop" if stops else purpose)
 
     def are_together(self, statuses: list[WorkerStatus], sync_point: float, purpose: str) -> bool:
         """Whether all workers are at this sync point; False if they are to try again.
