@@ -275,7 +275,7 @@ class PairwiseEngine(LocalParticipant):
 
             def connect(layout: FlatLayout) -> tuple[Node, Publisher | DevicePublisher]:
                 node = open_node(settings, group, layout, own_seed)
-                return node, make_publisher(node.snapshots, layout)
+                return node, make_publisher(node.snapshots, layout, group.clock)
 
             self._start(worker, settings, connect, random.Random(own_seed).random)
         except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.costs import LinkTimes
@@ -78,6 +78,7 @@ class PeerNode:
         host: Address to listen on. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
         port: Port to listen on. Default: the one of the discovery, or any free one.
         emulated_duration: Duration of a fetch on an emulated link. Default: no emulation.
+        clock: Clock of the deadlines.
 
     Raises:
         TypeError: If ``compression`` has the wrong type.
@@ -121,6 +122,7 @@ class PeerNode:
         host: str | None = None,
         port: int | None = None,
         emulated_duration: FetchDuration | None = None,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
@@ -137,6 +139,7 @@ class PeerNode:
             host = "127.0.0.1" if discovery.is_local else "0.0.0.0"
         if port is None:
             port = discovery.port or _ANY_FREE_PORT
+        self._clock = clock
         self._wait_s = 0.0
         self._counted_bytes = 0
         self.snapshots = Snapshots(self.wire_format, pinned=pinned)
@@ -147,6 +150,7 @@ class PeerNode:
             self.snapshots,
             fetch_timeout_s=fetch_timeout_s,
             duration=emulated_duration,
+            clock=clock,
         )
         self._fetching = FetchingThread(
             Fetcher(decisions, discovery, certificate=certificate, pinned=pinned)
@@ -160,6 +164,7 @@ class PeerNode:
                 host=host,
                 port=port,
                 certificate=certificate,
+                clock=clock,
             )
         except BaseException:
             self._fetching.close()
@@ -201,9 +206,9 @@ class PeerNode:
             The peer's parameters, valid until the next :meth:`start_fetch`. None if no peer sent
             usable ones, or no fetch was started.
         """
-        started = time.perf_counter()
+        started = self._clock.now()
         received = self._fetching.wait(timeout_s)
-        self._wait_s += time.perf_counter() - started
+        self._wait_s += self._clock.now() - started
         return received
 
     @property
@@ -266,6 +271,7 @@ def open_node(
         # The other nodes have the port of this one in their lists; ranks read it in the store.
         port=None if settings.name is not None else _ANY_FREE_PORT,
         emulated_duration=make_emulated_duration(settings, group),
+        clock=group.clock,
     )
 
 

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator
 
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.gossip.protocol import (
     NOTHING_PUBLISHED,
     OTHER_MODEL,
@@ -43,6 +44,7 @@ class SnapshotServer(Server):
         host: str = "127.0.0.1",
         port: int = 0,
         certificate: JobCertificate | None = None,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         self.bytes_sent = 0
         self._bytes_lock = threading.Lock()
@@ -55,6 +57,7 @@ class SnapshotServer(Server):
             certificate=certificate,
             max_connections=max_connections(num_peers),
             timeout_s=timeout_s,
+            clock=clock,
         )
 
     def _send_snapshot(self, request: Request) -> None:

@@ -330,8 +330,10 @@ def copy_with_norm_and_loss(
         norm_and_loss[1].fill_(loss or 0.0)
 
 
-def make_publisher(snapshots: Snapshots, layout: FlatLayout) -> Publisher | DevicePublisher:
+def make_publisher(
+    snapshots: Snapshots, layout: FlatLayout, clock: Clock = REAL_CLOCK
+) -> Publisher | DevicePublisher:
     """Return the publisher for the device of a model."""
     if has_streams(layout.device):
-        return DevicePublisher(snapshots, layout)
-    return Publisher(snapshots, layout)
+        return DevicePublisher(snapshots, layout, clock)
+    return Publisher(snapshots, layout, clock)

@@ -8,11 +8,11 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from lightning_loco._util.background import BackgroundThread
+from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco.transport.certificate import JobCertificate
 from lightning_loco.transport.connection import (
     Body,
@@ -41,21 +41,28 @@ class Request:
     """
 
     def __init__(
-        self, connection: Connection, header: bytes, body_bytes: int, address: str, timeout_s: float
+        self,
+        connection: Connection,
+        header: bytes,
+        body_bytes: int,
+        address: str,
+        timeout_s: float,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         self.header = header
         self.body_bytes = body_bytes
         self.address = address
         self.is_answered = False
         self._connection = connection
-        self._deadline = time.monotonic() + timeout_s
+        self._clock = clock
+        self._deadline = clock.now() + timeout_s
 
     def receive_into(self, memory: memoryview) -> None:
         """Receive the next ``len(memory)`` bytes of the body; ValueError if fewer are left.
 
         OSError if the connection breaks or the client is too slow. Do not catch it.
         """
-        self._connection.receive_into(memory, timeout_s=self._deadline - time.monotonic())
+        self._connection.receive_into(memory, timeout_s=self._deadline - self._clock.now())
 
     def reply(self, header: bytes, body: Body = b"") -> None:
         """Send the reply; its body must not change until this returns.
@@ -68,7 +75,7 @@ class Request:
                 "A request is answered once, after its whole body has been received."
             )
         self.is_answered = True
-        self._connection.send(header, body, timeout_s=self._deadline - time.monotonic())
+        self._connection.send(header, body, timeout_s=self._deadline - self._clock.now())
 
 
 class Server(BackgroundThread):
@@ -91,6 +98,7 @@ class Server(BackgroundThread):
         certificate: Certificate of the job. Default: no encryption.
         max_connections: Most open connections, at least 1.
         timeout_s: Longest time for a request and its reply, in seconds.
+        clock: Clock of the deadlines.
 
     Attributes:
         port: Port that the server listens on.
@@ -119,6 +127,7 @@ class Server(BackgroundThread):
         certificate: JobCertificate | None = None,
         max_connections: int = 64,
         timeout_s: float = 30.0,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-server")
         self.malformed = 0
@@ -126,6 +135,7 @@ class Server(BackgroundThread):
         self._tls = None if certificate is None else certificate.server
         self._max_connections = max_connections
         self._timeout_s = timeout_s
+        self._clock = clock
         self._lock = threading.Lock()
         # Used by the thread of the server alone, and after its end by close().
         self._threads: list[_ConnectionThread] = []
@@ -160,12 +170,12 @@ class Server(BackgroundThread):
         except OSError as error:
             is_full = error.errno in (errno.EMFILE, errno.ENFILE)
             if is_full and not self._evict():
-                time.sleep(_RETRY_S)  # the listener would be readable again immediately
+                self._clock.sleep(_RETRY_S)  # the listener would be readable again immediately
             return
         while len(self._threads) >= self._max_connections and self._evict():
             pass
         try:
-            connection = Connection(accepted, self._tls, server_side=True)
+            connection = Connection(accepted, self._tls, server_side=True, clock=self._clock)
         except OSError:  # the client has already disconnected
             accepted.close()
             return
@@ -196,7 +206,9 @@ class Server(BackgroundThread):
             while True:
                 header, body_bytes = connection.receive_header(timeout_s=_HEADER_S, idle=True)
                 thread.has_requested, thread.order = True, next(self._order)
-                request = Request(connection, header, body_bytes, thread.address, self._timeout_s)
+                request = Request(
+                    connection, header, body_bytes, thread.address, self._timeout_s, self._clock
+                )
                 self._answer(request)
                 if not request.is_answered:
                     raise MalformedMessage("the request was not answered")
