@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -131,6 +132,10 @@ class Scheduler:
         taken: The choices so far.
         steps: The same with time and reason.
         after_event: Called after every event, in the scheduler's thread.
+        is_prompt: Whether time passes only when nothing else can happen. A world sets it once the
+            faults are over: without it, a machine may be too slow for every timeout.
+        delayed_s: How long each host was frozen, or had a task that could continue, while time
+            passed: what it was late for that long is not its fault.
     """
 
     def __init__(
@@ -148,6 +153,8 @@ class Scheduler:
         self.steps: list[Step] = []
         self.tasks: list[Task] = []
         self.after_event: Callable[[], object] | None = None
+        self.is_prompt = False
+        self.delayed_s: dict[str, float] = defaultdict(float)
         self._choices, self._get_faults = choices, get_faults
         self._max_events, self._limit_s = max_events, limit_s
         self._longest_stall_s = longest_stall_s
@@ -282,7 +289,7 @@ class Scheduler:
         names = [*reversed(ready), *(name for name in reversed(posted) if name not in ready)]
         faults = self._get_faults()
         until = self._next_deadline()
-        can_wait = until < math.inf
+        can_wait = until < math.inf and not (self.is_prompt and names)
         repairs = [name for name, fault in faults.items() if fault.is_repair]
         if not names and not can_wait and not repairs:
             raise Stuck(f"Nothing can happen any more. {self.describe_waits()}")
@@ -300,6 +307,8 @@ class Scheduler:
             self.steps.append(Step(self.now, name, f"until {until:.6g} s"))
             if names:
                 self.stalled_s += until - self.now
+            for host in {*self._frozen, *(task.host for task in ready.values())}:
+                self.delayed_s[host] += until - self.now
             self.now = until
             if self.now - self.stalled_s > self._last_fault_s + self._limit_s:
                 raise Stuck(
