@@ -11,18 +11,29 @@ from collections.abc import Callable
 from tests.exploration.records import (
     Applied,
     Began,
+    Blamed,
+    Chosen,
+    Closed,
     Compared,
     Counted,
+    Exchanged,
     Failed,
+    Fetched,
+    FetchStarted,
     Finished,
     Gone,
     Harmed,
     Merged,
     Mixed,
+    Published,
     Read,
     Reported,
+    Reset,
+    Resumed,
     Sent,
     Stopped,
+    Unpublished,
+    Waited,
 )
 from tests.exploration.world import History
 
@@ -229,3 +240,148 @@ _LONGEST_REPORT_S = 3.0 + 1.2
 def _name(worker: str) -> str:
     """The name of a worker in messages."""
     return f"worker {worker[1:]}"
+
+
+# ------------------------------------------------------------------------- pairwise gossip
+
+
+@holds_in("gossip")
+def what_is_received_was_published_whole(history: History) -> None:
+    """A fetch returns what its peer has published, with its tag; it was the latest at some time."""
+    published: dict[tuple[str, object, object], int] = {}
+    last: dict[str, int] = {}
+    until: dict[int, int] = {}
+    began: dict[str, int] = {}
+    for number, record in enumerate(history.records):
+        if isinstance(record, Published):
+            assert all(map(math.isfinite, record.values)), f"{record.life} has published NaN"
+            if record.life in last:
+                until[last[record.life]] = number
+            last[record.life] = number
+            published[record.name, record.tag, record.values] = number
+        elif isinstance(record, FetchStarted):
+            began[record.life] = number
+        elif isinstance(record, Fetched) and record.peer:
+            found = published.get((record.peer, record.tag, record.values))
+            assert found is not None, f"{record.life} has received what nobody published: {record}"
+            assert until.get(found, number) > began[record.life], (
+                f"{record.life} has received what {record.peer} had replaced before it was asked"
+            )
+
+
+@holds_in("gossip")
+def parameters_are_published_unless_two_are_read(history: History) -> None:
+    """There is memory for the next parameters, unless two earlier ones are being sent."""
+    for found in history.of(Unpublished):
+        assert found.being_read > 1, f"{found.life} publishes nothing, and {found.being_read} read"
+
+
+@holds_in("gossip")
+def only_what_was_received_is_blended(history: History) -> None:
+    """Parameters are blended at most once, with the tag with which they came, in the same model."""
+    received: dict[str, tuple[object, ...]] = {}
+    models: dict[str, int] = {}
+    for record in history.records:
+        if isinstance(record, Published) and record.values:
+            assert models.setdefault(record.name, record.model) == record.model
+        elif isinstance(record, Fetched) and record.peer:
+            received[record.life] = record.peer, record.tag, record.values
+        elif isinstance(record, Reset):
+            received.pop(record.life, None)
+        elif isinstance(record, Exchanged):
+            assert received.pop(record.life, None) == (record.peer, record.tag, record.values), (
+                f"{record.life} has blended what it has not received, or twice"
+            )
+            assert models[record.peer] == record.model, f"{record.peer} has another model"
+
+
+@holds_in("gossip")
+def a_blend_is_an_average(history: History) -> None:
+    """The shares are in [0, 1] and sum to 1; the clock is averaged with the same shares."""
+    for found in history.of(Exchanged):
+        share = found.factor
+        assert 0 <= share <= 1, f"the peer has the share {share}"
+        before, after = found.clocks
+        expected = (1 - share) * before + share * found.tag[0]
+        assert math.isclose(after, expected, rel_tol=1e-9), f"the clock is {after}, not {expected}"
+        if share == 1 and found.base == found.before:
+            assert found.after == found.values
+            continue
+        for mine, base, theirs, result in zip(
+            found.before, found.base, found.values, found.after, strict=True
+        ):
+            average = mine - base + (1 - share) * base + share * theirs
+            assert abs(result - average) < 1e-5 or math.isnan(average), (
+                f"{found.life} has {result} after a blend, not {average}"
+            )
+
+
+@holds_in("gossip")
+def fetches_end_in_time(history: History) -> None:
+    """A fetch ends by its deadline, and training waits no longer for it."""
+    for record in history.records:
+        if isinstance(record, (Fetched, Waited)):
+            assert record.seconds <= record.limit_s + 1e-6, (
+                f"it took {record.seconds:g} s, more than {record.limit_s:g} s: {record}"
+            )
+
+
+@holds_in("gossip")
+def peers_that_are_passed_over_regain_points(history: History) -> None:
+    """A peer gains a point whenever it could be chosen and was not, up to the largest score."""
+    before: dict[str, dict[str, int]] = {}
+    for record in history.records:
+        if isinstance(record, Chosen):
+            highest = max(record.scores.values())
+            for name in record.passed if record.life in before else ():
+                score = before[record.life][name]
+                assert record.scores[name] > score or record.scores[name] >= highest, (
+                    f"{record.life} has passed over {name}, whose score is still {score}"
+                )
+            before[record.life] = record.scores
+        elif isinstance(record, Blamed):
+            before.pop(record.life, None)
+
+
+@holds_in("gossip")
+def no_peer_is_blamed_for_a_close(history: History) -> None:
+    """No peer loses points because this node was closed."""
+    for blamed in history.of(Blamed):
+        assert not blamed.is_closing, f"{blamed.life} was closed, and {blamed.peer} lost points"
+
+
+@holds_in("gossip")
+def closing_ends_everything_in_time(history: History) -> None:
+    """A node that was closed has no threads, and it took a bounded time."""
+    for closed in history.of(Closed):
+        assert not closed.left, f"{closed.life} was closed, and {closed.left} go on"
+        assert closed.seconds <= closed.limit_s + 1e-6, f"closing took {closed.seconds:g} s"
+
+
+@holds_in("gossip")
+def outcomes_of_fetches_add_up(history: History) -> None:
+    """Each peer that was asked has one outcome, unless the node was closed meanwhile."""
+    chosen: dict[str, int] = {}
+    stopped: dict[str, int] = {}
+    accepted: dict[str, int] = {}
+    for record in history.records:
+        if isinstance(record, Chosen):
+            chosen[record.life] = chosen.get(record.life, 0) + 1
+        elif isinstance(record, Fetched):
+            stopped[record.life] = stopped.get(record.life, 0) + record.is_stopped
+            accepted[record.life] = accepted.get(record.life, 0) + bool(record.peer)
+        elif isinstance(record, Closed):
+            counts, life = record.counts, record.life
+            assert not counts["errors"], f"{life} had {counts['errors']} errors that are no peer's"
+            outcomes = ("fetches", "timeouts", "refused", "empty", "not_finite", "too_large")
+            total = sum(counts[name] for name in outcomes)
+            missing = chosen.get(life, 0) - total
+            assert 0 <= missing <= stopped.get(life, 0), f"{missing} outcomes are missing: {counts}"
+            assert 0 <= counts["fetches"] - accepted.get(life, 0) <= stopped.get(life, 0), counts
+
+
+@holds_in("gossip")
+def a_resume_goes_on_where_it_was(history: History) -> None:
+    """A worker that resumes has the parameters that it had saved."""
+    for resumed in history.of(Resumed):
+        assert resumed.saved == resumed.values, f"{resumed.worker} has resumed from other values"

@@ -158,3 +158,138 @@ class Reported(NamedTuple):
 
     worker: str
     seconds: float
+
+
+# ------------------------------------------------------------------------- pairwise gossip
+
+Values = tuple[float, ...]
+
+
+class Published(NamedTuple):
+    """A node has made parameters the latest ones, or has withdrawn them (no values).
+
+    Attributes:
+        life: The node, with the number of its life.
+        name: The node.
+        model: Checksum of its model.
+        tag: Clock and loss.
+        values: What a peer decodes.
+    """
+
+    life: str
+    name: str
+    model: int
+    tag: tuple[float, float]
+    values: Values
+
+
+class Unpublished(NamedTuple):
+    """A node had no memory for its parameters, because so many of its snapshots are being sent."""
+
+    life: str
+    being_read: int
+
+
+class Reset(NamedTuple):
+    """A node has dropped what it had received, and published its present parameters."""
+
+    life: str
+
+
+class FetchStarted(NamedTuple):
+    """A node has begun to fetch."""
+
+    life: str
+
+
+class Fetched(NamedTuple):
+    """A fetch has ended.
+
+    Attributes:
+        life: The node that has fetched.
+        peer: Whose parameters it has accepted; empty if none.
+        tag: Their clock and loss.
+        values: The parameters.
+        is_stopped: Whether the node was closed.
+        seconds: How long it took.
+        limit_s: How long it may take, with what the node was delayed.
+    """
+
+    life: str
+    peer: str
+    tag: tuple[float, float]
+    values: Values
+    is_stopped: bool
+    seconds: float
+    limit_s: float
+
+
+class Chosen(NamedTuple):
+    """A node has chosen a peer, has passed over others, and has these scores of all."""
+
+    life: str
+    peer: str
+    passed: tuple[str, ...]
+    scores: dict[str, int]
+
+
+class Blamed(NamedTuple):
+    """A peer has lost points with a node, which may be closing."""
+
+    life: str
+    peer: str
+    is_closing: bool
+
+
+class Exchanged(NamedTuple):
+    """A node has blended in the parameters of a peer.
+
+    Attributes:
+        life: The node.
+        peer: The peer.
+        model: Checksum of the node's model.
+        tag: Clock and loss of the peer's parameters.
+        values: The peer's parameters.
+        factor: Their share.
+        before: The node's parameters right before.
+        base: Those of which the share is replaced; the rest is progress.
+        after: Those after it.
+        clocks: The node's clock before and after it.
+    """
+
+    life: str
+    peer: str
+    model: int
+    tag: tuple[float, float]
+    values: Values
+    factor: float
+    before: Values
+    base: Values
+    after: Values
+    clocks: tuple[float, float]
+
+
+class Closed(NamedTuple):
+    """A node was closed; it took so long and may take so long; these tasks and counts are left."""
+
+    life: str
+    seconds: float
+    limit_s: float
+    left: tuple[str, ...]
+    counts: dict[str, int]
+
+
+class Resumed(NamedTuple):
+    """A worker has resumed from these parameters, and then has these."""
+
+    worker: str
+    saved: Values
+    values: Values
+
+
+class Waited(NamedTuple):
+    """The training of a worker has waited so long, and may wait so long."""
+
+    worker: str
+    seconds: float
+    limit_s: float
