@@ -508,8 +508,22 @@ class FragmentSync:
     def _find_divisor(self, ended: Round, info: RoundInfo) -> None:
         """Set the divisor of a round; RuntimeError if no worker has weight."""
         if self._exchange.is_weighted and ended.stage is not Stage.COMBINED:
+            if self._is_without_progress(ended, info):
+                ended.divisor = 1.0
+                return
             total = total_weight(info.weights, ended.statuses.label)
             ended.divisor = total if self._divides else 1.0
+
+    def _is_without_progress(self, ended: Round, info: RoundInfo) -> bool:
+        """Whether nobody has weight only because nobody has made local steps from this state.
+
+        So it is for elastic members that have all received the state while this round was about to
+        begin, if the ones that sent it are lost. Their sum is a mean of zero, which leaves outer
+        parameters to the momentum.
+        """
+        if any(info.weights) or self._algorithm.round_start(self.memory.state) is None:
+            return False
+        return all(status.finite == 1 for status in self._statuses(ended))
 
     def _keep_lost(self, ended: Round, number: int, handle: Handle) -> None:
         """Keep what compression has lost of a message for the next round, if that is wanted."""

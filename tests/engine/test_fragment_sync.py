@@ -175,11 +175,11 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 # ---------------------------------------------------------------- without an engine
 
 
-def run(fragment: FragmentSync, index: int, weight: float = 1.0) -> Round:
+def run(fragment: FragmentSync, index: int, weight: float = 1.0, finite: float = 1.0) -> Round:
     """Run a round with known statuses; an overlapped one stays pending."""
     fragment.prepare(index)
     new = fragment.new_round(index, 0, weight)
-    new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, weight, 1.0)], f"round {index}")
+    new.statuses = KnownStatuses([WorkerStatus(0.0, index, 1.0, weight, finite)], f"round {index}")
     run_through(fragment.run(new))
     return new
 
@@ -219,9 +219,18 @@ def test_a_round_without_any_weight_has_changed_nothing(numel: int) -> None:
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
     with pytest.raises(RuntimeError, match="No worker has made finite progress in round 0"):
-        run(fragment, 0, weight=0.0)
+        run(fragment, 0, weight=0.0, finite=0.0)
     assert not fragment.is_torn
     assert torch.equal(layout.new_flat(), before)
+
+
+def test_a_round_without_progress_leaves_the_outer_parameters() -> None:
+    fragment, layout = fragment_of(DiLoCo(), FITS)
+    outer = fragment.state["outer"].clone()
+    layout.tensors[0].add_(1.0)
+    run(fragment, 0, weight=0.0)
+    assert torch.equal(fragment.state["outer"], outer)
+    assert torch.equal(layout.new_flat(), outer)
 
 
 def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
