@@ -16,6 +16,7 @@ from lightning_loco.algorithms import DiLoCo, LocalSGD, Mix
 from lightning_loco.compression import ErrorFeedback, Int8, Sparse
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.connection import ElasticConnection
+from lightning_loco.elastic.consistency import ConsistencyCheck
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.exchanges import SumExchange
 from lightning_loco.elastic.lighthouse import MIN_UPTIME_S
@@ -70,6 +71,8 @@ class WorkerProcess:
         run: Names the run whose state it has; empty before it has one.
         is_apart: Whether it was ever cut off, suspended or asked to stop: it may then end with
             other weights than the others.
+        has_drifted: Whether its outer parameters were changed, and no comparison has ended since.
+        was_compared: Whether they were changed before the comparison of the present round.
         is_over: Whether its process has ended.
         bad_until_s: When it was cut off last, or had too few others.
     """
@@ -81,6 +84,7 @@ class WorkerProcess:
     engine: Engine | None = None
     is_apart: bool = False
     has_drifted: bool = False
+    was_compared: bool = False
     is_over: bool = False
     has_failed: bool = False
     bad_until_s: float = -1e9
@@ -294,7 +298,7 @@ class MembersWorld(World):
             engine = worker.engine
             if engine is None or is_frozen:
                 continue
-            if "store" in kinds:
+            if "store" in kinds and engine.exchange.has_joined:
                 found[f"reset {host}"] = Fault(lambda h=host: self._reset_own_store(h))
             if "stop" in kinds and engine.worker.stop.requested is None:
                 found[f"stop {host}"] = Fault(lambda w=worker: self._stop(w))
@@ -378,14 +382,17 @@ class MembersWorld(World):
         running = [worker for worker in self.workers.values() if not worker.is_over]
         is_bad = not self.lighthouse.is_up or network.is_cut
         is_bad = is_bad or any(self.scheduler.is_frozen(worker.host) for worker in running)
+        least = self.settings["min_workers"]
         for worker in running:
-            finished = sum(
-                store.data.get("finished", 0)
-                for store in network.stores.values()
-                if store.host == worker.host
-            )
-            if is_bad or len(running) + finished < self.settings["min_workers"]:
+            if is_bad or (
+                len(running) < least and len(running) + self._finished_before(worker) < least
+            ):
                 worker.bad_until_s = now
+
+    def _finished_before(self, worker: WorkerProcess) -> int:
+        """How many members have announced to a worker that they have finished."""
+        stores = self.network.stores.values()
+        return sum(s.data.get("finished", 0) for s in stores if s.host == worker.host)
 
     def _is_excused(self, worker: WorkerProcess, error: Exception) -> bool:
         """Whether the promises allow a worker to end with an error now."""
@@ -415,6 +422,7 @@ class MembersWorld(World):
         world = self
         finished, submit = RoundDecisions._finished, ElasticConnection.submit
         record, exchange = ElasticConnection._record, SumExchange.exchange
+        compare = ConsistencyCheck.compare
 
         def _finished(self: RoundDecisions, result: RoundResult, data_start: Any) -> RoundResult:
             world._note_finished(self._name, result.plan)
@@ -438,7 +446,14 @@ class MembersWorld(World):
             world._note_received(result)
             record(self, result)
 
+        def _compare(self: ConsistencyCheck, plan: QuorumPlan, all_gather: Any) -> QuorumPlan:
+            num_with_state = len(plan.names) - len(plan.joining)
+            if num_with_state > 1:
+                world._note_compared(plan.names[plan.rank])
+            return compare(self, plan, all_gather)
+
         for owner, name, function in (
+            (ConsistencyCheck, "compare", _compare),
             (RoundDecisions, "_finished", _finished),
             (ElasticConnection, "submit", _submit),
             (SumExchange, "exchange", _exchange),
@@ -461,15 +476,19 @@ class MembersWorld(World):
             ]
             # A lighthouse that was restarted may not know them for longer than MIN_UPTIME_S.
             is_slow = self.settings["first_heartbeat_s"] > MIN_UPTIME_S
-            if not (is_slow and self.lighthouse.epoch > 1):
+            if not (worker.is_apart or (is_slow and self.lighthouse.epoch > 1)):
                 self.history.add(Began(worker.host, plan.group, tuple(ahead)))
         elif plan.is_joining and donor is not None:
             worker.run = donor.run
-        if plan.round_index != NO_STATE and worker.has_drifted:
-            every = self.settings["check_every"]
-            num_with_state = len(plan.names) - len(plan.joining) + len(plan.drifted)
-            if plan.round_index > 0 and plan.round_index % every == 0 and num_with_state > 1:
-                worker.has_drifted = False
+        if worker.was_compared:
+            worker.has_drifted = worker.was_compared = False
+        if plan.is_joining and donor is not None and not plan.drifted:
+            worker.has_drifted = donor.has_drifted
+
+    def _note_compared(self, name: str) -> None:
+        # A state that drifts later is not what was compared.
+        worker = self._by_name[name]
+        worker.was_compared = worker.has_drifted
 
     def _note_sent(self, name: str, plan: QuorumPlan, message: Tensor) -> None:
         worker = self._by_name[name]
@@ -482,7 +501,9 @@ class MembersWorld(World):
         assert statuses is not None
         weights = statuses[:, 3].tolist()
         senders = self._senders.get((plan.group, plan.round_index), set())
-        total = sum(weights) or 1.0
+        total = sum(weights)
+        if not total:
+            return  # nobody has made local steps since it received the state
         shares = [
             weight / total if name in senders else 0.0
             for name, weight in zip(plan.names, weights, strict=True)
