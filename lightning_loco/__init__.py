@@ -140,3 +140,4 @@ def __dir__() -> list[str]:
 # without them.
 if os.environ.get("LIGHTNING_LOCO_LAZY") != str(os.getpid()):
     import_module("lightning_loco.strategies.registry").register_strategies()
+    import_module("lightning_loco.integrations.fabric").register_strategies()

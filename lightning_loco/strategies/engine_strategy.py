@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ from lightning_loco.strategies.local_training import (
     clear_non_finite,
     leave_shared_memory,
     loss_in,
+    optimized_by,
 )
 from lightning_loco.strategies.replica_group import ReplicaGroup, warn_of_straddling
 from lightning_loco.strategies.summary import (
@@ -108,7 +109,7 @@ class EngineStrategy(WorkerStrategy):
             **common,
         )
         self.settings = settings
-        self._asked_replica_size = replica_size
+        self.asked_replica_size = replica_size
         self._replica_group: ReplicaGroup | None = None
         self.evaluate, self.finalize = evaluate, finalize
         self.checkpoint_folder = checkpoint_folder
@@ -139,8 +140,18 @@ class EngineStrategy(WorkerStrategy):
         return [share for share in shares for _ in range(readers // workers)]
 
     @abstractmethod
+    def engine_of(
+        self, model: torch.nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
+    ) -> LocalParticipant:
+        """Make an engine of a model from the settings; all ranks must call it.
+
+        Only the ``optimized`` parameters are exchanged, by default all trainable ones.
+        """
+
     def make_engine(self, group: WorkerGroup) -> LocalParticipant:
-        """Make the engine of this worker from the settings; called on every worker."""
+        """Make the engine of this worker; called on every worker."""
+        assert self.lightning_module is not None
+        return self.engine_of(self.lightning_module, group, optimized_by(self.optimizers))
 
     @property
     def participant(self) -> LocalParticipant | None:
@@ -173,7 +184,7 @@ class EngineStrategy(WorkerStrategy):
     @property
     def replica_size(self) -> int:
         """Number of ranks of a worker, which are consecutive."""
-        size = self._asked_replica_size
+        size = self.asked_replica_size
         return max(1, self.num_processes) if size == "node" else size
 
     @property
@@ -184,11 +195,11 @@ class EngineStrategy(WorkerStrategy):
     @property
     def has_replica_size(self) -> bool:
         """Whether ``replica_size`` was given."""
-        return self._asked_replica_size != 1
+        return self.asked_replica_size != 1
 
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
-        ranks_per_worker(self._asked_replica_size, self.num_processes, self.num_nodes)
+        ranks_per_worker(self.asked_replica_size, self.num_processes, self.num_nodes)
 
     def configure_ddp(self) -> None:
         """Wrap the model under the attribute names of DDP; gradients stay local.
@@ -260,11 +271,7 @@ class EngineStrategy(WorkerStrategy):
     def _set_evaluated(self, engine: LocalParticipant, trainer: pl.Trainer) -> None:
         """Choose the validated model; ValueError for settings that contradict the choice."""
         if self.evaluate == "outer":
-            if engine.settings.consensus_key is None:
-                raise ValueError(
-                    "evaluate='outer' needs outer parameters that are the same on all workers, "
-                    f"which {engine.settings.algorithm} does not have. Use evaluate='average'."
-                )
+            check_has_outer(engine)
             engine.shows_outer = True
         for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
             monitor = getattr(callback, "monitor", None)
@@ -493,3 +500,12 @@ class EngineStrategy(WorkerStrategy):
         if self._replica_group is not None and group is not None:
             self._replica_group.close(self, has_failed=group.failed)
             self._replica_group = None
+
+
+def check_has_outer(engine: LocalParticipant) -> None:
+    """Raise ValueError if an engine has no outer parameters to be evaluated."""
+    if engine.settings.consensus_key is None:
+        raise ValueError(
+            "evaluate='outer' needs outer parameters that are the same on all workers, "
+            f"which {engine.settings.algorithm} does not have. Use evaluate='average'."
+        )

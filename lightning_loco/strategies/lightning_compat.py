@@ -22,6 +22,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.strategy import (
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -67,6 +71,9 @@ OF_WHOLE_MODELS = tuple(
     if hasattr(callbacks, name)
 )
 """Callbacks that need the whole model on every rank; the last one is new in Lightning 2.6."""
+
+BackwardSyncControl = _BackwardSyncControl
+"""What a strategy of Fabric has for ``fabric.no_backward_sync``."""
 
 BEFORE_SETUP = "pre_setup"
 """Name of the barrier between the hooks ``prepare_data`` and ``setup``."""
@@ -478,9 +485,14 @@ def parts_of(strategy: ParallelStrategy) -> dict[str, Any]:
     }
 
 
+def ddp_options_of(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the arguments for DDP that are not the default."""
+    return {name: value for name, value in strategy._ddp_kwargs.items() if value}
+
+
 def ddp_arguments_of(strategy: DDPStrategy) -> list[str]:
     """Return the arguments for DDP and the launcher that are not the default, in words."""
-    given = {name: value for name, value in strategy._ddp_kwargs.items() if value}
+    given = ddp_options_of(strategy)
     if strategy._start_method != "popen":
         given["start_method"] = strategy._start_method
     return [f"{name}={value!r}" for name, value in given.items()]
@@ -515,6 +527,11 @@ def check_start_method(strategy: ParallelStrategy) -> None:
         "interactive interpreter has none. "
         + ("Run it as a script." if start_method is None else advice)
     )
+
+
+def check_keys(state: dict[str, Any], loaded: dict[str, Any], strict: bool) -> None:
+    """Raise KeyError if a checkpoint of Fabric lacks something that it is to restore."""
+    _validate_keys_for_strict_loading(state.keys(), loaded.keys(), strict)
 
 
 class ModelParallelPart(ModelParallelStrategy):

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from lightning_loco.model.flat import local_tensor
 from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.protocols import TrainingStrategy
+from lightning_loco.strategies.protocols import HasParticipant
 
 # ------------------------------------------------------------------------- model
 
@@ -68,8 +68,10 @@ class LocalModel(nn.Module):
         return other is self or other is self.module
 
     def __hash__(self) -> int:
-        """The hash of the module, to which it is equal."""
-        return hash(self.module)
+        """Another hash than the module's: ``parameters`` looks for modules in a set, and skips
+        those that are there.
+        """
+        return id(self)
 
 
 def check_batch_norm(strategy: DDPStrategy) -> None:
@@ -104,7 +106,7 @@ class LocalSteps:
         loss: What ``training_step`` has returned last; NaN if that was not one number.
     """
 
-    def __init__(self, strategy: TrainingStrategy) -> None:
+    def __init__(self, strategy: HasParticipant) -> None:
         self._strategy = strategy  # and not the participant, which is another one in every fit
         self.loss: Tensor | float = math.nan
         self.start_fit()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
@@ -20,7 +21,6 @@ from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import RoundArguments
 from lightning_loco.strategies.elastic_members import TrainerPosition, shard_dataloader
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.local_training import optimized_by
 
 
 class RoundStrategy(EngineStrategy):
@@ -34,11 +34,11 @@ class RoundStrategy(EngineStrategy):
         """When rounds start and end, in local steps."""
         return self.settings.schedule
 
-    def make_engine(self, group: WorkerGroup) -> Engine:
-        """Create the engine from the settings."""
-        assert self.lightning_module is not None
-        optimized = optimized_by(self.optimizers)
-        return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
+    def engine_of(
+        self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
+    ) -> Engine:
+        """Make an engine of a model from the settings."""
+        return Engine.from_settings(model, self.settings, group, optimized)
 
     # ----------------------------------------------------------------- members
 

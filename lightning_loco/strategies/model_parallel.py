@@ -190,6 +190,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self._check_averaged()
         self._set_timeouts()
         engine = super().make_engine(group)
+        assert isinstance(engine, Engine)
         engine.worker.replica.use_held_vectors(group)
         return engine
 

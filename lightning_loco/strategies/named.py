@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms.outer_lr import OuterLR
@@ -28,7 +29,6 @@ from lightning_loco.engine.method_settings import (
 )
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
-from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
 
@@ -418,11 +418,11 @@ class AsyncModelAverageStrategy(LocoStrategy):
         settings = async_model_average(interval_s, warmup_steps, topology, compression, link)
         self._init_with(settings, **common)
 
-    def make_engine(self, group: WorkerGroup) -> ClockEngine:
+    def engine_of(
+        self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
+    ) -> ClockEngine:
         """Make an engine whose rounds start after a pause and end when all messages are there."""
-        assert self.lightning_module is not None
-        optimized = optimized_by(self.optimizers)
-        return ClockEngine.from_settings(self.lightning_module, self.settings, group, optimized)
+        return ClockEngine.from_settings(model, self.settings, group, optimized)
 
     @property
     def _clock(self) -> ClockEngine:

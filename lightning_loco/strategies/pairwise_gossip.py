@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms.pairwise_average import Interpolation
@@ -21,7 +22,6 @@ from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.settings import PairwiseSettings, pairwise_gossip
 from lightning_loco.strategies.arguments import CommonArguments
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.local_training import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
@@ -142,11 +142,11 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             )
         super().setup(trainer)
 
-    def make_engine(self, group: WorkerGroup) -> PairwiseEngine:
-        """Create the engine."""
-        assert self.lightning_module is not None
+    def engine_of(
+        self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
+    ) -> PairwiseEngine:
+        """Make an engine of a model from the settings."""
         seed = torch.initial_seed() % 2**31
-        model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,14 @@ from lightning_loco.parameter_server import RemoteParticipant
 from lightning_loco.schedules import Schedule
 
 
-class TrainingStrategy(Protocol):
+class HasParticipant(Protocol):
+    """A strategy of this package, also one for another loop than the Trainer's."""
+
+    @property
+    def participant(self) -> Participant | None: ...
+
+
+class TrainingStrategy(HasParticipant, Protocol):
     """A strategy of this package; its properties have docstrings where they are implemented."""
 
     @property
@@ -29,8 +36,6 @@ class TrainingStrategy(Protocol):
     def is_fitting(self) -> bool: ...
     @property
     def is_global_zero(self) -> bool: ...
-    @property
-    def participant(self) -> Participant | None: ...
 
     def sync_point(self, purpose: str) -> None: ...
 

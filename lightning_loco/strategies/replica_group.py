@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -137,7 +137,7 @@ class ReplicaGroup:
             f"other ranks of its worker: {others}. {_SAME}"
         )
 
-    def close(self, strategy: ParallelStrategy, *, has_failed: bool) -> None:
+    def close(self, strategy: object, *, has_failed: bool) -> None:
         """Destroy the groups, once the model is no longer wrapped."""
         if isinstance(strategy, DDPStrategy):
             lightning_compat.average_gradients_in(strategy, None)

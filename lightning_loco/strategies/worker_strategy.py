@@ -122,6 +122,14 @@ class WorkerStrategy(LightningStrategy):
         """
         super().__init__(**parts, process_group_backend=backend, timeout=timeout, **ddp_arguments)
 
+    def __repr__(self) -> str:
+        """Say where it belongs: Fabric's error for a strategy of the Trainer shows this."""
+        name = type(self).__name__
+        return (
+            f"<{name} of lightning_loco, for Trainer(strategy=...); for Fabric: "
+            f"lightning_loco.integrations.fabric.FabricLocoStrategy({name}(...))>"
+        )
+
     # ------------------------------------------------------------------- workers
 
     @property

@@ -1,0 +1,1 @@
+"""The strategies in training loops of other libraries than Lightning's Trainer."""
