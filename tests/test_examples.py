@@ -149,6 +149,14 @@ def late_joiner(output: str) -> None:
     assert len({weights for _, _, weights in ends}) == 1
 
 
+def fabric(output: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", output)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.2
+    assert "15 rounds; the model is the mean of both workers" in output
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
@@ -160,6 +168,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "08_replica_groups.py": replica_groups,
     "09_fsdp_inside_diloco.py": fsdp_inside,
     "10_late_joiner.py": late_joiner,
+    "11_fabric.py": fabric,
 }
 
 

@@ -26,6 +26,7 @@ import lightning_loco as loco
 from lightning_loco import algorithms, compression, parameter_server, topology
 from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_method, build_strategy
+from lightning_loco.integrations import fabric
 from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
 from tests.harness.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
@@ -42,6 +43,7 @@ NAMED_FILES = {
     for block in page.blocks("yaml")
     if (name := re.match(r"# ([\w/]+\.yaml)$", block, re.MULTILINE))
 }
+WITH_STRATEGIES = (loco, lightning_strategies, fabric)
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
 
 
@@ -231,7 +233,7 @@ def test_names_in_the_text_exist(subtests: pytest.Subtests) -> None:
     for page in PAGES:
         with subtests.test(str(page)):
             for name in re.findall(r"\b[A-Z]\w*Strategy\b", page.text):
-                assert hasattr(loco, name) or hasattr(lightning_strategies, name), name
+                assert any(hasattr(module, name) for module in WITH_STRATEGIES), name
             for name in (word for word in page.ticked if re.match(r"lightning_loco[\w.]*$", word)):
                 module, _, attribute = name.rpartition(".")
                 found = not module or hasattr(importlib.import_module(module), attribute)
