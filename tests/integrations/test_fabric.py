@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import lightning_loco as loco
 from lightning_loco.integrations.fabric import FabricLocoStrategy
+from tests.harness.forked_jobs import Job
 from tests.harness.pool import PoolEnvironment
 from tests.harness.small_model import (
     TinyModule,
@@ -169,6 +172,29 @@ def test_a_checkpoint_resumes_with_more_workers(pool: Any, tmp_path: Path) -> No
     found = pool.run(resume_with_more, tmp_path, world=3)
     assert all(torch.equal(one, found[0][0]) for one, _ in found)
     assert all(torch.equal(end, found[0][1]) for _, end in found)
+
+
+def save_and_die(rank: int, world: int, folder: Path) -> None:
+    """Die within a save: the checkpoint before it is complete."""
+    run = Run(METHODS["async_diloco"](), devices=world)
+    run.train(18)
+    run.fabric.save(folder / "a.ckpt", run.state)
+    run.train(22)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.fabric.save(folder / "a.ckpt", run.state)
+
+
+@pytest.mark.process
+def test_a_run_resumes_exactly_after_a_sigkill(pool: Any, tmp_path: Path) -> None:
+    with Job(save_and_die, tmp_path, world=2) as job:
+        outcome = job.outcomes([0, 1], limit_s=60.0)[0]
+    assert outcome.error is not None
+    assert "worker 1 (no sign of life; last seen in" in outcome.error
+    unbroken = pool.run(train_fabric, "async_diloco", world=2)
+    resumed = pool.run(resume, "async_diloco", tmp_path, world=2)
+    for one, two in zip(unbroken, resumed, strict=True):
+        assert all(map(torch.equal, one, two))
 
 
 # ----------------------------------------------------------------- other uses of a loop
