@@ -168,7 +168,7 @@ class FabricLocoStrategy(DDPStrategy):
         """Wrap a module; it is exchanged if an optimizer of its parameters is set up."""
         if self._group is None:
             self._connect()
-        wrapped: nn.Module = LocalModel(module)
+        wrapped: nn.Module = _Wrapped(module)
         if self._replica_group is not None and any(p.requires_grad for p in module.parameters()):
             assert self._group is not None
             wrapped = DistributedDataParallel(
@@ -177,7 +177,8 @@ class FabricLocoStrategy(DDPStrategy):
                 process_group=self._group.whole_inside,
                 **self._ddp_kwargs,
             )
-        wrapped.register_forward_pre_hook(lambda *_: self._before_forward(module))
+        before_forward = torch.compiler.disable(self._before_forward)
+        wrapped.register_forward_pre_hook(lambda *_: before_forward(module))
         self._modules.append(module)
         return wrapped
 
@@ -281,16 +282,24 @@ class FabricLocoStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and count the local step."""
-        engine = self.engine
-        if engine is None or optimizer not in self._optimizers:
+        if optimizer not in self._optimizers:
             return super().optimizer_step(optimizer, **kwargs)
-        if engine.worker.replica.shows_consensus:
+        closure = kwargs.get("closure")
+        engine = self._start() if closure is not None else self.engine
+        if engine is not None and engine.worker.replica.shows_consensus:
             raise RuntimeError(
                 "An optimizer steps the consensus, which is in the model only to be evaluated. "
                 "Leave `with fabric.strategy.consensus():` before the next step."
             )
+        skips_forward = closure is None and self._may_be_due and self._steps.is_next(optimizer)
+        if engine is None or skips_forward:
+            raise RuntimeError(
+                "An optimizer steps, but no forward pass went through the module that fabric.setup "
+                "has returned, which runs the rounds. Call that module, and not the original one; "
+                "name its other methods with model.mark_forward_method."
+            )
         engine.worker.last_loss = self._steps.loss
-        if (closure := kwargs.get("closure")) is None:
+        if closure is None:
             self._steps.prepare(optimizer)()
         else:
             kwargs["closure"] = self._steps.prepare(optimizer, closure)
@@ -506,6 +515,13 @@ class FabricLocoStrategy(DDPStrategy):
         super().load_module_state_dict(module, state_dict, strict)
         if self.engine is not None:
             self.engine.reset()
+
+
+class _Wrapped(LocalModel):
+    """A wrapper that is not equal to its module: Fabric then calls its methods through forward."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 class _NoSync(lightning_compat.BackwardSyncControl):

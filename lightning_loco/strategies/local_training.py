@@ -128,7 +128,7 @@ class LocalSteps:
         """The last loss; None if ``training_step`` has not returned one number."""
         return None if isinstance(self.loss, float) and math.isnan(self.loss) else self.loss
 
-    def _is_next(self, optimizer: Optimizer) -> bool:
+    def is_next(self, optimizer: Optimizer) -> bool:
         """Whether the next step of an optimizer will be a new local step."""
         return self._steps.get(id(optimizer), 0) == self._most
 
@@ -140,7 +140,7 @@ class LocalSteps:
         A step outside Lightning has no closure: the returned one is then called right before it.
         """
         participant = self._participant
-        if self._is_next(optimizer):
+        if self.is_next(optimizer):
             participant.before_step(self.known_loss)
 
         def prepared() -> Any:
@@ -153,7 +153,7 @@ class LocalSteps:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of an optimizer, which may be a local step."""
-        is_next = self._is_next(optimizer)
+        is_next = self.is_next(optimizer)
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._most += is_next
         if is_next:

@@ -306,6 +306,58 @@ def two_models(rank: int, world: int) -> None:
     run.strategy.teardown()
 
 
+class WithStep(TinyModule):
+    """The small model, whose loss Fabric's loop gets from ``training_step``."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
+        return loss_of(self.model, batch)
+
+
+def train_step_of_module(rank: int, world: int) -> Tensor:
+    run = Run(loco.DiLoCoStrategy(sync_every=2), WithStep(), devices=world)
+    for step in range(5):
+        run.fabric.backward(run.model.training_step(worker_batch(rank, step)))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.strategy.engine.worker.round_index == 2
+    run.fabric.backward(loss_of(run.model.module.model, worker_batch(rank, 9)))
+    with pytest.raises(RuntimeError, match="no forward pass went through"):
+        run.optimizer.step()
+    return run.end()[1]
+
+
+def test_training_step_is_a_forward_pass(pool: Any) -> None:
+    first, second = pool.run(train_step_of_module, world=2)
+    assert torch.equal(first, second)
+
+
+def step_by_closure(rank: int, world: int) -> Tensor:
+    strategy = FabricLocoStrategy(loco.LocalSGDStrategy(sync_every=2))
+    fabric = Fabric(
+        strategy=strategy, accelerator="cpu", devices=world, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    model = make_model()
+    model, optimizer = fabric.setup(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, worker_batch(rank, 0))
+        fabric.backward(loss)
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    assert fabric.strategy.engine.worker.round_index == 2
+    fabric.strategy.finish()
+    return flat(model)
+
+
+def test_optimizers_with_closures(pool: Any) -> None:
+    first, second = pool.run(step_by_closure, world=2)
+    assert torch.equal(first, second)
+
+
 def test_two_models_are_refused(pool: Any) -> None:
     pool.run(two_models, world=2)
 
