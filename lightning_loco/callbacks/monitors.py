@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from statistics import median, quantiles
 from typing import Any
@@ -14,7 +13,7 @@ from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.model.participant import Participant
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
-from lightning_loco.strategies.summary import errors_as_warnings
+from lightning_loco.strategies.summary import errors_as_warnings, round_metrics
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
 
 
@@ -106,25 +105,7 @@ class CommunicationMonitor(RoundMonitor):
 
     def metrics(self, strategy: WorkerStrategy) -> dict[str, float]:
         """Return rounds, bytes, waiting and staleness of this worker; the mean loss of all."""
-        statistics = strategy.statistics
-        metrics = {
-            "loco/round": float(statistics.rounds),
-            "loco/bytes_sent": float(statistics.worker_bytes_sent),
-            "loco/wait_s": statistics.worker_wait_s,
-            "loco/staleness": float(statistics.staleness),
-        }
-        if statistics.outer_grad_norm is not None:
-            metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
-        if statistics.members is not None:
-            metrics["loco/members"] = float(statistics.members)
-            metrics["loco/repaired"] = float(statistics.repaired)
-        if strategy.participant is not None:
-            own = strategy.participant.metrics()
-            metrics |= {f"loco/{name}": value for name, value in own.items()}
-        known = [loss for loss in statistics.losses if math.isfinite(loss)]
-        if known:
-            metrics["loco/train_loss_mean"] = sum(known) / len(known)
-        return metrics
+        return round_metrics(strategy.statistics, strategy.participant)
 
 
 class ConsensusMonitor(RoundMonitor):

@@ -52,16 +52,12 @@ from lightning_loco.strategies.summary import (
     NO_METRICS,
     NOT_SHOWN,
     advice,
-    bytes_of_ddp,
     describe,
     errors_as_warnings,
-    mean_of_workers,
-    summarize,
+    measure_distance,
+    show_summary,
 )
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
-
-MAX_SAMPLED = 8192
-"""Elements from which the consensus distance at the end of training is estimated."""
 
 _NO_TRAINING = (
     "the end of a fit that trained nothing: no batches there, or nothing left of max_steps, "
@@ -446,25 +442,17 @@ class EngineStrategy(WorkerStrategy):
     def _end_training(self) -> Iterator[None]:
         """Leave the consensus in the model before all hooks of the end of training."""
         self._external_updates.on_training_end()
-        engine, worker = self._engine, self._engine.worker
-        group, statistics = worker.group, engine.statistics
-        check_untracked(worker.replica.left_out, self.optimizers)
+        engine = self._engine
+        check_untracked(engine.worker.replica.left_out, self.optimizers)
         if self.member_connection is None:
             self.sync_point("the end of training")
-        if self.summary and group.num_workers > 1 and statistics.consensus_distance is None:
-            statistics.consensus_distance = worker.measure_consensus(MAX_SAMPLED)
+        if self.summary:
+            measure_distance(engine)
         self._look_up_averaged_copies()
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            # A collective: an error in it must not become a warning.
-            means, steps = mean_of_workers(statistics, worker.steps, group)
-            with errors_as_warnings(NOT_SHOWN):
-                num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
-                count, (name, *_) = group.num_workers, group.rank_names
-                of_ddp = bytes_of_ddp(count, num_bytes, steps)
-                whose = f"Mean of {count} workers" if count > 1 else f"On {name}"
-                rank_zero_info(summarize(means, steps, of_ddp, whose))
+            show_summary(engine)
         yield
 
     def on_exception(self, exception: BaseException) -> None:

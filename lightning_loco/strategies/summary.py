@@ -14,15 +14,18 @@ from contextlib import contextmanager
 from typing import Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.model.participant import LocalParticipant
+from lightning_loco.model.participant import LocalParticipant, Participant
 from lightning_loco.schedules import Schedule, Staggered
+
+MAX_SAMPLED = 8192
+"""Elements from which the consensus distance at the end of training is estimated."""
 
 MIN_ROUNDS = 10
 """Outer momentum needs about this number of rounds to have an effect."""
@@ -170,7 +173,54 @@ def _steps_between_validations(trainer: pl.Trainer) -> float:
     return batches * (epochs if is_at_end else 1) / trainer.accumulate_grad_batches
 
 
+# ------------------------------------------------------------- during training
+
+
+def round_metrics(statistics: Statistics, participant: Participant | None) -> dict[str, float]:
+    """Return what :class:`~lightning_loco.CommunicationMonitor` logs of this worker, by name."""
+    metrics = {
+        "loco/round": float(statistics.rounds),
+        "loco/bytes_sent": float(statistics.worker_bytes_sent),
+        "loco/wait_s": statistics.worker_wait_s,
+        "loco/staleness": float(statistics.staleness),
+    }
+    if statistics.outer_grad_norm is not None:
+        metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
+    if statistics.members is not None:
+        metrics["loco/members"] = float(statistics.members)
+        metrics["loco/repaired"] = float(statistics.repaired)
+    if participant is not None:
+        metrics |= {f"loco/{name}": value for name, value in participant.metrics().items()}
+    known = [loss for loss in statistics.losses if math.isfinite(loss)]
+    if known:
+        metrics["loco/train_loss_mean"] = sum(known) / len(known)
+    return metrics
+
+
 # ------------------------------------------------------------- after training
+
+
+def measure_distance(engine: LocalParticipant) -> None:
+    """Measure the consensus distance for the summary, unless it is known; all ranks must call it.
+
+    The model must hold the local parameters.
+    """
+    statistics, worker = engine.statistics, engine.worker
+    if worker.group.num_workers > 1 and statistics.consensus_distance is None:
+        statistics.consensus_distance = worker.measure_consensus(MAX_SAMPLED)
+
+
+def show_summary(engine: LocalParticipant) -> None:
+    """Print a table of steps, rounds, bytes and seconds on rank 0; all ranks must call it."""
+    statistics, worker, group = engine.statistics, engine.worker, engine.worker.group
+    # A collective: an error in it must not become a warning.
+    means, steps = mean_of_workers(statistics, worker.steps, group)
+    with errors_as_warnings(NOT_SHOWN):
+        num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
+        count, (name, *_) = group.num_workers, group.rank_names
+        of_ddp = bytes_of_ddp(count, num_bytes, steps)
+        whose = f"Mean of {count} workers" if count > 1 else f"On {name}"
+        rank_zero_info(summarize(means, steps, of_ddp, whose))
 
 
 def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[Statistics, int]:
