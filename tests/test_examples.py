@@ -157,6 +157,15 @@ def fabric(output: str) -> None:
     assert "15 rounds; the model is the mean of both workers" in output
 
 
+def hugging_face(output: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"evaluation loss ([\d.]+)", output)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4  # 5.9 before training
+    (adapters, whole) = numbers(r"(\d+) of (\d+) parameters are adapters", output)
+    assert adapters < whole / 10
+    assert len(re.findall(r"on 2 workers, .* a round every 10 local steps", output)) == 2
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
@@ -169,6 +178,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "09_fsdp_inside_diloco.py": fsdp_inside,
     "10_late_joiner.py": late_joiner,
     "11_fabric.py": fabric,
+    "12_hugging_face_lora.py": hugging_face,
 }
 
 

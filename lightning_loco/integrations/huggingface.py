@@ -508,9 +508,9 @@ class LocoCallback(TrainerCallback):
             return None
         with self._group.errors_shared(_CHOICE):
             folder = Path(args.output_dir or "") if asked is True else Path(str(asked))
-            chosen = newest_complete(folder) if asked is True else folder
+            chosen = next(complete_ones(folder), None) if asked is True else folder
             if asked is not True and (missing := missing_in(folder)) is not None:
-                other = newest_complete(folder.parent)
+                other = next(complete_ones(folder.parent, warns=False), None)
                 hint = "No other one beside it is complete." if other is None else f"Use {other}."
                 raise ValueError(f"The checkpoint {folder} is not complete: {missing}. {hint}")
         first, *_ = everyone = self._group.gather_from_ranks(str(chosen), _CHOICE)
@@ -525,16 +525,16 @@ class LocoCallback(TrainerCallback):
 # ------------------------------------------------------------------ complete checkpoints
 
 
-def newest_complete(folder: Path) -> Path | None:
-    """Return the checkpoint of most steps in a folder that is complete; None if there is none."""
+def complete_ones(folder: Path, *, warns: bool = True) -> Iterator[Path]:
+    """Yield the complete checkpoints in a folder, that of most steps first."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     names = os.listdir(folder) if folder.is_dir() else []
     found = {int(match[1]): folder / match[0] for match in map(pattern.fullmatch, names) if match}
     for _, one in sorted(found.items(), reverse=True):
         if (missing := missing_in(one)) is None:
-            return one
-        rank_zero_warn(f"The checkpoint {one} is not complete and is left out: {missing}.")
-    return None
+            yield one
+        elif warns:
+            rank_zero_warn(f"The checkpoint {one} is not complete and is left out: {missing}.")
 
 
 def missing_in(folder: Path) -> str | None:
