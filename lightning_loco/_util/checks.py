@@ -41,16 +41,15 @@ def check_replica_size(replica_size: object) -> None:
 
 
 def ranks_per_worker(
-    replica_size: int | Literal["node"], ranks_per_node: int, num_nodes: int
+    replica_size: int | Literal["node"], ranks_per_node: int, num_ranks: int
 ) -> int:
     """Return the number of ranks of a worker; ValueError if it does not divide all ranks.
 
     Example:
-        >>> ranks_per_worker("node", ranks_per_node=8, num_nodes=2)
+        >>> ranks_per_worker("node", ranks_per_node=8, num_ranks=16)
         8
     """
     size = ranks_per_node if replica_size == "node" else replica_size
-    num_ranks = ranks_per_node * num_nodes
     if num_ranks % size:
         raise ValueError(
             f"replica_size={size} does not divide the {num_ranks} ranks. Start a multiple of "
@@ -78,16 +77,16 @@ def parallel_ranks_per_worker(
     data_parallel_size: int | Literal["auto"],
     tensor_parallel_size: int,
     ranks_per_node: int,
-    num_nodes: int,
+    num_ranks: int,
 ) -> int:
     """Return the number of ranks of a worker; ValueError if it does not divide all ranks.
 
     Example:
-        >>> parallel_ranks_per_worker("auto", 2, ranks_per_node=8, num_nodes=2)
+        >>> parallel_ranks_per_worker("auto", 2, ranks_per_node=8, num_ranks=16)
         8
     """
     data = parallel_size(data_parallel_size, tensor_parallel_size, ranks_per_node)
-    size, num_ranks = data * tensor_parallel_size, ranks_per_node * num_nodes
+    size = data * tensor_parallel_size
     if num_ranks % size:
         raise ValueError(
             f"A worker has data_parallel_size={data} times tensor_parallel_size="

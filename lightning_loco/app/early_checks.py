@@ -91,13 +91,17 @@ def checked(cfg: DictConfig) -> DictConfig:
         )
     settings = early_settings(cfg)
     if settings is not None and (ranks := ranks_of(cfg)) is not None:
+        on_node, num_ranks = ranks[0], math.prod(ranks)
         with errors_for("inner"):
-            size = 1 if sizes is None else parallel_ranks_per_worker(*sizes, *ranks)
+            size = 1
+            if sizes is not None:
+                size = parallel_ranks_per_worker(*sizes, on_node, num_ranks)
         with errors_for("algorithm"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are repeated before training
             if sizes is None:
-                size = ranks_per_worker(cfg.algorithm.get("replica_size", 1), *ranks)
-            settings.prepare(math.prod(ranks) // size)
+                asked = cfg.algorithm.get("replica_size", 1)
+                size = ranks_per_worker(asked, on_node, num_ranks)
+            settings.prepare(num_ranks // size)
     return cfg
 
 

@@ -181,7 +181,7 @@ class EngineStrategy(WorkerStrategy):
     def replica_size(self) -> int:
         """Number of ranks of a worker, which are consecutive."""
         size = self.asked_replica_size
-        return max(1, self.num_processes) if size == "node" else size
+        return self.ranks_per_node if size == "node" else size
 
     @property
     def replica_arguments(self) -> str:
@@ -195,7 +195,7 @@ class EngineStrategy(WorkerStrategy):
 
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
-        ranks_per_worker(self.asked_replica_size, self.num_processes, self.num_nodes)
+        ranks_per_worker(self.asked_replica_size, self.ranks_per_node, self.num_ranks)
 
     def configure_ddp(self) -> None:
         """Wrap the model under the attribute names of DDP; gradients stay local.
@@ -216,7 +216,7 @@ class EngineStrategy(WorkerStrategy):
         if self.is_fitting:
             self._failed_engine = None
             if size > 1:
-                warn_of_straddling(size, self.num_processes, self.replica_arguments)
+                warn_of_straddling(size, self.ranks_per_node, self.replica_arguments)
                 self._replica_group = ReplicaGroup(self.group)
             self.checkpoints.start_fit()
 

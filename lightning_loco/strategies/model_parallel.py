@@ -101,7 +101,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks of a worker that train on different data."""
-        return parallel_size(*self._sizes, self.num_processes)
+        return parallel_size(*self._sizes, self.ranks_per_node)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -127,7 +127,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
 
     def check_ranks(self) -> None:
         """Raise ValueError if the ranks cannot be divided into workers."""
-        parallel_ranks_per_worker(*self._sizes, self.num_processes, self.num_nodes)
+        parallel_ranks_per_worker(*self._sizes, self.ranks_per_node, self.num_ranks)
 
     # ------------------------------------------------------------- checkpoints
 

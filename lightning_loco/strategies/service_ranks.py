@@ -65,11 +65,11 @@ class ServiceRankStrategy(WorkerStrategy, DDPStrategy):
     @property
     def tiers(self) -> Tiers:
         """The roles of all ranks; ValueError if their number does not match."""
-        return Tiers.detect(self.num_nodes * self.num_processes, *self.counts)
+        return Tiers.detect(self.num_ranks, *self.counts)
 
     def check_ranks(self) -> None:
         """Raise ValueError if the number of ranks does not match the roles."""
-        Tiers.detect(self.num_nodes * self.num_processes, *self.counts)
+        Tiers.detect(self.num_ranks, *self.counts)
 
     @property
     def serves(self) -> bool:

@@ -142,6 +142,17 @@ class WorkerStrategy(LightningStrategy):
         """Raise ValueError if the ranks cannot be divided into workers."""
 
     @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the job, as its launcher says; those that serve are included."""
+        environment = self.cluster_environment
+        return 1 if environment is None else environment.world_size()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of a node."""
+        return max(1, self.num_ranks // self.num_nodes)
+
+    @property
     def replica_size(self) -> int:
         """Number of ranks of a worker, which are consecutive."""
         return 1
@@ -160,6 +171,11 @@ class WorkerStrategy(LightningStrategy):
     def place(self) -> int:
         """Index of this rank within its worker."""
         return self.global_rank % self.replica_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of samplers, which divide the data among the ranks that train."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def is_fitting(self) -> bool:

@@ -93,8 +93,8 @@ class LocalState(RunState):
         # What was loaded stays: a learning rate finder loads after its fit, for the next one.
         self._writers = None
         if self._is_private:
-            size, on_node = self._strategy.replica_size, self._strategy.num_processes
-            if self._strategy.num_nodes > 1 and on_node % size:
+            size, on_node = self._strategy.replica_size, self._strategy.ranks_per_node
+            if self._strategy.num_ranks > on_node and on_node % size:
                 raise ValueError(
                     "checkpoint_folder='private' needs workers whose ranks are all on one node, "
                     f"and with replica_size={size} and {on_node} ranks on a node a worker is on "
