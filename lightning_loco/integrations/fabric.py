@@ -185,7 +185,7 @@ class FabricLocoStrategy(DDPStrategy):
     def _connect(self) -> None:
         """Make the groups of the workers."""
         size = self.replica_size
-        ranks_per_worker(self._method.asked_replica_size, self.num_processes, self.num_nodes)
+        ranks_per_worker(self._method.asked_replica_size, self.num_processes, self.world_size)
         self._group = WorkerGroup.start(timeout_s=self._method.timeout_s, replica_size=size)
         self._replica_group = ReplicaGroup(self._group) if size > 1 else None
         settings = self._method.settings

@@ -115,6 +115,20 @@ class EngineStrategy(WorkerStrategy):
         self._save_to(MainFile(self))
         self._external_updates = ExternalUpdates(self)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that this strategy has in common with others, as they were given."""
+        return {
+            **super().arguments,
+            "evaluate": self.evaluate,
+            "finalize": self.finalize,
+            "checkpoint_folder": self.checkpoint_folder,
+            "replica_size": self._asked_replica_size,
+        }
+
+    def _init_like(self, method: EngineStrategy) -> None:
+        self._init_with(method.settings, **method.arguments)
+
     def _save_to(self, main: MainFile) -> None:
         """Set how the main files of checkpoints are written."""
         self._run_state = LocalState(self, main, self.checkpoint_folder)

@@ -474,17 +474,6 @@ def wrap_in_ddp(strategy: DDPStrategy, model: torch.nn.Module) -> torch.nn.Modul
     return strategy._setup_model(model)
 
 
-def parts_of(strategy: ParallelStrategy) -> dict[str, Any]:
-    """Return the accelerator, the devices and the plugins that a strategy was given."""
-    return {
-        "accelerator": strategy._accelerator,
-        "parallel_devices": strategy._parallel_devices,
-        "cluster_environment": strategy.cluster_environment,
-        "checkpoint_io": strategy._checkpoint_io,
-        "precision_plugin": strategy._precision_plugin,
-    }
-
-
 def ddp_options_of(strategy: DDPStrategy) -> dict[str, Any]:
     """Return the arguments for DDP that are not the default."""
     return {name: value for name, value in strategy._ddp_kwargs.items() if value}

@@ -74,15 +74,7 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         _check(method, data_parallel_size, tensor_parallel_size)
         self._sizes = data_parallel_size, tensor_parallel_size
         self._saves_folders = save_distributed_checkpoint
-        self._init_with(
-            method.settings,
-            evaluate=method.evaluate,
-            finalize=method.finalize,
-            timeout_s=method.timeout_s,
-            summary=method.summary,
-            process_group_backend=method.process_group_backend,
-            **lightning_compat.parts_of(method),
-        )
+        self._init_like(method)
         self._save_to(ShardedMainFile(self, saves_folders=save_distributed_checkpoint))
 
     def _init_base(

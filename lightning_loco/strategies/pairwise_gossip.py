@@ -76,6 +76,7 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
     """
 
     settings: PairwiseSettings
+    _has_returned_loss = False
 
     def __init__(
         self,
@@ -108,7 +109,6 @@ class PairwiseGossipStrategy(EngineStrategy, DDPStrategy):
             config_file,
             link,
         )
-        self._has_returned_loss = False
         self._init_with(settings, **common)
 
     @classmethod

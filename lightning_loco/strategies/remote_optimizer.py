@@ -108,6 +108,19 @@ class RemoteOptimizerStrategy(ServiceRankStrategy):
         self._run_state = RemoteState(self)
         self.checkpoints = Checkpoints(self, self._run_state)
 
+    def _init_like(self, method: RemoteOptimizerStrategy) -> None:
+        num_workers, num_servers, replica_size = method.counts
+        RemoteOptimizerStrategy.__init__(
+            self,
+            num_workers,
+            num_servers=num_servers,
+            replica_size=replica_size,
+            compression=method.compression,
+            overlap=method.overlap,
+            bucket_bytes=method.bucket_bytes,
+            **method.arguments,
+        )
+
     # ------------------------------------------------------------------- setup
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -92,14 +92,23 @@ class WorkerStrategy(LightningStrategy):
         ``ddp_arguments`` are for DDP within a worker of several ranks.
         """
         check_common_arguments(timeout_s, start_method)
+        parts = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        self._arguments = {
+            "timeout_s": timeout_s,
+            "summary": summary,
+            "process_group_backend": process_group_backend,
+            "start_method": start_method,
+            **parts,
+            **(ddp_arguments or {}),
+        }
         self._init_base(
-            {
-                "accelerator": accelerator,
-                "parallel_devices": parallel_devices,
-                "cluster_environment": cluster_environment,
-                "checkpoint_io": checkpoint_io,
-                "precision_plugin": precision_plugin,
-            },
+            parts,
             process_group_backend,
             timedelta(seconds=timeout_s),
             {"start_method": start_method, **(ddp_arguments or {})},
@@ -129,6 +138,15 @@ class WorkerStrategy(LightningStrategy):
             f"<{name} of lightning_loco, for Trainer(strategy=...); for Fabric: "
             f"lightning_loco.integrations.fabric.FabricLocoStrategy({name}(...))>"
         )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that this strategy has in common with others, as they were given."""
+        return dict(self._arguments)
+
+    @abstractmethod
+    def _init_like(self, method: Any) -> None:
+        """Initialize with the arguments of another strategy of the same family."""
 
     # ------------------------------------------------------------------- workers
 
