@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -232,13 +233,26 @@ class WorkerStrategy(LightningStrategy):
     # ------------------------------------------------------------- process group
 
     def set_world_ranks(self) -> None:
-        """Set the ranks. Lightning calls it first when the Trainer is made.
+        """Set the ranks. Lightning calls it first when the Trainer is made."""
+        self.check_launcher()
+        super().set_world_ranks()
 
-        ValueError if mpirun has started several processes that Lightning does not know of.
+    def check_launcher(self) -> None:
+        """Raise if the processes were not started in a way that this strategy works with.
+
+        ValueError if mpirun has started several that Lightning does not know of, or if this is a
+        worker of Ray Train.
         """
+        if runs_on_ray():
+            name = type(self).__name__
+            raise ValueError(
+                f"This is a worker of Ray Train, where {name} does not know its rank and device. "
+                f"Use Trainer(strategy=RayLocoStrategy({name}(...)), plugins=["
+                "RayLightningEnvironment()]), with RayLocoStrategy from lightning_loco.integrations"
+                ".ray."
+            )
         check_mpi(self.cluster_environment)
         lightning_compat.check_start_method(self)
-        super().set_world_ranks()
 
     def setup_distributed(self) -> None:
         """Make the default process group; errors name ranks that are missing or do not fit."""
@@ -404,6 +418,14 @@ def check_mpi(environment: ClusterEnvironment | None) -> None:
                 "mpi4py`, start the script with torchrun, or start it once without mpirun and let "
                 "Trainer(devices=...) start the ranks."
             )
+
+
+def runs_on_ray() -> bool:
+    """Whether Ray Train has started this process, as one of its workers."""
+    if (train := sys.modules.get("ray.train")) is not None:
+        with suppress(Exception):  # of several types, everywhere else
+            return isinstance(train.get_context().get_world_size(), int)
+    return False
 
 
 def job_name(environment: ClusterEnvironment) -> str:
