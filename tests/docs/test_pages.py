@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,9 @@ from lightning.pytorch.strategies import Strategy
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
-from lightning_loco import algorithms, compression, parameter_server, topology
+from lightning_loco import algorithms, compression, integrations, parameter_server, topology
 from lightning_loco.app import command_line
 from lightning_loco.app.configured_strategy import build_method, build_strategy
-from lightning_loco.integrations import fabric
 from lightning_loco.strategies import RoundArguments
 from lightning_loco.transport import write_certificate
 from tests.harness.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
@@ -43,7 +44,6 @@ NAMED_FILES = {
     for block in page.blocks("yaml")
     if (name := re.match(r"# ([\w/]+\.yaml)$", block, re.MULTILINE))
 }
-WITH_STRATEGIES = (loco, lightning_strategies, fabric)
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
 
 
@@ -230,13 +230,15 @@ def test_files_in_the_text_exist(subtests: pytest.Subtests) -> None:
 
 
 def test_names_in_the_text_exist(subtests: pytest.Subtests) -> None:
+    front_ends = pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}.")
+    modules = [loco, lightning_strategies, *(import_module(one.name) for one in front_ends)]
     for page in PAGES:
         with subtests.test(str(page)):
             for name in re.findall(r"\b[A-Z]\w*Strategy\b", page.text):
-                assert any(hasattr(module, name) for module in WITH_STRATEGIES), name
+                assert any(hasattr(module, name) for module in modules), name
             for name in (word for word in page.ticked if re.match(r"lightning_loco[\w.]*$", word)):
                 module, _, attribute = name.rpartition(".")
-                found = not module or hasattr(importlib.import_module(module), attribute)
+                found = not module or hasattr(import_module(module), attribute)
                 assert found or importlib.util.find_spec(name), name
 
 
