@@ -186,8 +186,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_late_joiner.py": late_joiner,
     "11_fabric.py": fabric,
     "12_hugging_face_lora.py": hugging_face,
-
-
     "ray_train.py": ray_train,
 }
 
