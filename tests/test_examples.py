@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
 BATCH_SCRIPT_OF_NODES = EXAMPLES / "slurm" / "nodes.sbatch"
 REMOTE = EXAMPLES / "remote_optimizer"
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 NUMBER = r"(\d+\.\d+)"
 
 # Replaces srun: it starts the tasks, with a few steps of a tiny model instead of the long run.

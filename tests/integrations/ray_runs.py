@@ -6,6 +6,7 @@ write what they find to ``FOLDER/NAME.RANK.pt``.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
@@ -48,9 +50,15 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def fit(
-    make_trainer: Callable[..., pl.Trainer], path: str | None = None, **settings: Any
+    make_trainer: Callable[..., pl.Trainer],
+    path: str | None = None,
+    in_epoch: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train with accumulation and clipping; return the model and the numbers of rounds."""
+    """Train with accumulation and clipping; return the model and the numbers of rounds.
+
+    With ``in_epoch`` the loader can go on within an epoch.
+    """
     pl.seed_everything(1)
     trainer = make_trainer(
         max_epochs=EPOCHS,
@@ -59,7 +67,9 @@ def fit(
         **settings,
     )
     module = TinyModule(optimizer="Adam")
-    trainer.fit(module, DataLoader(Samples(), batch_size=2, shuffle=True), ckpt_path=path)
+    shuffled = DataLoader(Samples(), batch_size=2, shuffle=True)
+    loader = StatefulDataLoader(Samples(), batch_size=2) if in_epoch else shuffled
+    trainer.fit(module, loader, ckpt_path=path)
     strategy = trainer.strategy
     assert isinstance(strategy, WorkerStrategy)
     return {
@@ -122,9 +132,12 @@ def fit_and_resume(folder: str, name: str, make: Callable[[], WorkerStrategy], v
     """Train with reports; one of Ray's workers is killed once, none if it is negative."""
     from lightning_loco.integrations.ray import RayReportCallback, last_report
 
-    callbacks = [RayReportCallback(), KillOnce(Path(folder, f"{name}.killed"), victim)]
+    in_epoch = name == "in_epoch"
+    report = RayReportCallback(every_n_train_steps=3 if in_epoch else None)
+    callbacks = [report, KillOnce(Path(folder, f"{name}.killed"), victim)]
     with last_report() as path:
-        found = fit(lambda **more: ray_trainer(make(), **more), path, callbacks=callbacks)
+        make_trainer = functools.partial(ray_trainer, make())
+        found = fit(make_trainer, path, in_epoch, callbacks=callbacks)
     write(folder, name, {**found, "resumed": path is not None})
 
 
@@ -137,7 +150,7 @@ def smoke(config: dict[str, Any]) -> None:
     write(folder, "errors", {name: error_of(use) for name, use in WRONG_USES.items()})
     fit_and_resume(folder, "diloco", NUMERIC["diloco"], victim=1)
     for name in ("async_diloco", "gasloc"):
-        write(folder, name, fit(lambda **more: ray_trainer(NUMERIC[name](), **more)))  # noqa: B023
+        write(folder, name, fit(functools.partial(ray_trainer, NUMERIC[name]())))
 
 
 def resume_each(config: dict[str, Any]) -> None:
@@ -148,6 +161,7 @@ def resume_each(config: dict[str, Any]) -> None:
 
 FAMILIES: dict[str, Callable[[], WorkerStrategy]] = {
     **NUMERIC,
+    "in_epoch": NUMERIC["gasloc"],
     "gossip": lambda: loco.PairwiseGossipStrategy(fetch_probability=0.5),
     "average": lambda: loco.AsyncModelAverageStrategy(interval_s=0.05),
     "remote": lambda: loco.RemoteOptimizerStrategy(num_workers=2),

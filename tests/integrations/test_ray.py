@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,8 @@ def results(folder: Path, name: str, world: int = 2) -> list[dict[str, Any]]:
 
 
 def fit_in_pool(rank: int, world: int, name: str) -> dict[str, Any]:
-    strategy = ray_runs.FAMILIES[name]()
-    return ray_runs.fit(lambda **more: make_trainer(strategy, **more))
+    trainer = functools.partial(make_trainer, ray_runs.FAMILIES[name]())
+    return ray_runs.fit(trainer, in_epoch=name == "in_epoch")
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -85,7 +86,13 @@ EXPECTED_ERRORS = {
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "world", "victim"),
-    [("async_diloco", 2, 0), ("gasloc", 2, 1), ("of_two", 4, 3), ("of_node", 2, 0)],
+    [
+        ("async_diloco", 2, 0),
+        ("gasloc", 2, 1),
+        ("in_epoch", 2, 1),
+        ("of_two", 4, 3),
+        ("of_node", 2, 0),
+    ],
 )
 def test_resume_after_a_kill(
     tmp_path: Path, pool: Pool, name: str, world: int, victim: int
