@@ -44,10 +44,17 @@ class Mutant(NamedTuple):
             )
         before = function.__code__
         function.__code__ = _code(source.replace(self.old, self.new), function)
+        _forget()
         try:
             yield
         finally:
             function.__code__ = before
+            _forget()
+
+
+def _forget() -> None:
+    for world in WORLDS.values():
+        world.forget()
 
 
 def _find(path: str) -> FunctionType:

@@ -258,6 +258,11 @@ class RoundsWorld(World):
 
     # ------------------------------------------------------------------------ end
 
+    @classmethod
+    def forget(cls) -> None:
+        """Forget the runs without faults."""
+        reference_of.cache_clear()
+
     def end(self) -> None:
         """Compare with the same run in the usual order, without faults."""
         for number, since in self.frozen.items():

@@ -78,5 +78,9 @@ class World(ABC):
     def end(self) -> None:  # noqa: B027
         """Add records of what is left when all tasks have ended."""
 
+    @classmethod
+    def forget(cls) -> None:
+        """Forget what was computed in other runs, because the code has changed."""
+
     def close(self) -> None:  # noqa: B027
         """Free what the world holds, also after an error."""
