@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-MAIN_FILE = "lightning_loco.pt"
+MAIN_FILE = "workers.pt"
 """The file of a checkpoint's folder that names the files of all workers, beside it."""
 
 _STATE = "trainer_state.json"

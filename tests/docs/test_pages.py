@@ -44,6 +44,18 @@ NAMED_FILES = {
     for block in page.blocks("yaml")
     if (name := re.match(r"# ([\w/]+\.yaml)$", block, re.MULTILINE))
 }
+OF_HUGGING_FACE = {
+    "dispatch_batches",
+    "evaluation_mode",
+    "gradient_accumulation_steps",
+    "loco",
+    "resume_from_checkpoint",
+    "save_only_model",
+    "use_cpu",
+    "use_seedable_sampler",
+}
+"""Arguments of transformers and Accelerate, which need not be installed here."""
+
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
 
 
@@ -257,7 +269,7 @@ def known_arguments() -> set[str]:
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
     for kind in filter(callable, kinds):
         known |= set(inspect.signature(kind).parameters)
-    known |= set(RoundArguments.__annotations__)
+    known |= set(RoundArguments.__annotations__) | OF_HUGGING_FACE
     return known
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 import lightning_loco as loco
 
@@ -117,7 +118,12 @@ def trainer_class() -> Any:
     from lightning_loco.integrations.huggingface import LocoTrainerMixin
 
     class MyTrainer(LocoTrainerMixin, Trainer):
-        pass
+        is_sequential = False
+
+        def _get_train_sampler(self, *args: Any) -> Any:
+            if self.is_sequential:
+                return SequentialSampler(self.train_dataset)
+            return super()._get_train_sampler(*args)
 
     return MyTrainer
 

@@ -33,8 +33,9 @@ pytestmark = pytest.mark.skipif(
 def both(rank: int, world: int, method: str, folder: str) -> tuple[Any, ...]:
     join(rank, world)
     watch = Watch()
-    settings = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
-    trainer = make_trainer(METHODS[method](), folder, callbacks=[watch.callback()], **settings)
+    settings = {"lr_scheduler_type": "constant", "callbacks": [watch.callback()]}
+    trainer = make_trainer(METHODS[method](), folder, **settings)
+    trainer.is_sequential = True
     trainer.train()
     logs = trainer.state.log_history
     statistics = trainer.loco.statistics
