@@ -59,6 +59,16 @@ _STATE = "trainer_state.json"
 _IO = WholeFileIO()
 _CHOICE = "the choice of a checkpoint"
 _END = "the end of training"
+_OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+)
+"""Arguments of strategies that only Lightning's Trainer uses."""
+
 _CLASS = "class MyTrainer(LocoTrainerMixin, Trainer): pass"
 _LINES = (
     f"Write `{_CLASS}`, with the Trainer that you use, and "
@@ -586,8 +596,7 @@ def check_method(method: Any) -> None:
             "loco must be a strategy of lightning_loco such as DiLoCoStrategy(sync_every=100), or "
             f"LocoStrategy(algorithm, sync_every=100) for an algorithm, got {method!r}."
         )
-    parts = {**lightning_compat.parts_of(method), "backend": method.process_group_backend}
-    given = [name for name, value in parts.items() if value is not None]
+    given = [name for name in _OF_LIGHTNING if method.arguments[name] is not None]
     if given or lightning_compat.ddp_arguments_of(method):
         names = ", ".join([*given, *lightning_compat.ddp_arguments_of(method)])
         raise ValueError(

@@ -123,7 +123,7 @@ class EngineStrategy(WorkerStrategy):
             "evaluate": self.evaluate,
             "finalize": self.finalize,
             "checkpoint_folder": self.checkpoint_folder,
-            "replica_size": self._asked_replica_size,
+            "replica_size": self.asked_replica_size,
         }
 
     def _init_like(self, method: EngineStrategy) -> None:

@@ -27,6 +27,13 @@ QUICK = {
         "a result is applied before all have confirmed": 40,
         "a joining worker has weight": 18,
     },
+    "rounds": {
+        "encoded parameters are added to the reference of another round": 22,
+        "a healthy neighbour is blamed: the watchdog is not asked": 4,
+        "a worker without steps counts in a mean": 5,
+        "the result of a late barrier is deleted before all have read it": 4,
+        "a compressed message is read again while it is on its way": 9,
+    },
 }
 """Seeds that show a defect at once. `python -m tests.exploration --mutants` looks for all defects."""
 

@@ -78,7 +78,7 @@ class World(ABC):
     def end(self) -> None:  # noqa: B027
         """Add records of what is left when all tasks have ended."""
 
-    @classmethod
+    @classmethod  # noqa: B027
     def forget(cls) -> None:
         """Forget what was computed in other runs, because the code has changed."""
 
