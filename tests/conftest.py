@@ -9,6 +9,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's store resolves addresses to host names, and a name server may not answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Libraries of Hugging Face would count their uses there; the first import of one reads this.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import shutil
 import tempfile

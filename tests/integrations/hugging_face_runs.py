@@ -34,8 +34,6 @@ def join(rank: int, world: int) -> None:
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
-        HF_HUB_DISABLE_TELEMETRY="1",  # which leaves a thread behind
-        HF_HUB_OFFLINE="1",
     )
 
 
