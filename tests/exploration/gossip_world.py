@@ -196,8 +196,9 @@ class GossipWorld(World):
         return {
             "nodes": nodes,
             "steps": draw.choice([2, 4, 8]),
-            "step_s": draw.choice([0.05, 0.15, 0.4]),
-            "fetch_timeout_s": draw.choice([0.25, 0.5]),
+            "step_s": draw.choice([0.02, 0.05, 0.15, 0.4]),
+            "fetch_timeout_s": draw.choice([0.25, 1.0]),
+            "piece_bytes": draw.choice([24, 40]),
             "fetch_probability": draw.choice([0.5, 1.0, 1.0]),
             "interpolation": draw.choice(["constant", "constant", "clock", "loss"]),
             "divergence_threshold": draw.choice([0.0, 0.0, 2.0]),
@@ -241,7 +242,7 @@ class GossipWorld(World):
         scheduler = self.scheduler
         scheduler.after_event = self._go_on
         self.clock = scheduler.clock()
-        self.sockets, self.store = Sockets(scheduler), HashStore()
+        self.sockets, self.store = Sockets(scheduler, self.settings["piece_bytes"]), HashStore()
         self.ports = [self.sockets.free_port() for _ in self.names]
         changes: list[tuple[Any, dict[str, Any]]] = [
             (fetch_decisions, {"CHUNK_BYTES": 4 * CHUNK}),

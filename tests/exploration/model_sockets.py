@@ -20,21 +20,22 @@ from lightning_loco.transport import client, connection, request_server
 from tests.exploration.scheduler import Event, Scheduler
 
 HOST = "127.0.0.1"
-PIECE_BYTES = 40
-"""Most bytes on their way, and most bytes that have arrived and were not read."""
-
 _FIRST_PORT = 4000
 
 
 class Sockets:
     """The network: who is connected with whom, what listens where, and what is cut.
 
+    Args:
+        scheduler: Lets what is sent arrive.
+        piece_bytes: Most bytes on their way, and most that have arrived and were not read.
+
     Attributes:
         cut: Pairs of hosts between which nothing arrives.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, piece_bytes: int) -> None:
+        self.scheduler, self.piece_bytes = scheduler, piece_bytes
         self.cut: set[tuple[str, str]] = set()
         self._vanished: set[str] = set()
         self._connecting: list[Callable[[], None]] = []  # what is sent again when it may arrive
@@ -191,7 +192,7 @@ class Socket:
         other = self.other
         if other is None or self._event is not None:
             return
-        has_room = len(other.received) < PIECE_BYTES or other.is_closed
+        has_room = len(other.received) < self.network.piece_bytes or other.is_closed
         if not ((self._on_the_way and has_room) or (self._ends and not self._on_the_way)):
             return
         if self.network.is_silent(self.host, other.host) and not self.is_local:
@@ -208,7 +209,7 @@ class Socket:
         if other.is_closed and self._on_the_way:  # nobody reads it
             self._on_the_way.clear()
             self.broken = errno.ECONNRESET
-        count = PIECE_BYTES - len(other.received)
+        count = self.network.piece_bytes - len(other.received)
         other.received += self._on_the_way[:count]
         del self._on_the_way[:count]
         if self._ends and not self._on_the_way:
@@ -249,7 +250,8 @@ class Socket:
 
     def send(self, data: bytes | memoryview) -> int:
         """Send some of the bytes, once there is room."""
-        self._wait("room to send", lambda: len(self._on_the_way) < PIECE_BYTES or self._fails)
+        most = self.network.piece_bytes
+        self._wait("room to send", lambda: len(self._on_the_way) < most or self._fails)
         if self.is_closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         if self._fails:
@@ -258,7 +260,7 @@ class Socket:
         if self.is_local:
             self.other.received += data
             return len(data)
-        piece = data[: PIECE_BYTES - len(self._on_the_way)]
+        piece = data[: most - len(self._on_the_way)]
         self._on_the_way += piece
         self.pump()
         return len(piece)

@@ -86,10 +86,10 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "the parameters before a resume are still served",
+        "what was received before a reset is blended after it",
         f"{_GOSSIP}.engine.PairwiseEngine.reset",
-        "node.snapshots.withdraw()",
-        "pass",
+        "node.wait()",
+        "self._received = node.wait()",
     ),
     Mutant(
         "the clock is not averaged",
