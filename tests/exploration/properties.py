@@ -14,22 +14,31 @@ from tests.exploration.records import (
     Blamed,
     Chosen,
     Closed,
+    Committing,
     Compared,
     Counted,
+    Ended,
     Exchanged,
     Failed,
     Fetched,
     FetchStarted,
     Finished,
+    Found,
     Gone,
     Harmed,
+    Left,
     Merged,
     Mixed,
+    Prepared,
     Published,
     Read,
+    Removed,
     Reported,
     Reset,
     Resumed,
+    Saved,
+    SaveFailed,
+    SaveStarted,
     Sent,
     Stopped,
     Unpublished,
@@ -385,3 +394,83 @@ def a_resume_goes_on_where_it_was(history: History) -> None:
     """A worker that resumes has the parameters that it had saved."""
     for resumed in history.of(Resumed):
         assert resumed.saved == resumed.values, f"{resumed.worker} has resumed from other values"
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+@holds_in("saves")
+def the_newest_whole_checkpoint_is_never_lost(history: History) -> None:
+    """A save that has returned on all workers is found, or one that it has not replaced.
+
+    A save that had all its own files before another one began is replaced by that one, also if its
+    writer was suspended and goes on. Two saves at the same time may replace each other.
+    """
+    returned: dict[str, set[int]] = {}
+    began: dict[str, int] = {}
+    prepared: dict[str, int] = {}
+    committed: set[str] = set()
+    confirmed: dict[str, list[str]] = {}
+    for number, record in enumerate(history.records):
+        if isinstance(record, SaveStarted):
+            if record.rank == 0:
+                began[record.stamp] = number
+        elif isinstance(record, Prepared):
+            prepared.setdefault(record.stamp, number)
+        elif isinstance(record, Committing):
+            committed.add(record.stamp)
+        elif isinstance(record, Saved):
+            ranks = returned.setdefault(record.stamp, set())
+            ranks.add(record.rank)
+            if len(ranks) == record.num_workers:
+                confirmed.setdefault(record.path, []).append(record.stamp)
+        elif isinstance(record, Removed):
+            confirmed.pop(record.path, None)
+        elif isinstance(record, Found) and record.path in confirmed:
+            who = f"{record.reader} has found {record.stamp or 'nothing'} at {record.path}"
+            assert record.stamp, who
+            for stamp in confirmed[record.path]:
+                assert stamp == record.stamp or prepared[record.stamp] >= began[stamp], (
+                    f"{who}, which {stamp} had replaced"
+                )
+
+
+@holds_in("saves")
+def a_checkpoint_is_found_whole_or_not_at_all(history: History) -> None:
+    """Whoever reads finds all files of one save that was complete, or no checkpoint."""
+    removed = {record.path for record in history.of(Removed)}
+    complete: set[str] = set()
+    for record in history.records:
+        if isinstance(record, (Prepared, Committing)):
+            complete.add(record.stamp)
+        elif isinstance(record, Found) and record.path not in removed:
+            assert not record.error, f"{record.reader} has found {record.path}: {record.error}"
+            assert not record.stamp or record.stamp in complete
+
+
+@holds_in("saves")
+def a_save_fails_for_a_reason_and_on_all(history: History) -> None:
+    """Without a fault all saves succeed, and an error of one worker is an error of all."""
+    saved = {(record.life, record.stamp) for record in history.of(Saved)}
+    for failed in history.of(SaveFailed):
+        assert failed.is_excused, f"a save of {failed.life} has failed: {failed.text}"
+        assert not failed.is_of_all or (failed.life, failed.stamp) not in saved, (
+            f"a save of {failed.life} has failed on worker {failed.rank} and not on others"
+        )
+
+
+@holds_in("saves")
+def nothing_is_left_of_earlier_saves(history: History) -> None:
+    """After a save that no other one disturbs there is nothing of earlier ones."""
+    for left in history.of(Left):
+        assert left.stamps == (left.stamp,), f"{left.stamps} are left after {left.stamp}"
+        strange = [name for name in left.names if not name.startswith(left.stamp)]
+        strange += [name for name in left.names if name.endswith(".part") or "main" in name]
+        assert not strange, f"{strange} are left after {left.stamp}"
+
+
+@holds_in("saves")
+def the_last_runs_succeed(history: History) -> None:
+    """After all faults a run resumes and saves, and another one resumes from that."""
+    for ended in history.of(Ended):
+        assert not ended.error, f"the run {ended.worker}: {ended.error}"

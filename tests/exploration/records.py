@@ -293,3 +293,81 @@ class Waited(NamedTuple):
     worker: str
     seconds: float
     limit_s: float
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+class SaveStarted(NamedTuple):
+    """A worker of a life of a run has begun a save to a path."""
+
+    life: str
+    rank: int
+    path: str
+    stamp: str
+
+
+class Prepared(NamedTuple):
+    """All workers have written their own files of a save."""
+
+    path: str
+    stamp: str
+
+
+class Committing(NamedTuple):
+    """A save is complete, and its main file is about to replace the one before."""
+
+    path: str
+    stamp: str
+
+
+class Saved(NamedTuple):
+    """A save has returned on one of the workers."""
+
+    life: str
+    rank: int
+    path: str
+    stamp: str
+    num_workers: int
+
+
+class SaveFailed(NamedTuple):
+    """A save has raised an error on one of the workers.
+
+    Attributes:
+        text: The error.
+        is_of_all: Whether all workers must get it, and not only those that wait for another one.
+        is_excused: Whether something has happened to the run, or another one saves, too.
+    """
+
+    life: str
+    rank: int
+    path: str
+    stamp: str
+    text: str
+    is_of_all: bool
+    is_excused: bool
+
+
+class Removed(NamedTuple):
+    """A checkpoint is about to be deleted, because it is no longer wanted."""
+
+    path: str
+
+
+class Found(NamedTuple):
+    """Somebody has read a checkpoint: the stamp of the save; empty without one; or an error."""
+
+    reader: str
+    path: str
+    stamp: str
+    error: str
+
+
+class Left(NamedTuple):
+    """After a save that no other one disturbs: its stamp, all stamps, and all side files."""
+
+    path: str
+    stamp: str
+    stamps: tuple[str, ...]
+    names: tuple[str, ...]
