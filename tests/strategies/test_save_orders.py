@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ import torch
 from lightning_loco._util.decisions import Decision
 from lightning_loco._util.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import META, WholeFileIO, make_folder
+from lightning_loco.strategies.checkpoint.main_file import ShardedMainFile
 from lightning_loco.strategies.checkpoint.side_files import (
     KEY,
+    SHARDS,
     SideFiles,
     new_stamp,
     steps_of,
@@ -64,16 +67,20 @@ def decisions(disks: Sequence[ModelDisk], step: int, form: str) -> list[Decision
     stamp, found = new_stamp(step), []
     for worker in range(WORLD):
         disk = disks[worker % len(disks)]
-        files, main = files_on(disk), {"step": step, KEY: {"stamp": stamp}}
+        files = files_on(disk)
+        main: dict[str, Any] = {"step": step, KEY: {"stamp": stamp}}
         write = partial(WholeFileIO.save_checkpoint, files._io, main)
         if form == "folder":
             if worker == 0:
                 # A file of this save alone, too, as a model with another number of ranks has.
                 for name in ("shard", f"shard{step}"):
                     write_shard(disk, Path(files.staged_main(stamp)), name, step)
-            write = lambda path, write=write: write(f"{path}/{META}")  # noqa: E731
+            strategy: Any = SimpleNamespace(checkpoint_io=files._io)
+            main[SHARDS] = {"shard": (0, 0), f"shard{step}": (0, 0)}
+            write = ShardedMainFile(strategy, saves_folders=True).writer(main, None)
         save = Save(files, stamp, {"own": step}, {"shared": step}, write)
-        decide = save.to_shared_folder if len(disks) == 1 else save.to_private_folders
+        shared = partial(save.to_shared_folder, num_workers=WORLD)
+        decide = shared if len(disks) == 1 else save.to_private_folders
         found.append(decide(worker, 0))
     return found
 
@@ -244,6 +251,31 @@ def test_a_suspended_writer_that_goes_on_damages_nothing(form: str) -> None:
             assert saved_step([after]) == saved_step([disk]), chosen
         assert saved_step([disk]) == 3 or not has_returned, chosen
     assert chosen > (30 if form == "folder" else 20)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", range(WORLD))
+def test_a_save_that_another_run_has_deleted_in_part_is_not_committed(
+    form: str, number: int
+) -> None:
+    """A worker has written its file, another run saves, and then the other worker writes its."""
+    disk = new_disk()
+    ranks = decisions([disk], 1, form)
+    parts = [next(rank)[1] for rank in ranks]
+    parts[number]()
+    save([disk], 2, form)
+    outcomes: list[Any] = [[], []]
+    outcomes[1 - number] = parts[1 - number]()
+    _, write_shared = ranks[0].send(outcomes[0])
+
+    def finish() -> None:
+        write_shared()
+        _, commit = ranks[0].send(None)
+        commit()
+
+    with pytest.raises(OSError, match="been deleted"):
+        finish()
+    assert saved_step([disk]) == 2
 
 
 @pytest.mark.parametrize("form", FORMS)

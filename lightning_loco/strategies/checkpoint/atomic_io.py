@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import zipfile
 from contextlib import suppress
@@ -23,6 +24,7 @@ META = "meta.pt"
 """What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""
 
 _CURRENT, _FIRST = "current", "first"
+"""A link to the subfolder with the present files, and the start of the name of the first one."""
 _ARCHIVE = b"PK\x03\x04"
 
 
@@ -102,7 +104,7 @@ def move_folder(disk: Disk, source: Path, target: Path, name: str) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
     if disk.is_dir(target) and not disk.exists(target / META):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    if disk.is_dir(source) and _has_links(disk, target):
+    if disk.is_dir(source) and _has_links(disk, target, name):
         link = source.with_name(_CURRENT)
         disk.remove(link)
         disk.symlink(link, name)
@@ -136,19 +138,23 @@ def remove_staged(disk: Disk, staged: Path) -> None:
 def remove_part(disk: Disk, folder: Path, name: str) -> None:
     """Delete a part that :func:`move_folder` has added to a folder, unless it is in use."""
     if (used := disk.read_link(folder / _CURRENT)) is not None:
-        for part in {name, _FIRST} - {used}:
+        is_first = re.compile(rf"{_FIRST}(_.*)?").fullmatch  # without a name in former versions
+        for part in sorted({name, *filter(is_first, disk.names_in(folder))} - {used}):
             disk.remove(folder / part)
 
 
-def _has_links(disk: Disk, target: Path) -> bool:
-    """Let the files of a folder be links, without changing its content; False if they cannot be."""
+def _has_links(disk: Disk, target: Path, name: str) -> bool:
+    """Let the files of a folder be links, without changing its content; False if they cannot be.
+
+    For the checkpoint ``name``: one that another process writes meanwhile has another folder for
+    the first files, which must not be deleted if the links lead there.
+    """
     if not disk.is_dir(target) or disk.read_link(target) is not None:
         return False
-    current, first = target / _CURRENT, target / _FIRST
+    current, first = target / _CURRENT, target / f"{_FIRST}_{name}"
     if (used := disk.read_link(current)) is None:
         if disk.exists(current):  # a copy has a folder there; a link may be of a later save
             disk.remove(current)
-        disk.remove(first)
         names = [name for name in disk.names_in(target) if disk.is_file(target / name)]
         disk.make_folder(first)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,11 @@ class LocalState(RunState):
     def write(self, save: Save) -> bool:
         """Write the side files of every worker, then the main file."""
         assert self._engine is not None
-        decide = save.to_private_folders if self._is_private else save.to_shared_folder
-        return save_together(decide, self._engine.worker.group)
+        group = self._engine.worker.group
+        to_shared_folder = partial(save.to_shared_folder, num_workers=group.num_workers)
+        return save_together(
+            save.to_private_folders if self._is_private else to_shared_folder, group
+        )
 
     def save_alone(
         self, checkpoint: dict[str, Any], path: str | Path, write_main: WriteMain

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.engine.gathered_state import gather_state
 from lightning_loco.model.participant import LocalParticipant
-from lightning_loco.strategies.checkpoint.atomic_io import META, local_path
+from lightning_loco.strategies.checkpoint.atomic_io import META, disk_of, local_path
 from lightning_loco.strategies.checkpoint.reader import (
     READING,
     SavedRun,
@@ -122,7 +122,19 @@ class ShardedMainFile(MainFile):
         if not self._saves_folders:
             return super().writer(checkpoint, storage_options)
         io = self._strategy.checkpoint_io
-        return lambda path: io.save_checkpoint(checkpoint, f"{path}/{META}", storage_options)
+        disk = disk_of(io)
+
+        def write(path: str | Path) -> None:
+            for name in checkpoint.get(SHARDS, ()):
+                if not disk.is_file(f"{path}/{name}"):
+                    raise OSError(
+                        f"{path}/{name} has been deleted while the checkpoint was written, as by "
+                        "another run that saves to the same path. Let each run save to its own "
+                        "folder."
+                    )
+            io.save_checkpoint(checkpoint, f"{path}/{META}", storage_options)
+
+        return write
 
     def write_parts(self, checkpoint: dict[str, Any], path: str) -> None:
         """Write the shards of the model and the optimizers of worker 0 to the folder."""

@@ -68,6 +68,7 @@ FORMAT = 5
 
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
+_DELETED, _REMOVED = "deleted", "removed_"
 _HEADER = "seal"
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
@@ -270,6 +271,9 @@ class SideFiles:
         """Rename the staged main file of a save; return whether there was one."""
         reach("before the main file is in its place")
         disk, staged, main = self._disk, Path(self.staged_main(stamp)), Path(self.path)
+        # Asked before the rename, which fails if the save is marked only after that.
+        if disk.exists(staged.with_name(_DELETED)):
+            return False
         try:
             if disk.is_dir(staged) or disk.exists(main / META):
                 move_folder(disk, staged, main, stamp)
@@ -302,14 +306,15 @@ class SideFiles:
     def delete_older(self, stamp: str, before: list[str], is_named: bool = True) -> None:
         """Delete the saves that existed ``before`` this one, unless the main file needs them.
 
-        Their staged main files are deleted first: then no process that was suspended can replace
-        the main file any more, which is read only after that. OSError if the main file was to be
-        replaced and still names another save. A save that no main file names is deleted, too.
+        They are marked, and their staged main files are deleted, first: then no other process can
+        replace the main file any more, which is read only after that. OSError if the main file was
+        to be replaced and still names another save. A save that no main file names is deleted, too.
         """
         reach("before the last checkpoint is deleted")
         before = [found for found in before if found != stamp]
         for found in before:
             if (staged := local_path(self.staged_main(found))) is not None:
+                self._forbid(staged.with_name(_DELETED))
                 remove_staged(self._disk, staged)
         kept = stamps_in(self.path, self._io)
         is_late = is_named and stamp not in kept  # a user's CheckpointIO may write later
@@ -321,8 +326,17 @@ class SideFiles:
         for found in before if is_named else [*before, stamp]:
             if found not in kept and (not is_late or steps_of(found) < first):
                 self.remove_save(found)
+        for name in self._disk.names_in(self._folder):
+            if name.startswith(_REMOVED):  # by a process that was killed meanwhile
+                self._remove(f"{self._folder}/{name}")
         if not is_named:
             self._remove_empty_folder()
+
+    def _forbid(self, mark: Path) -> None:
+        """Mark a save as deleted: whoever still writes its main file must not rename it."""
+        with suppress(OSError):  # it is marked, or gone, or the disk is full
+            if (file := self._disk.create(mark)) is not None:
+                file.close()
 
     def discard(self, stamp: str) -> None:
         """Delete a save that has failed, unless the main file already names it."""
@@ -331,8 +345,14 @@ class SideFiles:
             self._remove_empty_folder()
 
     def remove_save(self, stamp: str) -> None:
-        """Delete a save."""
-        self._remove(f"{self._folder}/{stamp}")
+        """Delete a save: all its files at once, and never one after the other."""
+        folder = f"{self._folder}/{stamp}"
+        local = local_path(folder)
+        if local is not None and self._disk.is_dir(local) and self._disk.read_link(local) is None:
+            folder = f"{self._folder}/{_REMOVED}{stamp}"
+            with suppress(FileNotFoundError):  # another process deletes it, too
+                self._disk.replace(local, Path(folder))
+        self._remove(folder)
         if (main := local_path(self.path)) is not None:
             remove_part(self._disk, main, stamp)  # of a main file that is a folder
 

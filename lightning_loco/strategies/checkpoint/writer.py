@@ -58,20 +58,22 @@ class Save(NamedTuple):
     shared: dict[str, Any] | None
     write_main: Callable[[str], None]
 
-    def to_shared_folder(self, worker: int, place: int) -> Decision[Do, bool]:
+    def to_shared_folder(self, worker: int, place: int, num_workers: int = 1) -> Decision[Do, bool]:
         """Write the save to a folder that all workers see; worker 0 writes the shared state.
 
-        The main file is replaced after one more agreement: a worker 0 that was suspended while the
-        others ended and a new run has saved changes nothing. Returns whether this rank has written
-        the main file. OSError on every rank if one cannot write its files; the checkpoint that
-        existed before is still complete.
+        There are side files of all ``num_workers`` workers or of none. The main file is replaced
+        after one more agreement: a worker 0 that was suspended while the others ended and a new run
+        has saved changes nothing. Returns whether this rank has written the main file. OSError on
+        every rank if one cannot write its files; the checkpoint that existed before is still
+        complete.
         """
         is_first, staged = worker == place == 0, self.files.can_stage
         try:
             before = yield Do.PREPARE, partial(self._prepare, worker, self.own, lists=is_first)
             yield Do.WRITE, partial(self.write_shared, staged) if is_first else None
-            own = [] if self.own is None else [worker]
-            yield Do.COMMIT, partial(self.commit, staged, before, own) if is_first else None
+            # Another run may have deleted the files of the others before worker 0 wrote its own.
+            workers = [] if self.own is None else [*range(num_workers)]
+            yield Do.COMMIT, partial(self.commit, staged, before, workers) if is_first else None
         except Exception:
             if is_first:
                 self.files.discard(self.stamp)
