@@ -11,6 +11,7 @@ their lines `:::` are directives of mkdocstrings, which loads `Docstrings` from 
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import os
@@ -31,6 +32,7 @@ PAGES = ROOT / "build" / "pages"
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
 FEATURES = ROOT / "tests" / "lightning_matrix" / "table.py"
 FEATURES_PAGE = "feature_matrix.md"
+NIGHTS = DOCS / "exploration_nights.csv"
 
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
@@ -117,6 +119,13 @@ def blocks_of(notebook: dict[str, Any]) -> Iterator[str]:
                 yield f'<img alt="Figure" src="data:image/png;base64,{picture}">'
 
 
+def nights_table() -> str:
+    """Return the counts of `make soak`, newest first, as a table."""
+    header, *nights = csv.reader(NIGHTS.read_text(encoding="utf-8").splitlines())
+    rows = [header, ["---"] * len(header), *reversed(nights)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def page_of(path: Path) -> str:
     """Return the Markdown of the page for a file or folder."""
     name = path.relative_to(ROOT).as_posix()
@@ -130,6 +139,7 @@ def page_of(path: Path) -> str:
         return with_site_links(f"# {name}\n\n{listed}", path / "README.md")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
+        text = text.replace("<!-- nights -->", nights_table())
         return with_mathml(with_site_links(text, path))
     if path.suffix == ".ipynb":
         return with_mathml(with_site_links("\n\n".join(blocks_of(json.loads(text))), path))

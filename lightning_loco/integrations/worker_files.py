@@ -69,7 +69,7 @@ class WorkerFiles(NamedTuple):
         entry = Manifest.of(engine, stamp).state_dict()
         own, shared = to_device((own, shared), CPU)
         save = Save(files, stamp, own, shared, partial(_write, write_main, entry))
-        save_together(save.to_shared_folder, group)
+        save_together(partial(save.to_shared_folder, num_workers=group.num_workers), group)
 
     def load(self, path: str | Path, entry: Any, weights_only: bool | None) -> dict[str, Any]:
         """Resume the engine from the files of a save, and return the state of the training loop.

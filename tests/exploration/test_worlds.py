@@ -35,7 +35,7 @@ QUICK = {
         "a compressed message is read again while it is on its way": 9,
     },
 }
-"""Seeds that show a defect at once. `python -m tests.exploration --mutants` looks for all defects."""
+"""Seeds that show a defect; `python -m tests.exploration --mutants` looks for all of them."""
 
 
 @pytest.mark.parametrize("world", WORLDS)
