@@ -34,6 +34,11 @@ QUICK = {
         "the result of a late barrier is deleted before all have read it": 4,
         "a compressed message is read again while it is on its way": 9,
     },
+    "saves": {
+        "the folder is not synced after a main file was renamed": 2,
+        "the saves before are deleted before the main file is replaced": 0,
+        "a file is renamed before its content is on the disk": 3,
+    },
 }
 """Seeds that show a defect; `python -m tests.exploration --mutants` looks for all of them."""
 
