@@ -20,7 +20,7 @@ QUICK = {
     "gossip": {
         "a snapshot stays reserved after it was sent": 0,
         "a peer may be silent beyond the deadline": 0,
-        "a connection with unread bytes is used again": 13,
+        "a connection with unread bytes is used again": 2,
     },
     "members": {
         "a member does not say what it has received": 44,
@@ -28,7 +28,6 @@ QUICK = {
         "a joining worker has weight": 18,
     },
     "rounds": {
-        "encoded parameters are added to the reference of another round": 22,
         "a healthy neighbour is blamed: the watchdog is not asked": 4,
         "a worker without steps counts in a mean": 5,
         "the result of a late barrier is deleted before all have read it": 4,
