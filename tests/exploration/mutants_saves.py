@@ -128,4 +128,10 @@ MUTANTS = [
         "yield Do.WRITE, partial(self.write_shared, staged) if is_first else None",
         "self.write_shared(staged) if is_first else None",
     ),
+    Mutant(
+        "a suspended worker on a private disk does not miss its own file",
+        f"{_PATH}.writer.Save.to_private_folders",
+        "sorted({*files.workers_of(stamp), worker})",
+        "files.workers_of(stamp)",
+    ),
 ]

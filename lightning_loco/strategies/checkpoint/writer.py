@@ -93,7 +93,8 @@ class Save(NamedTuple):
         own = (self.own or {}) if writes else None
         try:
             before = yield Do.PREPARE, partial(self._prepare, worker, own, lists=True)
-            workers = files.workers_of(stamp)
+            # With its own, which another run may have deleted while this rank was suspended.
+            workers = sorted({*files.workers_of(stamp), worker})
             is_first = writes and _is_first_of(workers, worker)
             yield Do.WRITE, partial(self.write_shared, staged=True) if is_first else None
         except WorkerFailure:
