@@ -13,11 +13,10 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_loco._util.checks import ranks_per_worker
@@ -50,7 +49,7 @@ from lightning_loco.strategies.summary import NOT_SHOWN, describe, errors_as_war
 from lightning_loco.strategies.worker_strategy import check_mpi, job_name
 
 
-class FabricLocoStrategy(DDPStrategy):
+class FabricLocoStrategy(lightning_compat.FabricPart):
     """Train with a low-communication method in a loop of Lightning Fabric.
 
     Gradients stay local. Every step of the optimizer is a local step, and a round that is due runs
@@ -106,18 +105,20 @@ class FabricLocoStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         self._method = _checked(method)
+        plugins = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision": precision,
+        }
         super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision,
+            plugins,
             self._method.process_group_backend,
             timedelta(seconds=self._method.timeout_s),
-            start_method,
+            start_method=start_method,
             **lightning_compat.ddp_options_of(self._method),
         )
-        self._backward_sync_control = _NoSync()
         self.engine: LocalParticipant | None = None
         self._group: WorkerGroup | None = None
         self._replica_group: ReplicaGroup | None = None
@@ -145,17 +146,15 @@ class FabricLocoStrategy(DDPStrategy):
         size = self._method.asked_replica_size
         return max(1, self.num_processes) if size == "node" else size
 
-    def _setup_distributed(self) -> None:
+    def connect_ranks(self, backend: str) -> None:
         """Make the default process group; errors name ranks that are missing or do not fit."""
-        self._set_world_ranks()
         environment = self.cluster_environment
         assert environment is not None
         check_mpi(environment)
-        self._process_group_backend = self._get_process_group_backend()
         init_workers(
             lambda: (environment.main_address, environment.main_port),
             (self.global_rank, self.world_size),
-            self._process_group_backend,
+            backend,
             self.root_device,
             self._method.timeout_s,
             job_name(environment),
@@ -171,12 +170,7 @@ class FabricLocoStrategy(DDPStrategy):
         wrapped: nn.Module = _Wrapped(module)
         if self._replica_group is not None and any(p.requires_grad for p in module.parameters()):
             assert self._group is not None
-            wrapped = DistributedDataParallel(
-                module,
-                device_ids=self._determine_ddp_device_ids(),
-                process_group=self._group.whole_inside,
-                **self._ddp_kwargs,
-            )
+            wrapped = self.wrap_in_ddp(module, self._group.whole_inside)
         before_forward = torch.compiler.disable(self._before_forward)
         wrapped.register_forward_pre_hook(lambda *_: before_forward(module))
         self._modules.append(module)
@@ -430,13 +424,12 @@ class FabricLocoStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """Writes and reads files; the default one writes a file atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFileIO()
-        return self._checkpoint_io
+        self.set_default_checkpoint_io(WholeFileIO())
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        lightning_compat.FabricPart.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(
         self,
@@ -455,7 +448,7 @@ class FabricLocoStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         with self._shown(engine, "checkpoint"):
-            found = self._convert_stateful_objects_in_state(state, filter or {})
+            found = self.as_plain_values(state, filter or {})
             models = {name for name, value in state.items() if isinstance(value, nn.Module)}
             main = {
                 name: _copied(value) if name in models else value for name, value in found.items()
@@ -522,16 +515,6 @@ class _Wrapped(LocalModel):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-
-class _NoSync(lightning_compat.BackwardSyncControl):
-    """Between workers no gradients are synchronized; within one DDP can leave it out."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context in which gradients accumulate."""
-        if not enabled or not isinstance(module, (DistributedDataParallel, LocalModel)):
-            return contextlib.nullcontext()
-        return module.no_sync()
 
 
 def _copied(state: Any) -> Any:

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import (
     _BackwardSyncControl,
     _validate_keys_for_strict_loading,
@@ -48,6 +50,7 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
@@ -71,9 +74,6 @@ OF_WHOLE_MODELS = tuple(
     if hasattr(callbacks, name)
 )
 """Callbacks that need the whole model on every rank; the last one is new in Lightning 2.6."""
-
-BackwardSyncControl = _BackwardSyncControl
-"""What a strategy of Fabric has for ``fabric.no_backward_sync``."""
 
 BEFORE_SETUP = "pre_setup"
 """Name of the barrier between the hooks ``prepare_data`` and ``setup``."""
@@ -521,6 +521,49 @@ def check_start_method(strategy: ParallelStrategy) -> None:
 def check_keys(state: dict[str, Any], loaded: dict[str, Any], strict: bool) -> None:
     """Raise KeyError if a checkpoint of Fabric lacks something that it is to restore."""
     _validate_keys_for_strict_loading(state.keys(), loaded.keys(), strict)
+
+
+class FabricPart(FabricDDPStrategy):
+    """The part of a strategy of Fabric that has private names."""
+
+    def __init__(
+        self, plugins: dict[str, Any], backend: str | None, timeout: timedelta, **ddp: Any
+    ) -> None:
+        super().__init__(**plugins, process_group_backend=backend, timeout=timeout, **ddp)
+        self._backward_sync_control = _NoSync()
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        self.connect_ranks(self._process_group_backend)
+
+    def connect_ranks(self, backend: str) -> None:
+        """Make the default process group."""
+
+    def wrap_in_ddp(self, module: torch.nn.Module, group: ProcessGroup | None) -> torch.nn.Module:
+        """Return a module in DDP over a group, with the arguments that the strategy was given."""
+        devices = self._determine_ddp_device_ids()
+        return DistributedDataParallel(
+            module, device_ids=devices, process_group=group, **self._ddp_kwargs
+        )
+
+    def set_default_checkpoint_io(self, io: CheckpointIO) -> None:
+        """Set what writes files, unless the user has set it."""
+        self._checkpoint_io = self._checkpoint_io or io
+
+    def as_plain_values(self, state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of modules, optimizers and others; ``kept`` filters their entries."""
+        return self._convert_stateful_objects_in_state(state, kept)
+
+
+class _NoSync(_BackwardSyncControl):
+    """Between workers no gradients are synchronized; within one DDP can leave it out."""
+
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool
+    ) -> AbstractContextManager[Any]:
+        no_sync = getattr(module, "no_sync", None)
+        return no_sync() if enabled and no_sync is not None else nullcontext()
 
 
 class ModelParallelPart(ModelParallelStrategy):

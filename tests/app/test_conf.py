@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
@@ -409,7 +410,8 @@ def test_workers_that_shard_the_model(choice: str, sizes: tuple[int, int]) -> No
     check_targets(composed)
     strategy = build_strategy(composed)
     assert isinstance(strategy, LocoModelParallelStrategy)
-    strategy.parallel_devices = [torch.device("cpu")] * composed.trainer.devices
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(composed.trainer.devices)
     assert (strategy.data_parallel_size, strategy.tensor_parallel_size) == sizes
     assert strategy.settings == early_settings(composed)
 

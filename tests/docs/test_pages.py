@@ -91,7 +91,7 @@ def test_code_compiles_and_names_what_exists(subtests: pytest.Subtests) -> None:
             for node, kind, _ in calls:
                 arguments = {str(word.arg): word.value for word in node.keywords}
                 inspect.signature(kind).bind_partial(*node.args, **arguments)  # type: ignore[arg-type]
-            assert calls
+            assert calls or "from tests." in code
 
 
 def test_methods_that_are_called_exist(subtests: pytest.Subtests) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -208,7 +209,9 @@ def test_nodes_of_different_sizes(of_ray: Any, monkeypatch: pytest.MonkeyPatch) 
             one.copy_(size)
 
     monkeypatch.setattr(of_ray.dist, "all_gather", all_gather)
-    monkeypatch.setattr(of_ray.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        importlib.import_module("ray.train.torch"), "get_device", lambda: torch.device("cpu")
+    )
     strategy = of_ray.RayLocoStrategy(loco.DiLoCoStrategy(replica_size="node"))
     with pytest.raises(ValueError, match=r"have 3, 3, 3, 1\."):
         strategy.setup_environment()

@@ -41,6 +41,7 @@ OBJECTS = {*COLLECTIVES, "send_pyobj", "recv_pyobj", "allow_pickle"}
 
 GIVES_TO_LIGHTNING = {
     "lightning_loco.callbacks.worker_logs",
+    "lightning_loco.integrations.fabric",
     "lightning_loco.strategies.worker_strategy",
 }
 """Allowed callers of Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
