@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +19,8 @@ from tests.harness.pool import Pool, make_trainer
 from tests.harness.programs import Program
 from tests.harness.sources import ROOT
 from tests.integrations import ray_runs
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 
 LIMIT_S = 600.0
 ENVIRON = {
