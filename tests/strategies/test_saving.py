@@ -86,7 +86,9 @@ class TemporaryFiles(pl.Callback):
 
 WRITTEN, SHARED = ["write", "sync"], ["write", "sync", "replace shared.pt", "write", "sync"]
 FILES = ["shared.pt", "worker_00000.pt", "worker_00001.pt"]
-REMOVED = ["remove main.ckpt", "remove S", *(f"remove {name}" for name in FILES)]
+REMOVED_FILES = [f"remove {name}" for name in FILES]
+REMOVED = ["remove main.ckpt", "replace removed_S", "remove removed_S", "remove deleted"]
+REMOVED += REMOVED_FILES
 OWN = [[*WRITTEN, f"replace worker_{worker:05d}.pt"] for worker in range(WORLD)]
 CHANGES = {  # changes of a save, and, in any order, of removing the previous one
     ("shared", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
@@ -95,7 +97,7 @@ CHANGES = {  # changes of a save, and, in any order, of removing the previous on
     ("private", 1): (OWN[1], []),
     ("newest", 0): (
         [*OWN[0], *SHARED, "replace main.ckpt", "replace step=2.ckpt", "remove step=1.ckpt"],
-        [*REMOVED[1:], "remove step=1.ckpt.loco"],
+        ["remove S", *REMOVED_FILES, "remove step=1.ckpt.loco"],
     ),
 }
 
