@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "workers without rounds stop after different steps (341f67a)",
         "lightning_loco.model.worker:Worker.count_step",
-        "position = 0, self.steps, 1",
-        "position = 0, 0, 1",
+        "watchdog.position = position",
+        "watchdog.position = position if sync_every is not None else (0, 0, 1)",
     ),
     Mutant(
         "a stop at the last step of an epoch is not seen by those at a sync point (49fa3b3)",
@@ -56,12 +56,6 @@ MUTANTS = (
         f"{_ENGINE}.fragment_sync:FragmentSync.run",
         "before.finite = before.finite and self.is_finite",
         "pass",
-    ),
-    Mutant(
-        "encoded parameters are added to the reference of another round",
-        f"{_ENGINE}.fragment_sync:FragmentSync._write_message",
-        "and not self._compression.is_relative:",
-        ":",
     ),
     Mutant(
         "a healthy neighbour is blamed: the watchdog is not asked",
@@ -100,16 +94,16 @@ MUTANTS = (
         "self._counted[0] < number + 1",
     ),
     Mutant(
-        "the end of the store is not noticed",
-        f"{_DISTRIBUTED}.watchdog:Watchdog._record_lost_store",
-        "self.failure = self.failure or (",
-        "_ = self.failure or (",
-    ),
-    Mutant(
-        "the position of a stop is published before the stop is marked as seen",
+        "a worker publishes a position for a stop that it may have passed already",
         f"{_DISTRIBUTED}.watchdog:Watchdog._agree_on_stop",
         "earliest = rounds + Fraction(steps + 1, sync_every)",
         "earliest = rounds + Fraction(steps, sync_every)",
+    ),
+    Mutant(
+        "a worker that stops meets one that saves at the end of its data",
+        "lightning_loco.model.worker:Worker.sync_point_id",
+        "stops = self.stop.agreed is not None",
+        "stops = False",
     ),
     Mutant(
         "a compressed message is read again while it is on its way",

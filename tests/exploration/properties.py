@@ -26,6 +26,7 @@ from tests.exploration.records import (
     Found,
     Gone,
     Harmed,
+    Healed,
     Left,
     Merged,
     Mixed,
@@ -229,6 +230,13 @@ def errors_name_who_is_lost(history: History) -> None:
                 assert f"{_name(worker)} (no sign of life" not in text, (
                     f"{failed.worker} misses {worker}, which is alive: {failed.text}"
                 )
+
+
+@holds_in("rounds")
+def nan_of_one_worker_heals(history: History) -> None:
+    """The NaN of one worker reaches no consensus, and is gone from its own parameters soon."""
+    for healed in history.of(Healed):
+        assert healed.is_finite, f"{healed.worker}: {healed.what} hold NaN"
 
 
 @holds_in("rounds")

@@ -160,6 +160,14 @@ class Reported(NamedTuple):
     seconds: float
 
 
+class Healed(NamedTuple):
+    """Whether a worker whose parameters held NaN has finite ones a few rounds later."""
+
+    worker: str
+    what: str
+    is_finite: bool
+
+
 # ------------------------------------------------------------------------- pairwise gossip
 
 Values = tuple[float, ...]

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from tests.exploration.records import (
     Counted,
     Failed,
     Harmed,
+    Healed,
     Merged,
     Mixed,
     Read,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 8.0
 _SIGTERM = "SIGTERM"
+_STEPS_TO_HEAL = 8
+"""Steps of two rounds, after which the result of the first one was applied in any case."""
 
 
 @dataclasses.dataclass
@@ -172,7 +175,9 @@ class WorkerRun:
                 self._group.raise_together(None, "saving a checkpoint")
                 continue
             else:
+                self._note_healed()
                 engine.finish()
+                self._note_finite("the final parameters", self.model.parameters())
                 if self.world.settings["reports"]:
                     self._group.end_together("the end")
                 digest = digest_of(*self.model.parameters())
@@ -207,6 +212,17 @@ class WorkerRun:
             if num_left:
                 raise StopAgreed(stop.agreed)
             stop.postpone()  # as the strategies do after the last batch of an epoch
+            world.has_postponed = True
+
+    def _note_healed(self) -> None:
+        """Note whether the own parameters are finite, if a round has begun and ended since NaN."""
+        nan = [] if self.world.by_clock else self.world.settings["nan"]
+        if nan and nan[0] == self.number and self._taken > nan[1] + _STEPS_TO_HEAL:
+            self._note_finite("the local parameters", self.model.parameters())
+
+    def _note_finite(self, what: str, tensors: Iterable[Tensor]) -> None:
+        is_finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+        self.world.history.add(Healed(self.host, what, is_finite))
 
     def note(self, steps: int) -> None:
         """Remember the values of each fragment, for comparisons."""
@@ -315,8 +331,7 @@ class Observer:
             if any(value != value for value in outer):
                 outer = ()
             index = ended[-1].index
-            group = f"life {world.life}" if world.by_clock else ""
-            world.history.add(Applied(self._run.host, index, outer, group))
+            world.history.add(Applied(self._run.host, index, outer, f"life {world.life}"))
 
     def _sent(self, index: int, began_at: int, weight: float) -> None:
         self._world.sent[self._run.number, index] = began_at
