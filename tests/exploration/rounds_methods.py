@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -124,10 +125,14 @@ def round_settings(settings: Mapping[str, Any]) -> RoundSettings:
     )
 
 
-def draw_method(draw: random.Random, workers: int) -> dict[str, Any]:
-    """Draw a method and its settings, such that they fit each other."""
+def draw_method(
+    draw: random.Random, workers: int, wanted: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Draw a method and its settings, such that they fit each other and have what is wanted."""
     while True:
         settings = _draw_any(draw, workers)
+        if any(settings[key] != value for key, value in wanted.items()):
+            continue
         try:
             prepared = round_settings(settings).prepare(workers, 0)
             prepared.fragment_slices({f"layers.{i}": 2 for i in range(NUMEL // 2)})

@@ -69,9 +69,16 @@ class RoundsWorld(World):
     @classmethod
     def draw(cls, draw: random.Random) -> dict[str, Any]:
         """Draw a method, how many batches each worker has, and which faults may happen."""
-        workers = draw.choice([2, 2, 3, 3, 4])
-        method = draw_method(draw, workers)
-        is_even = draw.random() < 0.5
+        focus = draw.choice(["", "", "", "lost", "torn", "nan"])
+        workers = 3 if focus == "lost" else draw.choice([2, 2, 3, 3, 4])
+        wanted: dict[str, Any] = {
+            # A worker is lost while others are at sync points, and no error is reported.
+            "lost": {"codec": None, "overlap": False, "schedule": "steps"},
+            "torn": {"overlap": False, "schedule": "steps", "bucket_bytes": 16},
+            "nan": {"dtype": "bfloat16", "overlap": True},
+        }
+        method = draw_method(draw, workers, wanted.get(focus, {}))
+        is_even = focus != "lost" and draw.random() < 0.5
         epochs = []
         for _ in range(draw.choice([1, 2, 3])):
             batches = draw.choice([1, 2, 3, 4, 6])
@@ -80,17 +87,19 @@ class RoundsWorld(World):
             )
         steps = min(5, sum(map(min, epochs)))
         kinds = ["kill", "error", "freeze", "stop", "cut"]
-        may = sorted(draw.sample(kinds, draw.choice([0, 1, 1, 1, 2, 3])))
+        has_kill = focus in ("lost", "torn")
+        may = ["kill"] if has_kill else sorted(draw.sample(kinds, draw.choice([0, 1, 1, 1, 2, 3])))
+        has_nan = focus == "nan" or draw.random() < 0.2
         return {
             "workers": workers,
             **method,
             "epochs": epochs,
             "step_s": [draw.choice([0.0, 0.01, 0.2]) for _ in range(workers)],
-            "validates": draw.random() < 0.4,
+            "validates": focus == "lost" or draw.random() < 0.4,
             "saves": draw.random() < 0.4,
-            "nan": draw.random() < 0.3 and [draw.randrange(workers), draw.randrange(steps)],
+            "nan": has_nan and [draw.randrange(workers), draw.randrange(steps)],
             "may": may,
-            "reports": draw.random() < 0.6,
+            "reports": focus == "torn" or (focus != "lost" and draw.random() < 0.6),
             "measures": draw.random() < 0.2,
         }
 
