@@ -67,9 +67,8 @@ class Do(enum.Enum):
         FINISH: Give the training thread a :class:`RoundResult`.
         SEND: Send the state that was copied to the joining members of a plan.
         LEAVE_GROUP: Leave the open group, also if the others are still in an exchange.
-        REQUEST: Ask the lighthouse with a :class:`MemberInfo`, whether to wait for further members,
-            and for how many seconds: a :class:`Quorum`, None if it is late, or
-            :class:`StillWaiting`.
+        REQUEST: Ask the lighthouse with a :class:`MemberInfo`, for so many seconds: a
+            :class:`Quorum`, None if it is late, or :class:`StillWaiting`.
         KEEP_WAITING: Wait a little longer: the same as of ``REQUEST``.
         READ_STATUS: Ask the lighthouse what it waits for: a text, empty if it does not answer.
         LEAVE_RUN: Leave the run for good: no more heartbeats, and no more requests.
@@ -271,7 +270,7 @@ class RoundDecisions:
         quorum = None
         left_s = started + self._timeout_s - self._clock.now()
         if left_s > 0:
-            quorum = yield from self._request(pending, info, not is_last, left_s)
+            quorum = yield from self._request(pending, info, left_s)
         if quorum is None:
             raise RuntimeError(
                 f"Fewer than {self._min_workers} workers were there, or one that is alive did "
@@ -281,12 +280,12 @@ class RoundDecisions:
         return quorum
 
     def _request(
-        self, pending: PendingRound, info: MemberInfo, waits: bool, timeout_s: float
+        self, pending: PendingRound, info: MemberInfo, timeout_s: float
     ) -> Decision[Quorum | None]:
         # The lighthouse is closed, and the others continue without this worker.
         if self.has_left:
             return self._quorum_alone(info)
-        answer = yield Do.REQUEST, (info, waits, timeout_s)
+        answer = yield Do.REQUEST, (info, timeout_s)
         while isinstance(answer, StillWaiting):
             if self._gives_up(answer.error):
                 self.has_left = True

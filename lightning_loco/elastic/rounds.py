@@ -322,14 +322,15 @@ class QuorumRequester:
             case Do.LEAVE_RUN:
                 return self._lighthouse.close()
 
-    def _request(self, info: MemberInfo, waits: bool, timeout_s: float) -> Quorum | None:
+    def _request(self, info: MemberInfo, timeout_s: float) -> Quorum | None:
         lighthouse = self._lighthouse
 
         def make_data() -> dict[str, Any]:
             # A restarted lighthouse does not know the other members yet, and would let those that
-            # ask first continue without them.
-            names_members = waits and lighthouse.uptime.has_restarted(UNRESPONSIVE_S)
-            return info._replace(awaited=self._live_members() if names_members else []).to_dict()
+            # ask first continue without them; also in their last round, for those that have
+            # finished serve no store any more, and count as not alive.
+            has_restarted = lighthouse.uptime.has_restarted(UNRESPONSIVE_S)
+            return info._replace(awaited=self._live_members() if has_restarted else []).to_dict()
 
         return lighthouse.quorum(make_data, timeout_s)
 

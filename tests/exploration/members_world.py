@@ -34,6 +34,7 @@ from tests.exploration.records import (
     Ended,
     Finished,
     Merged,
+    Overtaken,
     Read,
     Sent,
 )
@@ -72,7 +73,9 @@ class WorkerProcess:
         is_apart: Whether it was ever cut off, suspended or asked to stop: it may then end with
             other weights than the others.
         has_drifted: Whether its outer parameters were changed, and no comparison has ended since.
-        was_compared: Whether they were changed before the comparison of the present round.
+        is_doubtful: Whether those of any worker were changed, and not compared by this one since.
+        was_compared: Whether that was so before the comparison of the present round.
+        equal_from: From this round on its outer parameters are equal to the others'.
         is_over: Whether its process has ended.
         bad_until_s: When it was cut off last, or had too few others.
     """
@@ -84,7 +87,9 @@ class WorkerProcess:
     engine: Engine | None = None
     is_apart: bool = False
     has_drifted: bool = False
+    is_doubtful: bool = False
     was_compared: bool = False
+    equal_from: int = 0
     is_over: bool = False
     has_failed: bool = False
     bad_until_s: float = -1e9
@@ -153,7 +158,7 @@ class MembersWorld(World):
         self._by_name: dict[str, WorkerProcess] = {}
         self._messages: dict[tuple[str, int], int] = {}
         self._senders: dict[tuple[str, int], set[str]] = {}
-        self._is_lighthouse_up = True
+        self._has_drifted = False
         self._patches = ExitStack()
         self._patches.enter_context(
             models(scheduler, self.network, self.lighthouse, self._make_name)
@@ -361,12 +366,15 @@ class MembersWorld(World):
         engine, settings = worker.engine, self.settings
         assert engine is not None
         is_checked = settings["check_every"] > 0 and settings["method"] != "local_sgd"
-        return is_checked and bool(worker.run) and not worker.has_drifted
+        return is_checked and bool(worker.run) and not self._has_drifted
 
     def _drift(self, worker: WorkerProcess) -> None:
         assert worker.engine is not None
-        worker.has_drifted = True
-        worker.engine.fragments[0].state["outer"][0] += 7.0
+        self._has_drifted = worker.has_drifted = True
+        worker.engine.fragments[0].state["outer"][0] += 7.0 + int(worker.host[1:])
+        # It may spread to all: what they have applied is compared again after a comparison.
+        for other in self.workers.values():
+            other.is_doubtful = True
 
     def _lose_lighthouse(self) -> None:
         self.lighthouse.stop()
@@ -403,7 +411,8 @@ class MembersWorld(World):
         engine = worker.engine
         assert engine is not None
         last = engine.exchange.last_round
-        if worker.has_drifted or last is None:
+        is_doubtful = worker.is_doubtful or engine.worker.round_index < worker.equal_from
+        if is_doubtful or last is None:
             return
         pending = [index for index, f in enumerate(engine.fragments) if f.pending is not None]
         state = state_of(engine)
@@ -474,25 +483,34 @@ class MembersWorld(World):
                 and not (other.is_over or other.is_apart or other.host == worker.host)
                 and self._by_name.get(plan.names[plan.donor]) is not other
             ]
-            # A lighthouse that was restarted may not know them for longer than MIN_UPTIME_S.
-            is_slow = self.settings["first_heartbeat_s"] > MIN_UPTIME_S
-            if not (worker.is_apart or (is_slow and self.lighthouse.epoch > 1)):
+            if not (worker.is_apart or self._is_slow_restart()):
                 self.history.add(Began(worker.host, plan.group, tuple(ahead)))
         elif plan.is_joining and donor is not None:
+            is_apart = worker.is_apart or donor.is_apart or self._is_slow_restart()
+            if worker.run and not (is_apart or plan.has_drifted):
+                self.history.add(Overtaken(worker.host, plan.round_index))
             worker.run = donor.run
         if worker.was_compared:
-            worker.has_drifted = worker.was_compared = False
+            worker.has_drifted = worker.was_compared = worker.is_doubtful = False
+            worker.equal_from = plan.round_index + 2
         if plan.is_joining and donor is not None and not plan.drifted:
-            worker.has_drifted = donor.has_drifted
+            worker.has_drifted, worker.is_doubtful = donor.has_drifted, donor.is_doubtful
+            worker.equal_from = max(worker.equal_from, donor.equal_from)
+
+    def _is_slow_restart(self) -> bool:
+        # A lighthouse that was restarted may not know a worker for longer than MIN_UPTIME_S: then
+        # one without a state may begin a run of its own.
+        is_slow = self.settings["first_heartbeat_s"] > MIN_UPTIME_S
+        return is_slow and self.lighthouse.epoch > 1
 
     def _note_compared(self, name: str) -> None:
         # A state that drifts later is not what was compared.
         worker = self._by_name[name]
-        worker.was_compared = worker.has_drifted
+        worker.was_compared = worker.is_doubtful
 
     def _note_sent(self, name: str, plan: QuorumPlan, message: Tensor) -> None:
         worker = self._by_name[name]
-        if not (worker.is_apart or worker.has_drifted):
+        if not (worker.is_apart or worker.is_doubtful):
             values = tuple(message.tolist())
             self.history.add(Sent(name, worker.run, plan.round_index, values))
 

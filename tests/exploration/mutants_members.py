@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "a restarted lighthouse is not told who is alive",
         f"{_ELASTIC}.rounds:QuorumRequester._request",
-        "self._live_members() if names_members else []",
+        "self._live_members() if has_restarted else []",
         "[]",
     ),
     Mutant(

@@ -30,6 +30,7 @@ from tests.exploration.records import (
     Left,
     Merged,
     Mixed,
+    Overtaken,
     Prepared,
     Published,
     Read,
@@ -122,6 +123,13 @@ def a_repeated_message_is_the_same(history: History) -> None:
         assert other.message == sent.message, (
             f"round {sent.round_index}: {sent.worker} has sent {other.message}, then {sent.message}"
         )
+
+
+@holds_in("members")
+def no_worker_is_overtaken(history: History) -> None:
+    """Others do not continue without a worker that they reach, whose local steps would be lost."""
+    for overtaken in history.of(Overtaken):
+        raise AssertionError(f"{overtaken.worker} was overtaken in round {overtaken.round_index}")
 
 
 @holds_in("members")

@@ -78,6 +78,13 @@ class Began(NamedTuple):
     ahead: tuple[str, ...]
 
 
+class Overtaken(NamedTuple):
+    """A worker had to take the state of the run from others, although it had it already."""
+
+    worker: str
+    round_index: int
+
+
 class Finished(NamedTuple):
     """A worker has ended regularly, after all its rounds.
 

@@ -97,7 +97,7 @@ class RoundsWorld(World):
             "step_s": [draw.choice([0.0, 0.01, 0.2]) for _ in range(workers)],
             "validates": focus == "lost" or draw.random() < 0.4,
             "saves": draw.random() < 0.4,
-            "nan": has_nan and [draw.randrange(workers), draw.randrange(steps)],
+            "nan": [draw.randrange(workers), draw.randrange(steps)] if has_nan else [],
             "may": may,
             "reports": focus == "torn" or (focus != "lost" and draw.random() < 0.6),
             "measures": draw.random() < 0.2,
