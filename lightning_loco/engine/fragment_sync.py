@@ -515,15 +515,15 @@ class FragmentSync:
             ended.divisor = total if self._divides else 1.0
 
     def _is_without_progress(self, ended: Round, info: RoundInfo) -> bool:
-        """Whether nobody has weight only because nobody has made local steps from this state.
+        """Whether no worker has weight, although not all have NaN: those without made no steps.
 
-        So it is for elastic members that have all received the state while this round was about to
-        begin, if the ones that sent it are lost. Their sum is a mean of zero, which leaves outer
-        parameters to the momentum.
+        So it is if all others wait at a sync point and the one that runs the round has NaN, or if
+        elastic members have all received the state while this round was about to begin. Their sum
+        is a mean of zero, which leaves outer parameters to the momentum.
         """
         if any(info.weights) or self._algorithm.round_start(self.memory.state) is None:
             return False
-        return all(status.finite == 1 for status in self._statuses(ended))
+        return any(status.finite == 1 for status in self._statuses(ended))
 
     def _keep_lost(self, ended: Round, number: int, handle: Handle) -> None:
         """Keep what compression has lost of a message for the next round, if that is wanted."""

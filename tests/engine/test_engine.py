@@ -196,6 +196,32 @@ def test_a_worker_with_nan_at_a_sync_point_has_no_weight(
                 assert_close(first["model"], expected)
 
 
+def nan_of_the_only_one(rank: int, world: int) -> tuple[bool, Tensor]:
+    """Worker 0 gets NaN in the second round, while worker 1 waits at the sync point of the end."""
+    model = Point(torch.zeros(50, dtype=torch.float64))
+    engine = StepEngine(model, DiLoCo(0.7, 0.0), sync_every=2)
+    for step in range(2 if rank else 4):
+        approach(rank, model)
+        if step == 3:
+            model.value.data[3] = math.nan
+        engine.step()
+    engine.finish()
+    outer = engine.outer()
+    assert outer is not None
+    is_outer = torch.equal(flat(model), outer)
+    result = flat(model)
+    engine.close()
+    return is_outer, result
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN")
+def test_nan_of_the_only_worker_that_makes_steps_does_not_end_the_run(pool: Pool) -> None:
+    first, second = pool.run(nan_of_the_only_one, world=2)
+    assert first[0] and second[0]  # both continue from the outer parameters of the first round
+    assert torch.equal(first[1], second[1])
+    assert torch.isfinite(first[1]).all()
+
+
 def expected_without_worker_0(algorithm: Algorithm) -> Tensor:
     """Compute the parameters by hand: two workers in the first round, then worker 1 alone.
 

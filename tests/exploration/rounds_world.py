@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from lightning_loco.engine.exchanges import compressed, neighbor
 from tests.exploration.choices import RecordedChoices
 from tests.exploration.model_groups import Groups, registered
 from tests.exploration.model_store import Server
+from tests.exploration.model_threads import Threads
 from tests.exploration.records import (
     Compared,
     Failed,
@@ -119,18 +120,17 @@ class RoundsWorld(World):
         self.frozen: dict[int, float] = {}
         self.frozen_s = 0.0
         self.life = -1
-        self._num_threads = 0
-        self._patches = ExitStack()
+        self._patches, threads = ExitStack(), Threads(self.scheduler)
         self._random_state = torch.get_rng_state()
         torch.manual_seed(0)
         self._patches.enter_context(registered())
         for module, name, value in (
             (settings_module, "_FEWEST_ELEMENTS", 2),  # so that eight numbers are several buckets
             (barrier_module, "_LONGEST_PAUSE_S", 0.2),  # so that a long wait has few events
-            (neighbor, "run_in_thread", self._run_in_thread),
-            (compressed, "run_in_thread", self._run_in_thread),
-            (neighbor, "wait", self._wait),
-            (compressed, "wait", self._wait),
+            (neighbor, "run_in_thread", threads.run_in_thread),
+            (compressed, "run_in_thread", threads.run_in_thread),
+            (neighbor, "wait", threads.wait),
+            (compressed, "wait", threads.wait),
         ):
             self._patches.enter_context(patch.object(module, name, value))
         self.is_over = self.has_postponed = False
@@ -257,21 +257,6 @@ class RoundsWorld(World):
             life = self.life
             self.history.add(Harmed(f"w{number}", life, "frozen for long", since))
 
-    # -------------------------------------------------------------- threads as tasks
-
-    def _run_in_thread(self, work: Callable[[], Any], exit_timeout_s: float = 0.0) -> TaskFuture:
-        host = self.scheduler.current.host
-        self._num_threads += 1
-        future = TaskFuture(self.scheduler)
-        self.scheduler.start(
-            f"{host} thread {self._num_threads}", functools.partial(future.run, work), host
-        )
-        return future
-
-    def _wait(self, futures: Sequence[TaskFuture], timeout: float | None = None) -> None:
-        limit_s = float("inf") if timeout is None else timeout
-        self.scheduler.wait("a thread", lambda: all(f.done() for f in futures), limit_s)
-
     # ------------------------------------------------------------------------ end
 
     @classmethod
@@ -314,35 +299,6 @@ class RoundsWorld(World):
         for life in range(self.life + 1):
             for number in range(self.num_workers):
                 self.history.add(Harmed(f"w{number}", life, kind, 0.0))
-
-
-class TaskFuture:
-    """The result of a function that runs as a task."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._result: Any = None
-        self._error: Exception | None = None
-        self._is_done = False
-
-    def run(self, work: Callable[[], Any]) -> None:
-        """Call the function."""
-        try:
-            self._result = work()
-        except Exception as error:
-            self._error = error
-        self._is_done = True
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._is_done
-
-    def result(self) -> Any:
-        """Wait for it; raise its error."""
-        self._scheduler.wait("a thread", self.done)
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 @functools.lru_cache(maxsize=256)
