@@ -70,16 +70,16 @@ class RoundsWorld(World):
     @classmethod
     def draw(cls, draw: random.Random) -> dict[str, Any]:
         """Draw a method, how many batches each worker has, and which faults may happen."""
-        focus = draw.choice(["", "", "", "lost", "torn", "nan"])
-        workers = 3 if focus == "lost" else draw.choice([2, 2, 3, 3, 4])
+        focus = draw.choice(["", "", "", "lost", "torn", "nan", "stop"])
         wanted: dict[str, Any] = {
             # A worker is lost while others are at sync points, and no error is reported.
             "lost": {"codec": None, "overlap": False, "schedule": "steps"},
             "torn": {"overlap": False, "schedule": "steps", "bucket_bytes": 16},
             "nan": {"dtype": "bfloat16", "overlap": True},
         }
+        workers = 3 if focus == "lost" else draw.choice([2, 2, 3, 3, 4])
         method = draw_method(draw, workers, wanted.get(focus, {}))
-        is_even = focus != "lost" and draw.random() < 0.5
+        is_even = focus not in ("lost", "stop") and draw.random() < 0.5
         epochs = []
         for _ in range(draw.choice([1, 2, 3])):
             batches = draw.choice([1, 2, 3, 4, 6])
@@ -88,15 +88,15 @@ class RoundsWorld(World):
             )
         steps = min(5, sum(map(min, epochs)))
         kinds = ["kill", "error", "freeze", "stop", "cut"]
-        has_kill = focus in ("lost", "torn")
-        may = ["kill"] if has_kill else sorted(draw.sample(kinds, draw.choice([0, 1, 1, 1, 2, 3])))
+        may = sorted(draw.sample(kinds, draw.choice([0, 1, 1, 1, 2, 3])))
+        may = {"lost": ["kill"], "torn": ["kill"], "stop": ["stop"]}.get(focus, may)
         has_nan = focus == "nan" or draw.random() < 0.2
         return {
             "workers": workers,
             **method,
             "epochs": epochs,
             "step_s": [draw.choice([0.0, 0.01, 0.2]) for _ in range(workers)],
-            "validates": focus == "lost" or draw.random() < 0.4,
+            "validates": focus in ("lost", "stop") or draw.random() < 0.4,
             "saves": draw.random() < 0.4,
             "nan": [draw.randrange(workers), draw.randrange(steps)] if has_nan else [],
             "may": may,
