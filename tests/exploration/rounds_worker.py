@@ -341,7 +341,9 @@ class Observer:
     ) -> None:
         find(ended, info)
         engine, world = self._engine, self._world
-        if ended.stage is Stage.COMBINED or not engine.exchange.is_weighted or not info.weights:
+        if ended.stage is Stage.COMBINED or not engine.exchange.is_weighted:
+            return
+        if not any(info.weights):  # no worker had progress: a mean of zero
             return
         total = ended.divisor if fragment._divides else sum(info.weights)
         number = engine.fragments.index(fragment)
