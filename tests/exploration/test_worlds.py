@@ -29,9 +29,9 @@ QUICK = {
     },
     "rounds": {
         "a healthy neighbour is blamed: the watchdog is not asked": 4,
-        "a worker without steps counts in a mean": 5,
-        "the result of a late barrier is deleted before all have read it": 4,
-        "a compressed message is read again while it is on its way": 9,
+        "a worker without steps counts in a mean": 3,
+        "the result of a late barrier is deleted before all have read it": 8,
+        "a compressed message is read again while it is on its way": 15,
     },
     "saves": {
         "the folder is not synced after a main file was renamed": 2,
