@@ -27,6 +27,7 @@ class KnownMethod:
         costs: How the cost model runs its rounds: after every local step, as blocking rounds, or
             as fragments of async or of streaming DiLoCo. None if it does not know the method.
         topology: Name of the default topology, if workers exchange with neighbors.
+        elastic: Whether workers may join and leave (``membership``).
         gaps: Measured loss relative to DDP, by the name of the codec or of the topology; ``""`` for
             all others.
         source: Page with the gaps.
@@ -41,6 +42,7 @@ class KnownMethod:
     settings: str | None = None
     costs: Literal["every_step", "blocking", "async", "streaming"] | None = None
     topology: str | None = None
+    elastic: bool = False
     gaps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: str = "docs/results/quality.md"
 
@@ -70,6 +72,7 @@ METHOD_TABLE = {
         short_rounds={"sync_every": 10},
         settings=f"{_ROUNDS}.local_sgd",
         costs="blocking",
+        elastic=True,
         gaps={"": "+9.7 %"},
     ),
     "sparta": KnownMethod(
@@ -97,6 +100,7 @@ METHOD_TABLE = {
         short_rounds={"sync_every": 10, "outer_lr": 0.9, "outer_momentum": 0.6},
         settings=f"{_ROUNDS}.diloco",
         costs="blocking",
+        elastic=True,
         gaps={"": "+3.3 %", "sparse": "+3.1 %"},
     ),
     "async_diloco": KnownMethod(
@@ -118,6 +122,7 @@ METHOD_TABLE = {
         short_rounds={"sync_every": 10},
         settings=f"{_ROUNDS}.async_diloco",
         costs="async",
+        elastic=True,
         gaps={"": "+5.3 %"},
     ),
     "streaming_diloco": KnownMethod(
@@ -146,6 +151,7 @@ METHOD_TABLE = {
         },
         settings=f"{_ROUNDS}.streaming_diloco",
         costs="streaming",
+        elastic=True,
         gaps={"": "+5.2 %"},
     ),
     "eager_diloco": KnownMethod(
@@ -177,6 +183,7 @@ METHOD_TABLE = {
         },
         short_rounds={"sync_every": 10},
         settings=f"{_ROUNDS}.delayed_nesterov",
+        elastic=True,
     ),
     "gasloc": KnownMethod(
         title="GASLoC",

@@ -136,6 +136,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the time that workers shall compute; default %(default)g",
     )
     parser.add_argument("--json", metavar="FILE", help="write the plan to FILE as well")
+    parser.add_argument(
+        "--write",
+        choices=("torchrun", "slurm", "kubernetes", "skypilot", "ray"),
+        metavar="LAUNCHER",
+        help="write the files that start the recommended run: %(choices)s",
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="where --write writes; default: the current folder"
+    )
+    parser.add_argument(
+        "--ranks-per-worker",
+        type=int,
+        metavar="K",
+        help="GPUs of the machine that is a worker, with --write; default 1",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,9 +161,14 @@ def run(args: argparse.Namespace) -> int:
             or written.
     """
     # Here, not at the top: the other commands need neither NumPy nor networkx.
+    from lightning_loco.tools.plan.fleet import write_files
     from lightning_loco.tools.plan.planner import PlannedRun, make_plan
     from lightning_loco.tools.plan.text import as_json, report
 
+    for name in ("to", "ranks_per_worker"):
+        if getattr(args, name) is not None and args.write is None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} belongs to --write. Drop it, or give --write.")
     try:
         links = _links(args)
     except FileNotFoundError as error:
@@ -186,6 +206,9 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(json.dumps(as_json(plan), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"--json cannot write {args.json}: {error.strerror}.") from None
+    if args.write:
+        ranks = 1 if args.ranks_per_worker is None else args.ranks_per_worker
+        print(f"\n{write_files(plan, args.write, Path(args.to or '.'), ranks)}")
     return 0
 
 

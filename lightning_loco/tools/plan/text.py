@@ -37,15 +37,15 @@ def report(plan: Plan) -> str:
         "",
         *_legend(job),
         "",
-        f"Recommended: {_settings(plan.chosen)}.",
+        f"Recommended: {settings(plan.chosen)}.",
         f"Reason: {plan.reason}.",
     ]
     if (better := plan.better) is not None:
         loss = "" if better.gap == NO_GAP else f", loss {better.gap}"
-        lines += [f"Lower loss: {_settings(better)}: {format_seconds(better.time_s)}{loss}."]
+        lines += [f"Lower loss: {settings(better)}: {format_seconds(better.time_s)}{loss}."]
     for option in plan.faster:
         loss = "but its loss is not known" if option.gap is None else f"loss {option.gap}"
-        lines += [f"Faster: {_settings(option)}: {format_seconds(option.time_s)}, {loss}."]
+        lines += [f"Faster: {settings(option)}: {format_seconds(option.time_s)}, {loss}."]
     shell, python = commands(plan)
     lines += [
         "",
@@ -121,7 +121,8 @@ def _legend(job: PlannedRun) -> list[str]:
     ]
 
 
-def _settings(option: Option) -> str:
+def settings(option: Option) -> str:
+    """Return a method and its settings in words."""
     if option.gap == NO_GAP:
         return option.candidate.title
     words = [f"{option.candidate.title}, every {option.sync_every} local steps"]
@@ -141,25 +142,39 @@ def _steps(count: int) -> str:
 
 def commands(plan: Plan) -> list[str]:
     """Return what runs the chosen option: a command for each machine, and a Trainer in Python."""
-    option, workers = plan.chosen, plan.job.num_workers
-    machines = f"devices=1, num_nodes={workers}"
-    overrides = [f"algorithm={option.candidate.method}"]
-    if option.candidate.method == "ddp":
-        trainer = f'Trainer(strategy="ddp", {machines})'
-    else:
-        arguments = _arguments(option)
-        overrides += [f"algorithm.{name}={value}" for name, value in arguments.items()]
-        if option.candidate.compression != "none":
-            overrides.append(f"compression={option.candidate.compression}")
-            arguments["compression"] = f'"{option.candidate.compression}"'
-        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        kind = METHOD_TABLE[option.candidate.method].strategy_name
-        trainer = f"Trainer(strategy={kind}({given}), {machines})"
+    workers = plan.job.num_workers
     launcher = (
         f"torchrun --nnodes={workers} --nproc-per-node=1 --rdzv-backend=c10d "
         "--rdzv-endpoint=HOST:29500 --rdzv-id=NAME"
     )
-    return [f"{launcher} train.py {' '.join(overrides)}", trainer]
+    trainer = f"Trainer(strategy={strategy(plan.chosen)}, devices=1, num_nodes={workers})"
+    return [f"{launcher} train.py {' '.join(overrides(plan.chosen))}", trainer]
+
+
+def overrides(option: Option) -> list[str]:
+    """Return the overrides of train.py that choose a method and its settings."""
+    found = [f"algorithm={option.candidate.method}"]
+    if option.candidate.method != "ddp":
+        found += [f"algorithm.{name}={value}" for name, value in _arguments(option).items()]
+    if option.candidate.compression != "none":
+        found.append(f"compression={option.candidate.compression}")
+    return found
+
+
+def strategy(option: Option, **more: str) -> str:
+    """Return the argument ``strategy`` of a Trainer as Python code.
+
+    Args:
+        option: The method and its settings.
+        more: More arguments of the strategy as Python code.
+    """
+    if option.candidate.method == "ddp":
+        return '"ddp"'
+    arguments = _arguments(option) | more
+    if option.candidate.compression != "none":
+        arguments["compression"] = f'"{option.candidate.compression}"'
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{METHOD_TABLE[option.candidate.method].strategy_name}({given})"
 
 
 def _arguments(option: Option) -> dict[str, str]:
