@@ -154,8 +154,10 @@ def write_files(plan: Plan, name: str, folder: Path, ranks: int) -> str:
                 file.write(text)
     except OSError as error:
         raise ValueError(f"--to cannot write {error.filename}: {error.strerror}.") from None
-    written = ", ".join(str(path) for path in paths)
-    return "\n".join([f"Wrote {written}. Edit what is marked.", *launcher.start])
+    start = "\n".join(launcher.start)
+    for path in paths:
+        start = start.replace(path.name, str(path))
+    return f"Wrote {', '.join(map(str, paths))}. Edit what is marked.\n{start}"
 
 
 def _render(plan: Plan, launcher: Launcher, ranks: int) -> list[str]:

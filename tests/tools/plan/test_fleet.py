@@ -94,8 +94,9 @@ def test_the_command_writes_and_says_how_to_start(
             names = [path.name for path in folder.iterdir()]
             assert names
             for name in names:
-                assert f"{folder / name}" in printed
-                assert re.search(rf"^  .*\b{name}\b", printed, re.MULTILINE), printed
+                wrote, _, start = printed.partition("\n")
+                assert f"{folder / name}" in wrote
+                assert re.search(rf"^  .* {folder / name}\b", start, re.MULTILINE), start
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -379,7 +380,7 @@ def test_the_script_for_torchrun_runs(tmp_path: Path) -> None:
     for machine in machines:
         machine.succeed(120.0)
     figures = report_of(tmp_path / "outputs/torchrun-loco")
-    assert (figures["algorithm"], figures["num_workers"]) == ("DiLoCo", 2)
+    assert (figures["algorithm"], figures["num_workers"]) == ("StreamingDiLoCo", 2)
     assert figures["rounds"] > 0
 
 
