@@ -35,6 +35,7 @@ from lightning_loco.strategies.engine_strategy import EngineStrategy, check_has_
 from lightning_loco.strategies.local_training import (
     LocalModel,
     LocalSteps,
+    check_not_wrapped,
     clear_non_finite,
     leave_shared_memory,
     loss_in,
@@ -164,7 +165,12 @@ class FabricLocoStrategy(lightning_compat.FabricPart):
     # ----------------------------------------------------------------------- setup
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # or DDP
-        """Wrap a module; it is exchanged if an optimizer of its parameters is set up."""
+        """Wrap a module; it is exchanged if an optimizer of its parameters is set up.
+
+        Raises:
+            ValueError: If it is wrapped already, as in DDP.
+        """
+        check_not_wrapped(module, "fabric.setup(model.module, optimizer)")
         if self._group is None:
             self._connect()
         wrapped: nn.Module = _Wrapped(module)

@@ -16,8 +16,6 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -30,6 +28,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO, damage_o
 from lightning_loco.strategies.checkpoint.side_files import KEY, Manifest, SideFiles
 from lightning_loco.strategies.engine_strategy import EngineStrategy, check_has_outer
 from lightning_loco.strategies.local_training import (
+    check_not_wrapped,
     check_untracked,
     clear_non_finite,
     leave_shared_memory,
@@ -141,7 +140,7 @@ class LocoTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; ValueError for what does not work with workers like these."""
-        check_model(self.model)
+        check_not_wrapped(self.model, "MyTrainer(model.module, ...)")
         check_arguments(self.args, self.loco.method)
         # Each worker reads the stream, and takes its part: else rank 0 would send every batch.
         self.args.accelerator_config.dispatch_batches = False
@@ -614,16 +613,6 @@ def check_method(method: Any) -> None:
                 f"{name}=... works with Lightning's Trainer only. Leave it out: with Trainer of "
                 f"transformers there is {instead}."
             )
-
-
-def check_model(model: Any) -> None:
-    """Raise ValueError for a model that would exchange gradients."""
-    wrappers = DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule
-    if isinstance(model, wrappers):
-        raise ValueError(
-            f"The model is wrapped in {type(model).__name__}, which would average gradients in "
-            "every step. Pass the model itself: MyTrainer(model.module, ...)."
-        )
 
 
 def check_arguments(args: TrainingArguments, method: EngineStrategy) -> None:

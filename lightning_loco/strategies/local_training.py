@@ -10,7 +10,9 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -72,6 +74,16 @@ class LocalModel(nn.Module):
         those that are there.
         """
         return id(self)
+
+
+def check_not_wrapped(model: Any, use: str) -> None:
+    """Refuse a model that would exchange gradients or parts of itself; ``use`` is the right use."""
+    wrappers = DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule
+    if isinstance(model, wrappers):
+        raise ValueError(
+            f"The model is wrapped in {type(model).__name__}, which would average gradients in "
+            f"every step. Pass the model itself: {use}."
+        )
 
 
 def check_batch_norm(strategy: DDPStrategy) -> None:

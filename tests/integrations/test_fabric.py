@@ -1,4 +1,4 @@
-"""FabricLocoStrategy: the numbers of Trainer.fit, exact resumes, and clear refusals."""
+"""FabricLocoStrategy: exact resumes, the evaluated model, and clear refusals."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from tests.harness.small_model import (
     TinyModule,
     flat,
     loss_of,
-    make_loader,
     make_model,
     norm_model,
-    quiet_trainer,
     worker_batch,
 )
 
@@ -89,35 +87,6 @@ def train_fabric(rank: int, world: int, method: str, steps: int = STEPS) -> list
     run = Run(METHODS[method](), devices=world)
     run.train(steps)
     return run.end()
-
-
-class Accumulating(TinyModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def train_trainer(rank: int, world: int, method: str) -> Tensor:
-    trainer = quiet_trainer(
-        strategy=METHODS[method](),
-        devices=world,
-        plugins=[PoolEnvironment()],
-        max_steps=STEPS,
-        accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=CLIP,
-        use_distributed_sampler=False,
-    )
-    module = Accumulating()
-    trainer.fit(module, make_loader(rank, STEPS * ACCUMULATE))
-    return flat(module)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_numbers_are_those_of_the_trainer(pool: Any, method: str) -> None:
-    ours = pool.run(train_fabric, method, world=2)
-    expected = pool.run(train_trainer, method, world=2)
-    for (local, consensus), other in zip(ours, expected, strict=True):
-        assert torch.equal(consensus, other)
-        assert not torch.equal(local, consensus) or method == "diloco"
 
 
 # -------------------------------------------------------------------------------- resume
@@ -360,6 +329,16 @@ def test_optimizers_with_closures(pool: Any) -> None:
 
 def test_two_models_are_refused(pool: Any) -> None:
     pool.run(two_models, world=2)
+
+
+def wrapped_twice(rank: int, world: int) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(make_model())
+    with pytest.raises(ValueError, match=r"fabric\.setup\(model\.module, optimizer\)"):
+        Run(loco.DiLoCoStrategy(), wrapped, devices=world)
+
+
+def test_a_model_in_ddp_is_refused(pool: Any) -> None:
+    pool.run(wrapped_twice, world=2)
 
 
 def train_by_name(rank: int, world: int) -> None:
