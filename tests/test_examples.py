@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,9 @@ def test_an_example_is_short_and_says_how_to_run_it(subtests: pytest.Subtests) -
             assert len(text.splitlines()) < 100
 
 
+NEEDS = {"12_hugging_face_lora.py": "transformers", "ray_train.py": "ray"}
+
+
 @pytest.mark.alone
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -175,6 +179,8 @@ def test_an_example_is_short_and_says_how_to_run_it(subtests: pytest.Subtests) -
     [pytest.param(n, marks=[] if n.startswith("01_") else pytest.mark.soak) for n in CHECKS],
 )
 def test_an_example_shows_what_it_claims(tmp_path: Path, name: str) -> None:
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
     environ = {"RAY_AUTH_MODE": "disabled"}  # or Ray writes a file to the home folder
     CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path, **environ))
     assert not list(tmp_path.iterdir())
