@@ -1,4 +1,4 @@
-"""The program that test_ray.py starts: a local Ray cluster, and runs of Ray Train on its workers.
+"""The program that tests of Ray start: a local Ray cluster, and runs of Ray Train on its workers.
 
 Usage: python -m tests.integrations.ray_runs FOLDER RUN. Each run is a function below; its workers
 write what they find to ``FOLDER/NAME.RANK.pt``.
@@ -26,8 +26,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
+from tests.harness.programs import Program
 from tests.harness.small_model import TinyModule, flat, quiet_trainer, worker_batch
+from tests.harness.sources import ROOT
+from tests.integrations import same_numbers
 
+LIMIT_S = 600.0
+ENVIRON = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # or it writes a file to the home folder
+}
 SAMPLES, EPOCHS = 32, 3
 BATCHES_OF_STEP = 2
 MEMBER_STEPS = 1500
@@ -36,6 +45,12 @@ NUMERIC: dict[str, Callable[[], WorkerStrategy]] = {
     "async_diloco": lambda: loco.AsyncDiLoCoStrategy(sync_every=3, fragments=2),
     "gasloc": lambda: loco.GASLoCStrategy(topology="complete", sync_every=3),
 }
+
+
+def start(folder: Path, *arguments: str) -> None:
+    """Run this program; the cluster is stopped when it returns."""
+    command = [sys.executable, "-m", "tests.integrations.ray_runs", str(folder), *arguments]
+    Program(command, ROOT, **ENVIRON).succeed(LIMIT_S)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -151,6 +166,18 @@ def smoke(config: dict[str, Any]) -> None:
     fit_and_resume(folder, "diloco", NUMERIC["diloco"], victim=1)
     for name in ("async_diloco", "gasloc"):
         write(folder, name, fit(functools.partial(ray_trainer, NUMERIC[name]())))
+
+
+def numbers(config: dict[str, Any]) -> None:
+    """The model and the methods that all front ends train with."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    found = {
+        name: same_numbers.lightning(rank, same_numbers.WORKERS, name, ray_trainer)
+        for name in same_numbers.METHODS
+    }
+    write(config["folder"], "numbers", found)
 
 
 def resume_each(config: dict[str, Any]) -> None:

@@ -16,25 +16,12 @@ import torch
 import lightning_loco as loco
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
 from tests.harness.pool import Pool, make_trainer
-from tests.harness.programs import Program
 from tests.harness.sources import ROOT
 from tests.integrations import ray_runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 
-LIMIT_S = 600.0
-ENVIRON = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # or it writes a file to the home folder
-}
 NUMERIC = list(ray_runs.NUMERIC)
-
-
-def run(folder: Path, *arguments: str) -> None:
-    """Run the program; the cluster is stopped when it returns."""
-    command = [sys.executable, "-m", "tests.integrations.ray_runs", str(folder), *arguments]
-    Program(command, ROOT, **ENVIRON).succeed(LIMIT_S)
 
 
 def results(folder: Path, name: str, world: int = 2) -> list[dict[str, Any]]:
@@ -57,7 +44,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.process
 @pytest.mark.recovery
 def test_same_numbers_as_trainer_fit_and_exact_resume(tmp_path: Path, pool: Pool) -> None:
-    run(tmp_path, "smoke", "2")
+    ray_runs.start(tmp_path, "smoke", "2")
     for name in NUMERIC:
         found = results(tmp_path, name)
         assert_equal(found, pool.run(fit_in_pool, name, world=2))
@@ -100,7 +87,7 @@ EXPECTED_ERRORS = {
 def test_resume_after_a_kill(
     tmp_path: Path, pool: Pool, name: str, world: int, victim: int
 ) -> None:
-    run(tmp_path, "resume_each", str(world), name, str(victim))
+    ray_runs.start(tmp_path, "resume_each", str(world), name, str(victim))
     found = results(tmp_path, name, world)
     assert all(one["resumed"] for one in found)
     assert_equal(found, pool.run(fit_in_pool, name, world=world))
@@ -114,7 +101,7 @@ def test_service_ranks(tmp_path: Path, victim: int) -> None:
     found = []
     for kind, who in (("whole", -1), ("killed", victim)):
         (tmp_path / kind).mkdir()
-        run(tmp_path / kind, "resume_each", "3", "remote", str(who))
+        ray_runs.start(tmp_path / kind, "resume_each", "3", "remote", str(who))
         found.append(results(tmp_path / kind, "remote", 3))
     whole, killed = found
     assert [one["resumed"] for one in killed] == [True] * 3
@@ -128,7 +115,7 @@ def test_service_ranks(tmp_path: Path, victim: int) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["gossip", "average"])
 def test_methods_that_follow_the_clock(tmp_path: Path, name: str) -> None:
-    run(tmp_path, "resume_each", "2", name, "1")
+    ray_runs.start(tmp_path, "resume_each", "2", name, "1")
     first, second = results(tmp_path, name)
     assert first["resumed"]
     assert torch.equal(first["weights"], second["weights"])
@@ -138,7 +125,7 @@ def test_methods_that_follow_the_clock(tmp_path: Path, name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.process
 def test_members_are_restarted_one_by_one(tmp_path: Path) -> None:
-    run(tmp_path, "members", "2")
+    ray_runs.start(tmp_path, "members", "2")
     assert (tmp_path / "member.killed").exists()
     stayed, restarted = results(tmp_path, "members")
     assert stayed["ranks"] == restarted["ranks"] == (1, 0)
@@ -150,7 +137,7 @@ def test_members_are_restarted_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.process
 def test_trials_of_tune_in_one_process(tmp_path: Path) -> None:
-    run(tmp_path, "trial", "1")
+    ray_runs.start(tmp_path, "trial", "1")
     first, second, third = torch.load(tmp_path / "trials.pt", weights_only=False)
     assert first["process"] == second["process"] == third["process"]
     assert first["loss"] == third["loss"] != second["loss"]
