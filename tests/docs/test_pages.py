@@ -62,6 +62,16 @@ OF_HUGGING_FACE = {
     "use_seedable_sampler",
 }
 """Arguments of transformers and Accelerate, which need not be installed here."""
+OF_OTHER_LIBRARIES = {
+    "delay_state_averaging",
+    "enabled",
+    "init_sync",
+    "initial_peers",
+    "local_sgd_steps",
+    "should_quantize",
+    "use_local_updates",
+}
+"""Arguments of torchft, Accelerate and hivemind."""
 
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
 
@@ -237,10 +247,10 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def test_files_in_the_text_exist(subtests: pytest.Subtests) -> None:
-    of_a_run = {"report.txt"}
+    of_a_reader = {"report.txt", "mine.py"}
     for page in LINKING:
         with subtests.test(str(page)):
-            for word in set(page.ticked) - of_a_run:
+            for word in set(page.ticked) - of_a_reader:
                 if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word):
                     assert (ROOT / word).exists(), word
 
@@ -278,7 +288,7 @@ def known_arguments() -> set[str]:
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
     for kind in filter(callable, kinds):
         known |= set(inspect.signature(kind).parameters)
-    known |= set(RoundArguments.__annotations__) | OF_HUGGING_FACE
+    known |= set(RoundArguments.__annotations__) | OF_HUGGING_FACE | OF_OTHER_LIBRARIES
     return known
 
 
