@@ -12,12 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
@@ -44,6 +40,24 @@ from lightning_loco.strategies.summary import (
     round_metrics,
     show_summary,
 )
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as missing:
+    raise ImportError(
+        f"lightning_loco.integrations.huggingface needs transformers and accelerate ({missing}). "
+        "Install them in a checkout of lightning_loco: pip install -c constraints.txt -e "
+        "'.[huggingface]'"
+    ) from missing
 
 if TYPE_CHECKING:
     # Every Trainer that is a base class beside the mixin offers what is used here.

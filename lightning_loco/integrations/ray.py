@@ -38,8 +38,8 @@ try:
     )
 except ImportError as missing:
     raise ImportError(
-        f"lightning_loco.integrations.ray needs Ray Train ({missing}). Install it with "
-        "`pip install 'lightning-loco[ray]'`."
+        f"lightning_loco.integrations.ray needs Ray Train ({missing}). Install it in a "
+        "checkout of lightning_loco: pip install -c constraints.txt -e '.[ray]'"
     ) from missing
 
 CHECKPOINT_NAME: str = RayTrainReportCallback.CHECKPOINT_NAME

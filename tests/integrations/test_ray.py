@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 import lightning_loco as loco
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
 from tests.harness.pool import Pool, make_trainer
-from tests.harness.sources import ROOT
 from tests.integrations import ray_runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
@@ -210,20 +207,3 @@ def test_nodes_of_different_sizes(of_ray: Any, monkeypatch: pytest.MonkeyPatch) 
 def of_ray() -> Any:
     """Return the module; importing Ray starts nothing."""
     return pytest.importorskip("lightning_loco.integrations.ray")
-
-
-@pytest.mark.process
-def test_without_ray() -> None:
-    code = """
-import sys
-sys.modules["ray"] = None
-import lightning_loco as loco
-loco.DiLoCoStrategy()
-try:
-    import lightning_loco.integrations.ray
-except ImportError as error:
-    print(error)
-"""
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "pip install 'lightning-loco[ray]'" in out
