@@ -162,6 +162,10 @@ class ModelDisk(Disk):
         link = self._at(path, follow=False)
         return link.target if isinstance(link, Link) else None
 
+    def real_path(self, path: str | Path) -> str:
+        assert self.read_link(Path(path)) is None, "no run saves through a link"
+        return str(path)
+
     def names_in(self, folder: str | Path) -> list[str]:
         found = self._at(folder)
         return [*found.names] if isinstance(found, Folder) else []

@@ -72,9 +72,9 @@ def local_path(path: str | Path) -> Path | None:
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
-def check_kind(path: Path) -> None:
+def check_kind(path: Path, disk: Disk = DISK) -> None:
     """Raise ValueError if a path is neither a file nor a folder: a pipe would be read for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if disk.exists(path) and not disk.is_file(path) and not disk.is_dir(path):
         raise ValueError(f"{path} is not a file. Put a copy of the checkpoint's own file there.")
 
 

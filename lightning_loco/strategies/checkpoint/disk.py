@@ -40,6 +40,10 @@ class Disk:
         """Return where a symbolic link leads; None if there is none."""
         return os.readlink(path) if path.is_symlink() else None
 
+    def real_path(self, path: str | Path) -> str:
+        """Return the path of the file to which a path leads, without links."""
+        return os.path.realpath(path)
+
     def names_in(self, folder: str | Path) -> list[str]:
         """Return the names in a folder, on this machine or at an address; empty without one."""
         files = get_filesystem(folder)

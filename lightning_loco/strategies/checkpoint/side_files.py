@@ -13,7 +13,6 @@ would rename has been deleted.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import zipfile
@@ -240,7 +239,7 @@ class SideFiles:
                 f"system that all machines share. {NEW_RUN}"
             )
         if (local := local_path(path)) is not None:
-            check_kind(local)
+            check_kind(local, self._disk)
         return path
 
     def path_of(self, stamp: str, worker: int | None) -> str:
@@ -248,7 +247,7 @@ class SideFiles:
 
         The main file may be a link: the side files are beside the file that it points to.
         """
-        path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
+        path = self.path if local_path(self.path) is None else self._disk.real_path(self.path)
         return f"{path}.loco/{stamp}/{_name_of(worker)}"
 
     def shards(self, stamp: str, worker: int | None) -> str:
