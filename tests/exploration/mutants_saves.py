@@ -134,4 +134,10 @@ MUTANTS = [
         "sorted({*files.workers_of(stamp), worker})",
         "files.workers_of(stamp)",
     ),
+    Mutant(
+        "a folder is replaced by two renames",
+        f"{_PATH}.atomic_io.move_folder",
+        "if disk.is_dir(source) and _has_links(disk, target, name):",
+        "if False:",
+    ),
 ]

@@ -22,6 +22,7 @@ from tests.exploration.records import (
     Failed,
     Fetched,
     FetchStarted,
+    Filed,
     Finished,
     Found,
     Gone,
@@ -31,6 +32,7 @@ from tests.exploration.records import (
     Merged,
     Mixed,
     Overtaken,
+    Overwritten,
     Prepared,
     Published,
     Read,
@@ -42,6 +44,7 @@ from tests.exploration.records import (
     SaveFailed,
     SaveStarted,
     Sent,
+    Shown,
     Stopped,
     Unpublished,
     Waited,
@@ -150,6 +153,16 @@ def workers_finish_with_the_same_parameters(history: History) -> None:
                 f"{other.worker} finishes with {other.outer}, {finished.worker} with "
                 f"{finished.outer}"
             )
+
+
+@holds_in("members")
+def members_save_outer_parameters(history: History) -> None:
+    """A member saves the outer parameters, also if its local ones are NaN."""
+    for shown in history.of(Shown):
+        assert shown.values == shown.outer, (
+            f"{shown.worker} saves {shown.values}, not {shown.outer}"
+        )
+        assert all(map(math.isfinite, shown.outer)), f"{shown.worker} saves {shown.outer}"
 
 
 @holds_in("members")
@@ -299,6 +312,14 @@ def parameters_are_published_unless_two_are_read(history: History) -> None:
     """There is memory for the next parameters, unless two earlier ones are being sent."""
     for found in history.of(Unpublished):
         assert found.being_read > 1, f"{found.life} publishes nothing, and {found.being_read} read"
+
+
+@holds_in("gossip")
+def nothing_is_overwritten_that_may_be_read(history: History) -> None:
+    """Parameters are written only to memory that is not being sent, and not to the latest ones."""
+    for found in history.of(Overwritten):
+        assert not found.readers, f"{found.life} writes to memory that {found.readers} read"
+        assert not found.is_latest, f"{found.life} writes to what the next peer would get"
 
 
 @holds_in("gossip")
@@ -462,6 +483,23 @@ def a_checkpoint_is_found_whole_or_not_at_all(history: History) -> None:
         elif isinstance(record, Found) and record.path not in removed:
             assert not record.error, f"{record.reader} has found {record.path}: {record.error}"
             assert not record.stamp or record.stamp in complete
+
+
+@holds_in("saves")
+def no_later_save_is_deleted_as_an_older_one(history: History) -> None:
+    """A save deletes no other one that has begun after its own files."""
+    began: dict[str, int] = {}
+    filed: dict[tuple[str, int], int] = {}
+    for number, record in enumerate(history.records):
+        if isinstance(record, SaveStarted):
+            began.setdefault(record.stamp, number)
+        elif isinstance(record, Filed):
+            filed[record.stamp, record.rank] = number
+        elif isinstance(record, Committing):
+            for stamp in record.before:
+                assert began[stamp] < filed[record.stamp, record.rank], (
+                    f"{record.stamp} deletes {stamp}, which has begun after it"
+                )
 
 
 @holds_in("saves")

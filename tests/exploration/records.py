@@ -101,6 +101,14 @@ class Finished(NamedTuple):
     outer: tuple[float, ...]
 
 
+class Shown(NamedTuple):
+    """A worker has put the consensus into its model, as for a save; its outer parameters."""
+
+    worker: str
+    values: tuple[float, ...]
+    outer: tuple[float, ...]
+
+
 class Harmed(NamedTuple):
     """Something was done to a worker: it was killed, frozen, made to raise an error, or to stop.
 
@@ -196,6 +204,20 @@ class Published(NamedTuple):
     model: int
     tag: tuple[float, float]
     values: Values
+
+
+class Overwritten(NamedTuple):
+    """A node begins to write parameters to memory, which held earlier ones.
+
+    Attributes:
+        life: The node.
+        readers: How many threads send those earlier ones.
+        is_latest: Whether they are the latest ones, which the next peer would get.
+    """
+
+    life: str
+    readers: int
+    is_latest: bool
 
 
 class Unpublished(NamedTuple):
@@ -329,11 +351,23 @@ class Prepared(NamedTuple):
     stamp: str
 
 
+class Filed(NamedTuple):
+    """A worker is about to write its own file of a save."""
+
+    stamp: str
+    rank: int
+
+
 class Committing(NamedTuple):
-    """A save is complete, and its main file is about to replace the one before."""
+    """A save is complete, and a worker is about to replace the main file.
+
+    After that it deletes the saves ``before``.
+    """
 
     path: str
     stamp: str
+    rank: int
+    before: tuple[str, ...]
 
 
 class Saved(NamedTuple):

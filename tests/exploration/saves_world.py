@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,6 +33,7 @@ from lightning_loco.strategies.checkpoint.writer import Save, save_together
 from tests.exploration.records import (
     Committing,
     Ended,
+    Filed,
     Found,
     Left,
     Prepared,
@@ -39,13 +42,16 @@ from tests.exploration.records import (
     SaveFailed,
     SaveStarted,
 )
-from tests.exploration.scheduler import Fault
+from tests.exploration.scheduler import Fault, Task
 from tests.exploration.world import World
 from tests.harness.model_disk import ModelDisk
 
-LAST = Path("/run/last.ckpt")
+LAST, ALONE = Path("/run/last.ckpt"), Path("/run/weights.ckpt")
 TIMEOUT_S = 5.0
 MOST_LIVES = 4
+PLACES = ("create", "sync", "replace", "remove", "all in")
+"""Where faults may happen, if not everywhere: before changes of a disk, or in agreements."""
+
 ERRORS = {"space": 28, "io": 5}
 DISKS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 1, 2], [0, 0, 1], [0, 1, 1]]}
 """Which worker has which disk, by the number of workers."""
@@ -59,7 +65,13 @@ class ModelIO(WholeFileIO):
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         with self.disk.open(path) as file:
-            return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+            return copy.deepcopy(_loaded(file.read()))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _loaded(content: bytes) -> dict[str, Any]:
+    """Load the content of a file; most are read many times."""
+    return torch.load(BytesIO(content), weights_only=True)  # type: ignore[no-any-return]
 
 
 class ModelGroup(WorkerGroup):
@@ -91,14 +103,26 @@ class ObservedSave(Save):
     """A save that writes down how far it has come."""
 
     history: Any = None
+    rank = 0
 
     def write_shared(self, staged: bool) -> None:
         self.history.add(Prepared(self.files.path, self.stamp))
         super().write_shared(staged)
 
     def commit(self, staged: bool, before: list[str], workers: list[int]) -> None:
-        self.history.add(Committing(self.files.path, self.stamp))
+        self.history.add(Committing(self.files.path, self.stamp, self.rank, tuple(before)))
         super().commit(staged, before, workers)
+
+
+class ObservedFiles(SideFiles):
+    """Side files that write down when a worker begins to write its own."""
+
+    history: Any = None
+
+    def save(self, stamp: str, worker: int | None, content: dict[str, Any]) -> None:
+        if worker is not None:
+            self.history.add(Filed(stamp, worker))
+        super().save(stamp, worker, content)
 
 
 class Life:
@@ -110,6 +134,7 @@ class Life:
         is_given_up: Whether a rank has waited in vain.
         is_excused: Whether something has happened to it, so that its saves may fail.
         done: Ranks that have ended, with whether they have done their part.
+        tasks: Its tasks, by host.
     """
 
     def __init__(self, world: SavesWorld, run: str, number: int, rounds: int) -> None:
@@ -119,11 +144,18 @@ class Life:
         self.is_given_up = self.is_excused = False
         self.done: dict[int, bool] = {}
         self.hosts = [f"{self.name}.{rank}" for rank in range(world.num_workers)]
+        self.tasks: dict[str, Task] = {}
+        world.order.append(self)
 
     def start(self) -> None:
         """Start its workers."""
         for rank, host in enumerate(self.hosts):
-            self.world.scheduler.start(host, functools.partial(self._run, rank), host)
+            work = functools.partial(self._run, rank)
+            self.tasks[host] = self.world.scheduler.start(host, work, host)
+
+    def is_at(self, host: str, place: str) -> bool:
+        """Whether a worker is at one of :data:`PLACES`."""
+        return self.tasks[host].why.startswith(place)
 
     def _run(self, rank: int) -> None:
         try:
@@ -149,6 +181,8 @@ class Life:
                 except OSError:
                     if not world.settings["goes_on"]:
                         raise
+            if rank == 0 and world.settings.get("saves_alone", False):
+                self._save_alone(io, step)
             if len(paths) > 1:
                 if older is not None and (rank == 0 or world.disk_of(rank) is not world.disks[0]):
                     world.history.add(Removed(older))
@@ -157,13 +191,25 @@ class Life:
                 older = str(paths[1])
         return True
 
+    def _save_alone(self, io: ModelIO, step: int) -> None:
+        """Write a file without side files, as worker 0 does when there is no fit."""
+        world = self.world
+        try:
+            io.save_checkpoint({"step": step}, ALONE)
+        except OSError as error:
+            text = f"{type(error).__name__}: {error}"
+            world.history.add(
+                SaveFailed(self.name, 0, str(ALONE), "", text, False, self.is_excused)
+            )
+
     def _save(self, group: WorkerGroup, io: ModelIO, path: str, step: int) -> None:
         world, rank = self.world, group.worker
         history = world.history
         _, stamp = group.gather_from_ranks([path, new_stamp(step)], "a save")[0]
         history.add(SaveStarted(self.name, rank, path, stamp))
         others = world.others_of(self)
-        files = SideFiles(io, path)
+        files = ObservedFiles(io, path)
+        files.history = history
         manifest = Manifest(stamp, world.num_workers, "None", {}, True)
         main = {"step": step, KEY: manifest.state_dict()}
         is_folder = world.settings["form"] == "folder"
@@ -172,7 +218,7 @@ class Life:
         write = form.writer(main, None)
         own = {"engine": {"step": step, "statistics": {}}, "position": {}}
         save = ObservedSave(files, stamp, own, {"shared": step}, write)
-        save.history = history
+        save.history, save.rank = history, rank
         to_shared = functools.partial(save.to_shared_folder, num_workers=world.num_workers)
         try:
             if is_folder:
@@ -284,7 +330,7 @@ class SavesWorld(World):
         disks = draw.choice(DISKS[workers])
         is_private = len({*disks}) > 1 or draw.random() < 0.2
         kinds = ("kill", "freeze", "crash", "space", "io")
-        return {
+        drawn = {
             "disks": disks,
             "is_private": is_private,
             "form": "file" if is_private else draw.choice(["file", "folder"]),
@@ -296,7 +342,24 @@ class SavesWorld(World):
             "peek_every": draw.choice([1, 4, 16]),
             "crash_seed": draw.randrange(1000),
             "faults": [kind for kind in kinds if draw.random() < 0.5],
+            "at": draw.choice(["", "", *PLACES]),
+            "has_first": draw.random() < 0.3,
+            "saves_alone": draw.random() < 0.2,
         }
+        # Situations that are rare otherwise.
+        wanted: dict[str, Any] = {}
+        focus = draw.choice(["", "", "", "two", "two", "suspended", "errors"])
+        if focus == "two":  # they replace the main file at the same time, or one after a freeze
+            wanted = {"disks": [0] * draw.choice([1, 1, 2]), "runs": 2, "is_private": False}
+            wanted |= {"form": draw.choice(["file", "folder"]), "has_first": True, "rounds": 2}
+            wanted |= {"steps_too": False, "peek_every": 4}
+            wanted |= {"faults": ["freeze"], "at": draw.choice(["", "create", "replace", "all in"])}
+        elif focus == "suspended":  # one is, and learns when others have saved that all had agreed
+            wanted = {"disks": draw.choice([[0, 1], [0, 1, 1]]), "is_private": True, "runs": 1}
+            wanted |= {"form": "file", "late_completes": True, "at": "all in", "faults": ["freeze"]}
+        elif focus == "errors":  # and the run goes on
+            wanted = {"faults": sorted(ERRORS), "goes_on": True, "steps_too": False}
+        return drawn | wanted
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -304,6 +367,7 @@ class SavesWorld(World):
         self.num_workers = len(settings["disks"])
         self.disks = [ModelDisk() for _ in {*settings["disks"]}]
         self.lives: dict[str, list[Life]] = {}
+        self.order: list[Life] = []  # all of them, as they have begun
         self.failing: dict[str, int] = {}
         self.killed: set[str] = set()
         self.is_calm = self.is_peeking = False
@@ -328,9 +392,15 @@ class SavesWorld(World):
         secrets = SimpleNamespace(token_hex=lambda _: f"{next(numbers):08x}")
         for module in (atomic_io, side_files):
             self._patches.enter_context(mock.patch.object(module, "secrets", secrets))
+        if self.settings.get("has_first", False):
+            self._start_life("x", 1)
+        else:
+            self._start_runs()
+        self.scheduler.start("the end", self._finish)
+
+    def _start_runs(self) -> None:
         for run in "ab"[: self.settings["runs"]]:
             self._start_life(run)
-        self.scheduler.start("the end", self._finish)
 
     def _start_life(self, run: str, rounds: int | None = None) -> Life:
         lives = self.lives.setdefault(run, [])
@@ -356,11 +426,10 @@ class SavesWorld(World):
 
     def others_of(self, life: Life) -> list[str]:
         """Return the other lives that may write now, or have begun to since ``life`` began."""
-        every = [one for lives in self.lives.values() for one in lives]
-        own = every.index(life)
+        own = self.order.index(life)
         return [
             one.name
-            for number, one in enumerate(every)
+            for number, one in enumerate(self.order)
             if one is not life and (self.is_running(one) or number > own)
         ]
 
@@ -371,6 +440,10 @@ class SavesWorld(World):
         return has_done or (len(self.lives[run]) >= MOST_LIVES and not self.is_running(life))
 
     def _go_on(self) -> None:
+        if "a" not in self.lives:
+            if not self.has_ended("x"):
+                return
+            self._start_runs()
         if not self.is_calm and all(map(self.has_ended, "ab"[: self.settings["runs"]])):
             self.is_calm = self.scheduler.is_prompt = True
             self.failing.clear()
@@ -414,6 +487,11 @@ class SavesWorld(World):
         for path in confirmed:
             for worker in range(self.num_workers):
                 read(self, ModelIO(disks[0]), path, worker, None, reader)
+        if disks[0].exists(ALONE):
+            try:
+                ModelIO(disks[0]).load_checkpoint(ALONE)
+            except Exception as error:
+                self.history.add(Found(reader, str(ALONE), "", f"{type(error).__name__}: {error}"))
         self.is_peeking = False
 
     def _crash(self, number: int) -> None:
@@ -439,7 +517,7 @@ class SavesWorld(World):
         if self.is_calm:
             return {}
         kinds, found = self.settings["faults"], dict[str, Fault]()
-        scheduler = self.scheduler
+        scheduler, at = self.scheduler, self.settings.get("at", "")
         for run, lives in self.lives.items():
             life = lives[-1]
             is_broken = any(host in self.killed for host in life.hosts) or False in [
@@ -455,7 +533,7 @@ class SavesWorld(World):
                     if scheduler.is_frozen(host):
                         found[f"thaw {host}"] = Fault(functools.partial(scheduler.thaw, host), True)
                         continue
-                    for kind in kinds:
+                    for kind in kinds if one.is_at(host, at) else ():
                         if kind != "crash":
                             act = functools.partial(self._harm, one, host, kind)
                             found[f"{kind} {host}"] = Fault(act)
