@@ -140,4 +140,10 @@ MUTANTS = [
         "if disk.is_dir(source) and _has_links(disk, target, name):",
         "if False:",
     ),
+    Mutant(
+        "a save is moved to a folder that a killed process has left",
+        f"{_PATH}.side_files.SideFiles.remove_save",
+        "{_REMOVED}{new_stamp(steps_of(stamp))}",
+        "{_REMOVED}{stamp}",
+    ),
 ]

@@ -129,9 +129,11 @@ def remove_staged(disk: Disk, staged: Path) -> None:
     if disk.read_link(link := staged.with_name(_CURRENT)) is not None:
         disk.remove(link)
     if disk.is_dir(staged):  # renamed first: a suspended worker could move what is half deleted
+        # To a new name: a process that was killed may have left such a folder.
+        removed = staged.with_name(f"removed_{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):  # it has just done so
-            disk.replace(staged, staged.with_name(f"removed_{staged.name}"))
-        staged = staged.with_name(f"removed_{staged.name}")
+            disk.replace(staged, removed)
+        staged = removed
     disk.remove(staged)
 
 

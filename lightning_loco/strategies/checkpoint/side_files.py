@@ -348,7 +348,9 @@ class SideFiles:
         folder = f"{self._folder}/{stamp}"
         local = local_path(folder)
         if local is not None and self._disk.is_dir(local) and self._disk.read_link(local) is None:
-            folder = f"{self._folder}/{_REMOVED}{stamp}"
+            # A new name: a process that was killed while it deleted this save has left a folder,
+            # and a suspended one may have written a file of the save since.
+            folder = f"{self._folder}/{_REMOVED}{new_stamp(steps_of(stamp))}"
             with suppress(FileNotFoundError):  # another process deletes it, too
                 self._disk.replace(local, Path(folder))
         self._remove(folder)
