@@ -217,7 +217,8 @@ def nan_of_the_only_one(rank: int, world: int) -> tuple[bool, Tensor]:
 @pytest.mark.filterwarnings("ignore:.*NaN")
 def test_nan_of_the_only_worker_that_makes_steps_does_not_end_the_run(pool: Pool) -> None:
     first, second = pool.run(nan_of_the_only_one, world=2)
-    assert first[0] and second[0]  # both continue from the outer parameters of the first round
+    # Both continue from the outer parameters of the first round.
+    assert (first[0], second[0]) == (True, True)
     assert torch.equal(first[1], second[1])
     assert torch.isfinite(first[1]).all()
 
