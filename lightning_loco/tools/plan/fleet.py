@@ -183,7 +183,7 @@ def _render(plan: Plan, launcher: Launcher, ranks: int) -> list[str]:
         "arguments": [
             part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)
         ],
-        "strategy": strategy(option, **({"replica_size": str(ranks)} if ranks > 1 else {})),
+        "strategy": strategy(option, ranks),
         "is_ddp": is_ddp,
         "steps": steps,
         "val_every": val_every,

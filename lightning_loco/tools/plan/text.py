@@ -161,16 +161,18 @@ def overrides(option: Option) -> list[str]:
     return found
 
 
-def strategy(option: Option, **more: str) -> str:
+def strategy(option: Option, ranks: int = 1) -> str:
     """Return the argument ``strategy`` of a Trainer as Python code.
 
     Args:
         option: The method and its settings.
-        more: More arguments of the strategy as Python code.
+        ranks: Ranks of a worker.
     """
     if option.candidate.method == "ddp":
         return '"ddp"'
-    arguments = _arguments(option) | more
+    arguments = _arguments(option)
+    if ranks > 1:
+        arguments["replica_size"] = str(ranks)
     if option.candidate.compression != "none":
         arguments["compression"] = f'"{option.candidate.compression}"'
     given = ", ".join(f"{name}={value}" for name, value in arguments.items())
