@@ -226,6 +226,7 @@ def only_faults_end_a_run(history: History) -> None:
 def errors_name_who_is_lost(history: History) -> None:
     """A worker that fails because of another one names that one, and no healthy one."""
     gone = {(record.worker, record.life): record.time_s for record in history.of(Gone)}
+    unwell = {(failed.worker, failed.life) for failed in history.of(Failed)}
     for failed in history.of(Failed):
         harms = [
             harm
@@ -236,6 +237,11 @@ def errors_name_who_is_lost(history: History) -> None:
         lost = {harm.worker for harm in harms}
         if failed.worker in lost:
             continue
+        # Worker 0 takes the store with it, also if it has what it needs and ends as it should.
+        if ("w0", failed.life) not in unwell and gone.get(
+            ("w0", failed.life), math.inf
+        ) <= failed.time_s:
+            lost.add("w0")
         text = failed.text.lower()
         assert failed.kind == "WorkerFailure", f"{failed.worker}: {failed.kind}: {failed.text}"
         # One that was frozen may be back by the time when others look for it; and while the store
