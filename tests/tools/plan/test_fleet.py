@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,16 @@ def programs(folder: Path) -> str:
     return f"{folder}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
+def succeed_together(programs: list[Program]) -> None:
+    """Wait for programs that need each other; if one fails, end all."""
+    with ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(program)
+        for program in programs:
+            code, output = program.finish()
+            assert code == 0, output
+
+
 def report_of(folder: Path) -> dict[str, Any]:
     figures = json.loads((folder / "report.json").read_text())
     assert isinstance(figures, dict)
@@ -377,8 +388,7 @@ def test_the_script_for_torchrun_runs(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    for machine in machines:
-        machine.succeed(120.0)
+    succeed_together(machines)
     figures = report_of(tmp_path / "outputs/torchrun-loco")
     assert (figures["algorithm"], figures["num_workers"]) == ("StreamingDiLoCo", 2)
     assert figures["rounds"] > 0
@@ -420,8 +430,7 @@ def test_the_array_finds_the_lighthouse_and_trains_together(tmp_path: Path) -> N
             )
             for number in ("101", "102")
         ]
-        for worker in workers:
-            worker.succeed()
+        succeed_together(workers)
     losses = [report_of(tmp_path / f"outputs/slurm-{n}-0")["val_loss"] for n in (101, 102)]
     assert losses[0] == losses[1]
 
@@ -465,8 +474,7 @@ def test_members_of_the_jobset_train_together(tmp_path: Path) -> None:
             Program([*member["command"], script], tmp_path, **environ, POD=f"loco-worker-{index}")
             for index in range(2)
         ]
-        for pod in pods:
-            pod.succeed()
+        succeed_together(pods)
     first, second = (report_of(tmp_path / f"runs/loco-worker-{index}") for index in range(2))
     assert first["val_loss"] == second["val_loss"]
 
@@ -489,5 +497,6 @@ def test_the_script_for_ray_runs(tmp_path: Path, plan: str) -> None:
         ("=1000", "=4"),
         ("ByteTextData()", "ByteTextData(max_bytes=200_000)"),
     )
-    output = Program([sys.executable, str(script)], tmp_path, RAY_AUTH_MODE="disabled").succeed()
+    environ = {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}  # no other cluster of here
+    output = Program([sys.executable, str(script)], tmp_path, **environ).succeed()
     assert list(storage.glob("loco/checkpoint_*/checkpoint.ckpt")), output
