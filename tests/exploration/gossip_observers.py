@@ -34,6 +34,7 @@ from tests.exploration.records import (
     Exchanged,
     Fetched,
     FetchStarted,
+    Overwritten,
     Published,
     Reset,
     Unpublished,
@@ -131,7 +132,7 @@ def replaced(world: GossipWorld) -> dict[str, Any]:
             super().__init__(*args, **settings)
             self._name = scheduler.current.host
             self._life = life_of(self._name)
-            self._being_read = 0
+            self._being_read: list[Snapshot] = []
 
         def commit_wire(self, tag: Tag, norm: float) -> None:
             super().commit_wire(tag, norm)
@@ -144,16 +145,24 @@ def replaced(world: GossipWorld) -> dict[str, Any]:
         @contextmanager
         def reading(self) -> Iterator[Snapshot | None]:
             with super().reading() as snapshot:
-                self._being_read += snapshot is not None
+                if snapshot is None:
+                    yield None
+                    return
+                self._being_read.append(snapshot)
                 try:
                     yield snapshot
                 finally:
-                    self._being_read -= snapshot is not None
+                    self._being_read.remove(snapshot)
 
         def wire_buffer(self) -> Tensor | None:
+            has_begun = self._next is not None
             found = super().wire_buffer()
             if found is None:
-                history.add(Unpublished(self._life, self._being_read))
+                history.add(Unpublished(self._life, len(self._being_read)))
+            elif not has_begun:
+                readers = sum(snapshot.wire is found for snapshot in self._being_read)
+                is_latest = self.latest is not None and self.latest.wire is found
+                history.add(Overwritten(self._life, readers, is_latest))
             return found
 
         def withdraw(self) -> None:

@@ -51,6 +51,7 @@ TOLD = {"leave": "leaves", "diverge": "diverges", "reset": "resets"}
 
 KINDS = ("kill", "vanish", "freeze", "cut", *TOLD, *(f"spoil-{s}" for s in SPOILS))
 STEP_CHANGE = 0.1
+LAST_STEP_S = 0.05
 CODECS = {"none": None, "bf16": "bf16", "int8": Int8(block=8)}
 
 
@@ -113,7 +114,7 @@ class Node:
             engine.update_send(1.0 + 1 / (1 + self.steps))
             if self.leaves or world.is_over:
                 break
-            clock.sleep(world.settings["step_s"])
+            clock.sleep(self.step_s)
             self.step()
             engine.count_step()
             if world.settings["waits"]:
@@ -126,6 +127,13 @@ class Node:
             if self.steps % 3 == 0 and self.is_finite:
                 world.saved[self.name] = copy.deepcopy(engine.state_dict()), self.values
         engine.close()
+
+    @property
+    def step_s(self) -> float:
+        """How long its next step takes: at last some time, so that waits of others end."""
+        seconds: float = self.world.settings["step_s"]
+        is_last = self.steps >= self.world.settings["steps"]
+        return LAST_STEP_S if is_last and not seconds else seconds
 
     @property
     def is_finite(self) -> bool:
@@ -193,7 +201,7 @@ class GossipWorld(World):
     @classmethod
     def draw(cls, draw: random.Random) -> dict[str, Any]:
         nodes = draw.choice([2, 2, 3, 3, 3, 4, 5])
-        return {
+        drawn = {
             "nodes": nodes,
             "steps": draw.choice([2, 4, 8]),
             "step_s": draw.choice([0.02, 0.05, 0.15, 0.4]),
@@ -212,6 +220,23 @@ class GossipWorld(World):
             "ends_cut": draw.random() < 0.5,
             "faults": [kind for kind in KINDS if draw.random() < 0.4],
         }
+        # Situations that are rare otherwise.
+        wanted: dict[str, Any] = {}
+        focus = draw.choice(["", "", "one", "one", "one", "slow", "silent"])
+        if focus == "one":  # kind of fault, and no other ones
+            wanted = {"faults": [draw.choice(KINDS)]}
+        elif focus == "slow":
+            # Parameters are still being sent to several peers when three more are published.
+            wanted = {"nodes": draw.choice([4, 5]), "has_stranger": False, "steps": 8}
+            wanted |= {"step_s": 0.0, "piece_bytes": 8, "compression": "none", "waits": False}
+            wanted |= {"fetch_probability": 1.0, "fetch_timeout_s": 1.0, "faults": []}
+            wanted |= {"has_link": False}  # it has thousands of events without one
+        elif focus == "silent":
+            # A node is closed while the peer from which it fetches does not answer.
+            silent = draw.choice(["freeze", "cut", "vanish", "spoil-silent"])
+            wanted = {"faults": ["leave", silent], "waits": False, "ends_cut": True}
+            wanted |= {"fetch_probability": 1.0, "fetch_timeout_s": 1.0}
+        return drawn | wanted
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
