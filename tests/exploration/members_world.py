@@ -37,6 +37,7 @@ from tests.exploration.records import (
     Overtaken,
     Read,
     Sent,
+    Shown,
 )
 from tests.exploration.scheduler import Fault, Killed
 from tests.exploration.world import World
@@ -48,8 +49,28 @@ MOST_WORKERS = 6
 
 METHODS = ("diloco", "diloco", "overlap", "local_sgd", "streaming")
 CODECS = (None, None, "int8", "feedback", "senders")
-FAULTS = ("kill", "freeze", "cut", "lighthouse", "store", "stop", "drift", "late")
+FAULTS = ("kill", "freeze", "cut", "lighthouse", "store", "stop", "drift", "late", "nan")
 SENDERS = ErrorFeedback(Sparse(k=4, block=16, mean_over="senders"), 0.95)
+RARE: tuple[dict[str, Any], ...] = (
+    # One is lost within an exchange, maybe of one that has drifted: others may have its message.
+    {"workers": 3, "min_workers": 1, "shorter": 0, "faults": ["kill"], "loses_at": "exchange"},
+    {"workers": 3, "min_workers": 1, "shorter": 0, "faults": ["drift", "kill"], "check_every": 1}
+    | {"loses_at": "exchange", "method": "diloco", "first_heartbeat_s": 0.0},
+    # One is lost when another one has made all its steps.
+    {"workers": 2, "min_workers": 2, "shorter": 0, "faults": ["kill"], "loses_at": "end"},
+    # NaN at a save.
+    {"method": "diloco", "shows_every": 1, "faults": ["nan"]},
+    # Some ask a lighthouse that was just started again, and others are late.
+    {"first_heartbeat_s": 0.5, "step_s": 1.0, "min_workers": 1, "faults": ["lighthouse"]},
+    {"first_heartbeat_s": 3.0, "step_s": 1.0, "min_workers": 1, "faults": ["cut", "lighthouse"]},
+    # A new member comes while results are on their way.
+    {"workers": 3, "min_workers": 1, "method": "streaming", "faults": ["late"]},
+    {"workers": 3, "min_workers": 1, "method": "overlap", "faults": ["kill", "late"]},
+    # The others go on without one that comes back.
+    {"workers": 3, "min_workers": 1, "step_s": 1.0, "faults": ["freeze"]},
+    {"workers": 3, "min_workers": 1, "step_s": 0.0, "faults": ["cut"]},
+)
+"""Settings in place of drawn ones, with which situations happen that are rare otherwise."""
 
 
 class Blocks(nn.Module):
@@ -75,6 +96,12 @@ class WorkerProcess:
         has_drifted: Whether its outer parameters were changed, and no comparison has ended since.
         is_doubtful: Whether those of any worker were changed, and not compared by this one since.
         was_compared: Whether that was so before the comparison of the present round.
+        is_outvoted: Whether others had another state, and it has not received that yet; a round may
+            have counted meanwhile, in which it had no weight.
+        exchange: The plan of an exchange that has not ended with a result.
+        is_finishing: Whether it has made all its local steps, so that it waits for no more others.
+        has_nan: Whether its next local step leads to NaN.
+        had_nan: Whether one did: it may be the only member, and then nobody has sound parameters.
         equal_from: From this round on its outer parameters are equal to the others'.
         is_over: Whether its process has ended.
         bad_until_s: When it was cut off last, or had too few others.
@@ -89,6 +116,11 @@ class WorkerProcess:
     has_drifted: bool = False
     is_doubtful: bool = False
     was_compared: bool = False
+    is_outvoted: bool = False
+    exchange: QuorumPlan | None = None
+    is_finishing: bool = False
+    has_nan: bool = False
+    had_nan: bool = False
     equal_from: int = 0
     is_over: bool = False
     has_failed: bool = False
@@ -125,7 +157,7 @@ class MembersWorld(World):
         method = draw.choice(METHODS)
         sync_every = draw.choice([2, 3, 4])
         kinds = draw.sample(FAULTS, draw.choice([0, 1, 1, 2, 3]))
-        return {
+        drawn = {
             "workers": workers,
             "min_workers": draw.randint(1, workers),
             "method": method,
@@ -138,8 +170,13 @@ class MembersWorld(World):
             "first_heartbeat_s": draw.choice([0.0, 0.0, 0.5, 3.0]),
             "step_s": draw.choice([0.0, 0.0, 1.0]),
             "order": draw.sample(range(10, 99), MOST_WORKERS),
+            "shows_every": draw.choice([0, 0, 1, 2]),
             "faults": sorted(kinds),
+            "loses_at": "",
         }
+        if draw.random() < 0.4:
+            return drawn
+        return drawn | draw.choice(RARE)
 
     # ------------------------------------------------------------------------- start
 
@@ -158,7 +195,7 @@ class MembersWorld(World):
         self._by_name: dict[str, WorkerProcess] = {}
         self._messages: dict[tuple[str, int], int] = {}
         self._senders: dict[tuple[str, int], set[str]] = {}
-        self._has_drifted = False
+        self._has_drifted = self._has_nan = False
         self._patches = ExitStack()
         self._patches.enter_context(
             models(scheduler, self.network, self.lighthouse, self._make_name)
@@ -227,15 +264,21 @@ class MembersWorld(World):
                 with torch.no_grad():
                     values = [p.view(-1) for p in engine.worker.replica.model.parameters()]
                     values[number % 2][number // 2] += 1.0
+                    if worker.has_nan:
+                        worker.has_nan = False
+                        values[number % 2].fill_(torch.nan)
                 if settings["step_s"]:
                     scheduler.clock().sleep(settings["step_s"])
-                if engine.step():
+                has_begun = engine.step()
+                self._show(worker)
+                if has_begun:
                     self._record_state(worker)
                     if len(worker.saves) < 2:
                         worker.saves.append((engine.state_dict(), shard.first_unused))
             if stop.agreed is not None:
                 engine.exchange.leave()
                 return
+            worker.is_finishing = True
             engine.finish()
             self._record_state(worker, is_last=True)
         finally:
@@ -286,13 +329,14 @@ class MembersWorld(World):
     def faults(self) -> Mapping[str, Fault]:
         """Return what may go wrong now."""
         kinds, scheduler = self.settings["faults"], self.scheduler
+        loses_at = self.settings.get("loses_at", "")
         running = [worker for worker in self.workers.values() if not worker.is_over]
         found: dict[str, Fault] = {}
         for worker in running:
             host, is_frozen = worker.host, scheduler.is_frozen(worker.host)
             if is_frozen:
                 found[f"thaw {host}"] = Fault(lambda w=worker: self._thaw(w), is_repair=True)
-            if "kill" in kinds:
+            if "kill" in kinds and self._may_be_lost(worker):
                 found[f"kill {host}"] = Fault(lambda w=worker: self._kill(w))
             if "freeze" in kinds and not is_frozen:
                 found[f"freeze {host}"] = Fault(lambda w=worker: self._freeze(w))
@@ -307,6 +351,8 @@ class MembersWorld(World):
                 found[f"reset {host}"] = Fault(lambda h=host: self._reset_own_store(h))
             if "stop" in kinds and engine.worker.stop.requested is None:
                 found[f"stop {host}"] = Fault(lambda w=worker: self._stop(w))
+            if "nan" in kinds and not self._has_nan:
+                found[f"nan {host}"] = Fault(lambda w=worker: self._break(w))
             if "drift" in kinds and self._can_drift(worker):
                 found[f"drift {host}"] = Fault(lambda w=worker: self._drift(w))
         if self.network.is_cut:
@@ -315,7 +361,7 @@ class MembersWorld(World):
             found["start lighthouse"] = Fault(self._start_lighthouse, is_repair=True)
         elif "lighthouse" in kinds:
             found["lose lighthouse"] = Fault(self._lose_lighthouse)
-        if running and len(self.workers) < MOST_WORKERS:
+        if running and len(self.workers) < MOST_WORKERS and not loses_at:
             has_room = len(running) < self.settings["workers"]
             if has_room and ("late" in kinds or "kill" in kinds):
                 found["join"] = Fault(self._start_worker)
@@ -327,6 +373,21 @@ class MembersWorld(World):
                             lambda saved=saved: self._start_worker(saved=saved)
                         )
         return found
+
+    def _may_be_lost(self, worker: WorkerProcess) -> bool:
+        """Whether a worker is where it is to be lost: anywhere, as one exchanges, or as one ends.
+
+        If one may drift, that is an exchange in which one has.
+        """
+        settings, plan = self.settings, worker.exchange
+        match settings.get("loses_at", ""):
+            case "exchange":
+                return plan is not None and (
+                    bool(plan.drifted) or "drift" not in settings["faults"]
+                )
+            case "end":
+                return any(w.is_finishing and w is not worker for w in self.workers.values())
+        return True
 
     def _kill(self, worker: WorkerProcess) -> None:
         self._end(worker)
@@ -362,6 +423,9 @@ class MembersWorld(World):
         worker.is_apart = True
         worker.engine.worker.stop.request("a test")
 
+    def _break(self, worker: WorkerProcess) -> None:
+        self._has_nan = worker.has_nan = worker.had_nan = True
+
     def _can_drift(self, worker: WorkerProcess) -> bool:
         engine, settings = worker.engine, self.settings
         assert engine is not None
@@ -392,9 +456,8 @@ class MembersWorld(World):
         is_bad = is_bad or any(self.scheduler.is_frozen(worker.host) for worker in running)
         least = self.settings["min_workers"]
         for worker in running:
-            if is_bad or (
-                len(running) < least and len(running) + self._finished_before(worker) < least
-            ):
+            is_few = len(running) < least and not worker.is_finishing
+            if is_bad or (is_few and len(running) + self._finished_before(worker) < least):
                 worker.bad_until_s = now
 
     def _finished_before(self, worker: WorkerProcess) -> int:
@@ -404,7 +467,26 @@ class MembersWorld(World):
 
     def _is_excused(self, worker: WorkerProcess, error: Exception) -> bool:
         """Whether the promises allow a worker to end with an error now."""
-        return self.scheduler.now - worker.bad_until_s < TIMEOUT_S + MARGIN_S
+        if isinstance(error, AssertionError):
+            return False
+        is_nan = worker.had_nan and "hold NaN or infinity" in str(error)
+        return is_nan or self.scheduler.now - worker.bad_until_s < TIMEOUT_S + MARGIN_S
+
+    def _show(self, worker: WorkerProcess) -> None:
+        """Show what a save would hold, as all that save at any local step."""
+        engine, every = worker.engine, self.settings.get("shows_every", 0)
+        assert engine is not None
+        if not every or engine.worker.steps % every or engine.outer() is None:
+            return
+        engine.sync_point("a checkpoint")
+        try:
+            engine.write_consensus("a checkpoint")
+        except RuntimeError as error:
+            raise AssertionError(f"{worker.host} cannot save: {error}") from error
+        shown, outer = engine.worker.replica.layout.new_flat(), engine.outer()
+        assert outer is not None
+        self.history.add(Shown(worker.host, tuple(shown.tolist()), tuple(outer.tolist())))
+        engine.worker.show_local()
 
     def _record_state(self, worker: WorkerProcess, is_last: bool = False) -> None:
         """Record the state after a round, as it is equal on all members."""
@@ -449,7 +531,13 @@ class MembersWorld(World):
                 senders = world._senders.setdefault((plan.group, plan.round_index), set())
                 senders.add(name)
                 world._note_sent(name, plan, message)
-            return exchange(self, message, weight, plan)
+            own = world._own()
+            own.exchange = plan
+            try:
+                return exchange(self, message, weight, plan)
+            except RuntimeError:
+                own.exchange = None
+                raise
 
         def _record(self: ElasticConnection, result: RoundResult) -> None:
             world._note_received(result)
@@ -459,7 +547,10 @@ class MembersWorld(World):
             num_with_state = len(plan.names) - len(plan.joining)
             if num_with_state > 1:
                 world._note_compared(plan.names[plan.rank])
-            return compare(self, plan, all_gather)
+            found = compare(self, plan, all_gather)
+            if found.has_drifted:
+                world._by_name[plan.names[plan.rank]].is_outvoted = True
+            return found
 
         for owner, name, function in (
             (ConsistencyCheck, "compare", _compare),
@@ -472,6 +563,7 @@ class MembersWorld(World):
 
     def _note_finished(self, name: str, plan: QuorumPlan) -> None:
         worker = self._by_name[name]
+        worker.exchange = None
         donor = self._by_name.get(plan.names[plan.donor])
         if plan.round_index == NO_STATE:
             if not worker.run:
@@ -487,9 +579,9 @@ class MembersWorld(World):
                 self.history.add(Began(worker.host, plan.group, tuple(ahead)))
         elif plan.is_joining and donor is not None:
             is_apart = worker.is_apart or donor.is_apart or self._is_slow_restart()
-            if worker.run and not (is_apart or plan.has_drifted):
+            if worker.run and not (is_apart or worker.is_outvoted):
                 self.history.add(Overtaken(worker.host, plan.round_index))
-            worker.run = donor.run
+            worker.run, worker.is_outvoted = donor.run, False
         if worker.was_compared:
             worker.has_drifted = worker.was_compared = worker.is_doubtful = False
             worker.equal_from = plan.round_index + 2

@@ -121,4 +121,10 @@ MUTANTS = [
         'reach("before the state is sent")',
         "state = copy_state(self._engine, state.values, False)",
     ),
+    Mutant(
+        "a member with NaN in its local parameters cannot save (0e98b15)",
+        "lightning_loco.model.worker:Worker.show_consensus",
+        "if num_valid == 0 and outer is None:",
+        "if num_valid == 0:",
+    ),
 ]
