@@ -15,6 +15,7 @@ import torch
 from tests.harness.programs import Program
 from tests.harness.slurm import TINY, TINY_STEPS, fake_cluster
 from tests.harness.sources import ROOT
+from tests.integrations import ray_runs
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
@@ -181,8 +182,7 @@ NEEDS = {"12_hugging_face_lora.py": "transformers", "ray_train.py": "ray"}
 def test_an_example_shows_what_it_claims(tmp_path: Path, name: str) -> None:
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
-    environ = {"RAY_AUTH_MODE": "disabled"}  # or Ray writes a file to the home folder
-    CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path, **environ))
+    CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path, **ray_runs.ENVIRON))
     assert not list(tmp_path.iterdir())
 
 

@@ -31,9 +31,12 @@ from tests.harness.small_model import TinyModule, flat, quiet_trainer, worker_ba
 from tests.harness.sources import ROOT
 from tests.integrations import same_numbers
 
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 ENVIRON = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Ray starts many processes, which takes long on a busy machine; default: 60 and 30.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # or it writes a file to the home folder
 }
