@@ -75,14 +75,16 @@ class RoundsWorld(World):
             # A worker is lost while others are at sync points, and no error is reported.
             "lost": {"codec": None, "overlap": False, "schedule": "steps"},
             "torn": {"overlap": False, "schedule": "steps", "bucket_bytes": 16},
-            "nan": {"dtype": "bfloat16", "overlap": True},
+            "nan": draw.choice(
+                [{"dtype": "bfloat16", "schedule": "staggered"}, {"overlap": True, "merge": "keep"}]
+            ),
         }
         workers = 3 if focus == "lost" else draw.choice([2, 2, 3, 3, 4])
         method = draw_method(draw, workers, wanted.get(focus, {}))
-        is_even = focus not in ("lost", "stop") and draw.random() < 0.5
+        is_even = focus == "nan" or (focus not in ("lost", "stop") and draw.random() < 0.5)
         epochs = []
-        for _ in range(draw.choice([1, 2, 3])):
-            batches = draw.choice([1, 2, 3, 4, 6])
+        for _ in range(3 if focus == "nan" else draw.choice([1, 2, 3])):  # NaN needs time to heal
+            batches = 6 if focus == "nan" else draw.choice([1, 2, 3, 4, 6])
             epochs.append(
                 [batches if is_even else draw.choice([1, 2, 3, 5]) for _ in range(workers)]
             )

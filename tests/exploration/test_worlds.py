@@ -27,10 +27,10 @@ QUICK = {
         "a joining worker has weight": 2,
     },
     "rounds": {
-        "a healthy neighbour is blamed: the watchdog is not asked": 4,
-        "a worker without steps counts in a mean": 3,
-        "the result of a late barrier is deleted before all have read it": 8,
-        "a compressed message is read again while it is on its way": 15,
+        "a healthy neighbour is blamed: the watchdog is not asked": 11,
+        "a worker without steps counts in a mean": 8,
+        "the result of a late barrier is deleted before all have read it": 4,
+        "a compressed message is read again while it is on its way": 16,
     },
     "saves": {
         "the folder is not synced after a file was written": 3,
