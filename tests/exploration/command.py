@@ -224,6 +224,8 @@ def look_for_mutants(worlds: list[str], part: str, seconds: float, jobs: int) ->
 
     chosen = [(world, one) for world, found in all_mutants().items() for one in found]
     chosen = [(world, one) for world, one in chosen if part in one.name and world in worlds]
+    known = [(world, one) for world, one in chosen if one.lacks]
+    chosen = [(world, one) for world, one in chosen if not one.lacks]
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, initializer=_be_quiet) as pool:
         work = [(world, mutant, seconds) for world, mutant in chosen]
@@ -232,7 +234,9 @@ def look_for_mutants(worlds: list[str], part: str, seconds: float, jobs: int) ->
             missed += not failure
             what = f"{took:6.1f} s, {count:5} schedules: {failure}" if failure else "NOT FOUND"
             print(f"{name:66.66} {what}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} mutants were found.")
+    for world, one in known:
+        print(f"{f'{world}: {one.name}':66.66} is not found: {one.lacks}")
+    print(f"{len(chosen) - missed} of {len(chosen) + len(known)} mutants were found.")
     return int(missed > 0)
 
 
@@ -249,7 +253,10 @@ def find_mutant(work: tuple[str, Mutant, float]) -> tuple[str, float, int, str]:
         while not failure and time.process_time() < began + seconds:
             failure = explore(world, count, mutant.settings).kind
             count += 1
-    return f"{world}: {mutant.name}", time.process_time() - began, count, failure
+    took = time.process_time() - began
+    if failure and explore(world, count - 1, mutant.settings).kind:
+        failure += f", ALSO WITHOUT IT: seed {count - 1}"
+    return f"{world}: {mutant.name}", took, count, failure
 
 
 # -------------------------------------------------------------------------------- coverage

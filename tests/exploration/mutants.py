@@ -24,6 +24,7 @@ class Mutant(NamedTuple):
         old: A text that occurs once in the source of the function.
         new: What replaces it.
         settings: Settings of the world that it needs, in place of drawn ones.
+        lacks: Why it is not found: what the world lacks. Empty if it is found.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     settings: dict[str, Any] = {}
+    lacks: str = ""
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "nobody looks whether a member has given up",
+        "no member looks whether another one has given up",
         f"{_ELASTIC}.group:MemberMonitor._watch_next",
         "self._check_left()",
         "pass",

@@ -276,7 +276,7 @@ def reports_are_waited_for_once(history: History) -> None:
 
 
 _ROUNDING = 1e-4
-_HARMFUL = ("kill", "error", "frozen for long")
+_HARMFUL = ("kill", "error", "frozen for long", "ends at once")
 _LONGEST_REPORT_S = 3.0 + 1.2
 """Three heartbeats, and a call to the store that is late."""
 

@@ -67,6 +67,7 @@ class WorkerRun:
         self._saved = saved
         self._position, self._taken = (0, 0) if saved is None else (saved.position, saved.taken)
         self._life = world.life
+        self._is_ending = False
 
     # --------------------------------------------------------- called by the world
 
@@ -78,7 +79,8 @@ class WorkerRun:
     def request_stop(self) -> None:
         """Do what a signal handler does."""
         assert self.engine is not None
-        self.world.harm(self.number, "stop")
+        # Worker 0 takes the store with it, for which others may still have a use.
+        self.world.harm(self.number, "ends at once" if self._is_ending else "stop")
         self.engine.request_stop(_SIGTERM)
 
     def fail_next(self) -> None:
@@ -179,6 +181,7 @@ class WorkerRun:
                 engine.finish()
                 self._note_finite("the final parameters", self.model.parameters())
                 if self.world.settings["reports"]:
+                    self._is_ending = True
                     self._group.end_together("the end")
                 digest = digest_of(*self.model.parameters())
                 self.world.final[self.number] = digest

@@ -204,7 +204,7 @@ class RoundsWorld(World):
 
     def _has_harm(self) -> bool:
         return any(
-            h.life == self.life and h.kind in ("kill", "error", "frozen for long")
+            h.life == self.life and h.kind in ("kill", "error", "frozen for long", "ends at once")
             for h in self.history.of(Harmed)
         )
 
