@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -88,7 +89,14 @@ class Numbers(nn.Module):
 
     @torch.no_grad()
     def step(self, worker: int, step: int) -> None:
-        """Take a local step, a quarter of the way to a target that changes from step to step."""
+        """Take a local step, a quarter of the way to a target that changes from step to step.
+
+        NaN spreads to all layers, as in a network.
+        """
+        if not all(layer.isfinite().all() for layer in self.layers):
+            for layer in self.layers:
+                layer.fill_(math.nan)
+            return
         for index, layer in enumerate(self.layers):
             first = torch.tensor([2.0 * index, 2.0 * index + 1.0], dtype=torch.float64)
             target = torch.cos(first * 1.7 + 2.3 * worker + 0.9 * step).to(layer.dtype)

@@ -220,7 +220,12 @@ class WorkerRun:
     def _note_healed(self) -> None:
         """Note whether the own parameters are finite, if a round has begun and ended since NaN."""
         nan = [] if self.world.by_clock else self.world.settings["nan"]
-        if nan and nan[0] == self.number and self._taken > nan[1] + _STEPS_TO_HEAL:
+        if not nan or nan[0] != self.number or self._taken <= nan[1] + _STEPS_TO_HEAL:
+            return
+        assert self.engine is not None
+        fragments, algorithm = self.engine.fragments, self.engine.settings.algorithm
+        # Without a start to go back to, the other fragments bring NaN back in the next step.
+        if len(fragments) == 1 or algorithm.round_start(fragments[0].memory.state) is not None:
             self._note_finite("the local parameters", self.model.parameters())
 
     def _note_finite(self, what: str, tensors: Iterable[Tensor]) -> None:
