@@ -72,6 +72,7 @@ MUTANTS = [
         f"{_ELASTIC}.rounds:QuorumRequester._request",
         "self._live_members() if has_restarted else []",
         "[]",
+        lacks="Restarts of it while all heartbeats are prompt; late ones excuse this.",
     ),
     Mutant(
         "a restarted lighthouse is asked at once",
@@ -84,12 +85,14 @@ MUTANTS = [
         f"{_ELASTIC}.round_decisions:RoundDecisions.run",
         "yield Do.LEAVE_GROUP, None",
         "pass",
+        lacks="Errors within three minutes of a cut are excused, and it causes no others.",
     ),
     Mutant(
         "no member looks whether another one has given up",
         f"{_ELASTIC}.group:MemberMonitor._watch_next",
         "self._check_left()",
         "pass",
+        lacks="Groups of gloo in which a transfer under way delays an abort.",
     ),
     Mutant(
         "new members continue where the first one is in the data",

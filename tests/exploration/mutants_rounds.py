@@ -56,6 +56,7 @@ MUTANTS = (
         f"{_ENGINE}.fragment_sync:FragmentSync.run",
         "before.finite = before.finite and self.is_finite",
         "pass",
+        lacks="A model with buffers.",
     ),
     Mutant(
         "a healthy neighbour is blamed: the watchdog is not asked",

@@ -67,6 +67,7 @@ MUTANTS = [
         f"{_PATH}.side_files.SideFiles.remove_save",
         "self._disk.read_link(local) is None",
         "False",
+        lacks="More than one event between the mark of a deletion and the first file.",
     ),
     Mutant(
         "only worker 0 writes the shared state, also on private disks",

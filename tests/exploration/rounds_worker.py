@@ -40,6 +40,8 @@ TIMEOUT_S = 8.0
 _SIGTERM = "SIGTERM"
 _STEPS_TO_HEAL = 8
 """Steps of two rounds, after which the result of the first one was applied in any case."""
+_ROUNDS_TO_HEAL = 3
+"""Rounds by the clock: one that was under way, one without this worker, and one to be sure."""
 
 
 @dataclasses.dataclass
@@ -68,6 +70,7 @@ class WorkerRun:
         self._position, self._taken = (0, 0) if saved is None else (saved.position, saved.taken)
         self._life = world.life
         self._is_ending = False
+        self._nan_at_round: int | None = None
 
     # --------------------------------------------------------- called by the world
 
@@ -202,6 +205,7 @@ class WorkerRun:
         self.model.step(self.number, self._taken)
         if [self.number, self._taken] == world.settings["nan"]:
             self.model.layers[1].data[1] = float("nan")
+            self._nan_at_round = engine.statistics.rounds
         engine.worker.last_loss = float(self._taken)
         world.history.add(Read(self.host, (self._taken,)))
         self._taken += 1
@@ -219,10 +223,15 @@ class WorkerRun:
 
     def _note_healed(self) -> None:
         """Note whether the own parameters are finite, if a round has begun and ended since NaN."""
-        nan = [] if self.world.by_clock else self.world.settings["nan"]
-        if not nan or nan[0] != self.number or self._taken <= nan[1] + _STEPS_TO_HEAL:
+        nan = self.world.settings["nan"]
+        if not nan or nan[0] != self.number or self._nan_at_round is None:
             return
         assert self.engine is not None
+        has_time = self._taken > nan[1] + _STEPS_TO_HEAL
+        if self.world.by_clock:
+            has_time = self.engine.statistics.rounds >= self._nan_at_round + _ROUNDS_TO_HEAL
+        if not has_time:
+            return
         fragments, algorithm = self.engine.fragments, self.engine.settings.algorithm
         # Without a start to go back to, the other fragments bring NaN back in the next step.
         if len(fragments) == 1 or algorithm.round_start(fragments[0].memory.state) is not None:

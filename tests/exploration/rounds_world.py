@@ -76,7 +76,11 @@ class RoundsWorld(World):
             "lost": {"codec": None, "overlap": False, "schedule": "steps"},
             "torn": {"overlap": False, "schedule": "steps", "bucket_bytes": 16},
             "nan": draw.choice(
-                [{"dtype": "bfloat16", "schedule": "staggered"}, {"overlap": True, "merge": "keep"}]
+                [
+                    {"dtype": "bfloat16", "schedule": "staggered", "merge": "mix"},
+                    {"overlap": True, "merge": "keep"},
+                    {"schedule": "clock"},
+                ]
             ),
         }
         workers = 3 if focus == "lost" else draw.choice([2, 2, 3, 3, 4])
