@@ -117,21 +117,22 @@ def train_in_a_group(num_workers: int) -> None:
     dist.destroy_process_group(group)
 
 
-def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int, int]:
-    """Return the number of gloo threads before and after a garbage collection."""
+def threads_around_training(rank: int, world: int, num_workers: int) -> tuple[int, int]:
+    """Return the number of gloo threads before and after, without a garbage collection."""
     gc.collect()  # garbage of other tests
+    before = gloo_threads()
     gc.disable()
     try:
         train_in_a_group(num_workers)
-        time.sleep(0.2)  # until ended threads are no longer listed
-        before = gloo_threads()
+        deadline = time.monotonic() + 20.0
+        while gloo_threads() != before and time.monotonic() < deadline:
+            time.sleep(0.05)  # until ended threads are no longer listed
+        return before, gloo_threads()
     finally:
         gc.enable()
-    gc.collect()
-    return before, gloo_threads()
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_destroyed_group_has_no_threads(pool: Pool, num_workers: int) -> None:
-    for before, after in pool.run(threads_after_training, num_workers, world=4):
+    for before, after in pool.run(threads_around_training, num_workers, world=4):
         assert before == after > 0
