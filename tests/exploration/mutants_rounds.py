@@ -52,9 +52,9 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
-        "a worker with NaN keeps it while a round is pending (785c665)",
-        f"{_ENGINE}.fragment_sync:FragmentSync.run",
-        "before.finite = before.finite and self.is_finite",
+        "the buffers of a worker with NaN keep it while a round is pending (785c665)",
+        f"{_ENGINE}.engine:Engine.end_in_parts",
+        "self.worker.replica.restore_buffers(self.buffers_at_start)",
         "pass",
         lacks="A model with buffers.",
     ),
