@@ -232,6 +232,9 @@ def replaced(world: GossipWorld) -> dict[str, Any]:
     }
 
 
+LATE_S = 1.0
+
+
 class ObservedNode(PeerNode):
     """A node that writes down how it was closed."""
 
@@ -249,11 +252,13 @@ class ObservedNode(PeerNode):
         delayed_s = scheduler.delayed_s[name]
         self.is_closing = True
         super().close()
-        limit_s = 2 * TICK_S + scheduler.delayed_s[name] - delayed_s
-        own = scheduler.current
+        late_s = scheduler.delayed_s[name] - delayed_s
+        limit_s, own = 2 * TICK_S + late_s, scheduler.current
         left = [
             t.name for t in scheduler.tasks if t.host == name and not t.is_done and t is not own
         ]
+        if late_s > LATE_S:  # a thread that did not run for so long is not waited for
+            left.clear()
         counts = dataclasses.asdict(self._fetching.decisions.counts)
         life = f"{name}.{self._observed.life}"
         world.history.add(Closed(life, scheduler.now - began_s, limit_s, tuple(left), counts))
