@@ -262,13 +262,15 @@ def resume(world: SavesWorld, group: WorkerGroup, io: ModelIO) -> int:
     path, writers = str(LAST), None
     if world.is_private:
         own = path if io.disk.exists(path) else None
+        has_saves = any(saved.path == path for saved in world.history.of(Saved))
         try:
             chosen = choose_save(group, io, own)
         except ValueError as error:
             world.history.add(Found("a run", path, "", str(error)))
             raise
         if chosen is None:
-            world.history.add(Found("a run", path, "", ""))
+            if has_saves:  # else another run may have saved while this worker was suspended
+                world.history.add(Found("a run", path, "", ""))
             return 0
         path, writers = chosen.path, chosen.writers
     found = read(world, io, path, group.worker, writers, "a run")
