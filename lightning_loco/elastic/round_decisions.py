@@ -67,8 +67,8 @@ class Do(enum.Enum):
         FINISH: Give the training thread a :class:`RoundResult`.
         SEND: Send the state that was copied to the joining members of a plan.
         LEAVE_GROUP: Leave the open group, also if the others are still in an exchange.
-        REQUEST: Ask the lighthouse with a :class:`MemberInfo`, for so many seconds: a
-            :class:`Quorum`, None if it is late, or :class:`StillWaiting`.
+        REQUEST: Ask the lighthouse with a :class:`MemberInfo` and a timeout in seconds. Returns a
+            :class:`Quorum`, None after the timeout, or :class:`StillWaiting`.
         KEEP_WAITING: Wait a little longer: the same as of ``REQUEST``.
         READ_STATUS: Ask the lighthouse what it waits for: a text, empty if it does not answer.
         LEAVE_RUN: Leave the run for good: no more heartbeats, and no more requests.

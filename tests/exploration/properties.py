@@ -238,9 +238,8 @@ def errors_name_who_is_lost(history: History) -> None:
         if failed.worker in lost:
             continue
         # Worker 0 takes the store with it, also if it has what it needs and ends as it should.
-        if ("w0", failed.life) not in unwell and gone.get(
-            ("w0", failed.life), math.inf
-        ) <= failed.time_s:
+        zero = "w0", failed.life
+        if zero not in unwell and gone.get(zero, math.inf) <= failed.time_s:
             lost.add("w0")
         text = failed.text.lower()
         assert failed.kind == "WorkerFailure", f"{failed.worker}: {failed.kind}: {failed.text}"

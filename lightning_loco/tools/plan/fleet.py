@@ -133,8 +133,8 @@ def write_files(plan: Plan, name: str, folder: Path, ranks: int) -> str:
         ranks: Ranks of a worker, the GPUs of its machine.
 
     Raises:
-        ValueError: If the launcher cannot start so many workers, a file exists, or cannot be
-            written. Nothing is written then.
+        ValueError: If there are too many workers for the launcher, or a file exists already (then
+            nothing is written), or if a file cannot be written.
     """
     option, workers = plan.chosen, plan.job.num_workers
     if ranks < 1:
