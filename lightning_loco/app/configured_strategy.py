@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 OPTIONAL_GROUPS = {
     "membership": "does not let workers join and leave. Drop {group}=..., or choose "
-    "algorithm=diloco, async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
+    "algorithm=diloco, async_diloco, streaming_diloco, delayed_nesterov or local_sgd.",
     "link": "runs no rounds or fetches that a link could delay. Drop {group}=..., or choose "
     "another algorithm than ddp and remote_optimizer.",
     "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "

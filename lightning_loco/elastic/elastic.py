@@ -137,7 +137,7 @@ def prepare_for_members(
     if algorithm.exchange != "mean":
         raise ValueError(
             "membership=Elastic(...) needs an algorithm that averages over all workers, got "
-            f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, or Local SGD."
+            f"{algorithm}. Use DiLoCo, Async or Streaming DiLoCo, Delayed Nesterov or Local SGD."
         )
     prepared = algorithm.prepare(1, topology, is_late=is_late)
     # The number of members changes, so what "auto" chooses must not depend on it.
@@ -156,7 +156,7 @@ def check_settings(settings: RoundSettings) -> None:
         raise ValueError(
             "membership=Elastic(...) needs an algorithm that averages over all workers, sends all "
             f"parameters, and exchanges no numbers of its own, got {algorithm}. Use DiLoCo, Async "
-            "or Streaming DiLoCo, or Local SGD."
+            "or Streaming DiLoCo, Delayed Nesterov or Local SGD."
         )
     _check_schedule(settings)
 

@@ -31,6 +31,7 @@ try:
     import ray.train
     import ray.train.collective
     import ray.util
+    from ray.train import CheckpointUploadMode
     from ray.train.lightning import (
         RayDDPStrategy,
         RayLightningEnvironment,
@@ -279,18 +280,24 @@ class RayReportCallback(pl.Callback):
 
     Args:
         every_n_train_steps: Local steps between reports. Default: one at the end of each epoch.
-        options: More arguments of ``ray.train.report``, such as ``checkpoint_upload_mode``.
+        checkpoint_upload_mode: Whether a report waits until its files are in Ray's storage, as in
+            ``ray.train.report``. With ``ASYNC`` training goes on while they are copied.
 
     Raises:
         ValueError: If ``every_n_train_steps`` is not positive.
         TypeError: When training starts, if the strategy is no :class:`RayLocoStrategy`.
     """
 
-    def __init__(self, every_n_train_steps: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        every_n_train_steps: int | None = None,
+        *,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    ) -> None:
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be positive, got {every_n_train_steps}.")
         self._every = every_n_train_steps
-        self._options = options
+        self._upload_mode = checkpoint_upload_mode
         self._last_step = 0
         self._serving: BackgroundThread | None = None
 
@@ -354,7 +361,8 @@ class RayReportCallback(pl.Callback):
             {name: value.item() for name, value in trainer.callback_metrics.items()}
             | {"epoch": trainer.current_epoch, "step": trainer.global_step},
             checkpoint=ray.train.Checkpoint.from_directory(folder) if has_files else None,
-            **{"delete_local_checkpoint_after_upload": True, **self._options},
+            checkpoint_upload_mode=self._upload_mode,
+            delete_local_checkpoint_after_upload=True,
         )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import lightning_loco as loco
 from lightning_loco import Elastic, Simulation
 from lightning_loco.algorithms import Cosine, DiLoCo
 from lightning_loco.app import command_line
-from lightning_loco.app.configured_strategy import build_strategy
+from lightning_loco.app.configured_strategy import OPTIONAL_GROUPS, build_strategy
 from lightning_loco.app.early_checks import SettingsError, early_settings
 from lightning_loco.compression import (
     CODECS,
@@ -36,6 +38,7 @@ from lightning_loco.compression import (
 from lightning_loco.costs import LINKS, NETWORKS, Link, Links
 from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.costs.server_times import BUCKET_BYTES
+from lightning_loco.elastic.elastic import check_settings
 from lightning_loco.schedules import EverySteps, VaryingSteps
 from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
 from lightning_loco.strategies.arguments import argument_names
@@ -350,12 +353,19 @@ def test_strategies_without_messages_refuse_compression() -> None:
         build_strategy(config("algorithm=ddp", "compression=int8"))
 
 
-@pytest.mark.parametrize("name", ["gasloc", "noloco"])
-def test_gossip_with_elastic_members(name: str) -> None:
-    choice = [f"algorithm={name}", "membership=elastic", "topology=random_matching"]
-    settings = build_strategy(compose("train", choice)).settings
-    assert settings.membership == Elastic("localhost:29510")
-    assert settings.topology.name == "random_matching"
+def test_algorithms_with_elastic_members_are_those_that_are_advised() -> None:
+    def works(name: str) -> bool:
+        with suppress(ValueError):
+            strategy = build_strategy(compose("train", [f"algorithm={name}", "membership=elastic"]))
+            settings = strategy.settings.prepare(1)
+            check_settings(settings)
+            return settings.membership == Elastic("localhost:29510")
+        return False
+
+    advised = OPTIONAL_GROUPS["membership"].partition("algorithm=")[2]
+    assert [name for name in names("algorithm") if works(name)] == sorted(
+        re.findall(r"\w+", advised.replace(" or ", ","))
+    )
 
 
 def test_without_a_link_there_is_none() -> None:

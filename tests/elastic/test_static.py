@@ -50,6 +50,7 @@ def run_of_ranks(
         pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.soak),
         pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.soak),
         pytest.param("diloco", 3, True, "senders", marks=pytest.mark.soak),
+        pytest.param("delayed_nesterov", 2, False, None, marks=pytest.mark.soak),
         pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.soak),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, Linear, LocalSGD, Mix
+from lightning_loco.algorithms import Algorithm, DelayedNesterov, DiLoCo, Linear, LocalSGD, Mix
 from lightning_loco.compression import ErrorFeedback, Sparse
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine import Engine, RoundSettings, StepEngine
@@ -60,6 +60,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
     return {
         "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
         "diloco_schedule": DiLoCo(Linear(0.2, 0.9, rounds=30), 0.0 if overlap else 0.5),
+        "delayed_nesterov": DelayedNesterov(every=3),
         "local_sgd": LocalSGD(),
     }[name]
 

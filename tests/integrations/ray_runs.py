@@ -148,10 +148,15 @@ def write(folder: str, name: str, found: dict[str, Any]) -> None:
 
 def fit_and_resume(folder: str, name: str, make: Callable[[], WorkerStrategy], victim: int) -> None:
     """Train with reports; one of Ray's workers is killed once, none if it is negative."""
+    from ray.train import CheckpointUploadMode as Upload
+
     from lightning_loco.integrations.ray import RayReportCallback, last_report
 
     in_epoch = name == "in_epoch"
-    report = RayReportCallback(every_n_train_steps=3 if in_epoch else None)
+    report = RayReportCallback(
+        every_n_train_steps=3 if in_epoch else None,
+        checkpoint_upload_mode=Upload.ASYNC if name == "gasloc" else Upload.SYNC,
+    )
     callbacks = [report, KillOnce(Path(folder, f"{name}.killed"), victim)]
     with last_report() as path:
         make_trainer = functools.partial(ray_trainer, make())
