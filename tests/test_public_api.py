@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import os
 import pickle
+import re
 import runpy
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def test_arguments_and_defaults_of_the_composed_strategy() -> None:
 
 def test_misspelt_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for name in STRATEGIES:
-        with subtests.test(name), pytest.raises(TypeError, match="sync_evry"):
+        words = f"{name} has no argument 'sync_evry'. Did you mean sync_every?"
+        with subtests.test(name), pytest.raises(TypeError, match=re.escape(words)):
             getattr(loco, name)(sync_evry=3)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,7 +16,7 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,7 +48,7 @@ from lightning_loco.strategies.named import DiLoCoStrategy
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
 from lightning_loco.strategies.replica_group import ReplicaGroup
-from lightning_loco.strategies.summary import NOT_SHOWN, describe, errors_as_warnings
+from lightning_loco.strategies.summary import show_settings
 from lightning_loco.strategies.worker_strategy import check_mpi, job_name
 
 
@@ -230,8 +232,8 @@ class FabricLocoStrategy(lightning_compat.FabricPart):
         self._steps.start_fit()
         steps = self._steps
         self._unwatch = steps.watch(optimized, lambda one: steps.prepare(one)(), self._count)
-        with errors_as_warnings(NOT_SHOWN):
-            rank_zero_info(describe(engine, self._method.schedule))
+        show_settings(engine, self._method.schedule)
+        self._unfinished = weakref.finalize(self, _warn_of_no_finish)
         return engine
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -373,6 +375,7 @@ class FabricLocoStrategy(lightning_compat.FabricPart):
     def _close(self) -> None:
         group, self._group = self._group, None
         if self.engine is not None:
+            self._unfinished.detach()
             self._unwatch()
             self.engine.close()
             self.engine = self._module = None
@@ -557,6 +560,15 @@ def _checked(method: EngineStrategy | str | None) -> EngineStrategy:
             "that all workers see."
         )
     return method
+
+
+def _warn_of_no_finish() -> None:
+    """Warn when a loop that has had no error ends, and its workers still have own parameters."""
+    if sys.exc_info()[0] is None and not hasattr(sys, "last_type"):
+        rank_zero_warn(
+            "The loop has ended without fabric.strategy.finish(): the model of each process is its "
+            "own worker's, and not their mean. Call it after the last step."
+        )
 
 
 def register_strategies() -> None:

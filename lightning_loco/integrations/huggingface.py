@@ -33,11 +33,9 @@ from lightning_loco.strategies.local_training import (
 from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
 from lightning_loco.strategies.summary import (
-    NOT_SHOWN,
-    describe,
-    errors_as_warnings,
     measure_distance,
     round_metrics,
+    show_settings,
     show_summary,
 )
 
@@ -356,8 +354,7 @@ class LocoCallback(TrainerCallback):
         self._steps_before = state.global_step - engine.worker.steps
         if self._requested is not None:
             engine.request_stop(self._requested)
-        with errors_as_warnings(NOT_SHOWN):
-            rank_zero_info(describe(engine, method.schedule))
+        show_settings(engine, method.schedule)
 
     def finish(self) -> None:
         """Leave the consensus in the model; a second call does nothing."""

@@ -97,15 +97,27 @@ class WorkerFiles(NamedTuple):
             set_random_states(run.own["random"][group.place])
         if group.num_workers > run.num_workers:
             notes.append(
-                f"workers {run.num_workers} to {group.num_workers - 1} are new, with the optimizer "
-                "and the position of worker 0"
+                f"{_workers(run.num_workers, group.num_workers)} new, with the optimizer and the "
+                "position of worker 0"
+            )
+        elif group.num_workers < run.num_workers:
+            notes.append(
+                f"{_workers(group.num_workers, run.num_workers)} left out, with their optimizers "
+                "and positions"
             )
         if notes and group.worker == group.place == 0:
             rank_zero_warn(
-                f"Resumed from {path}, which another run has written: {'; '.join(notes)}."
+                f"Resumed from {path}, whose workers or settings are others "
+                f"({run.num_workers} workers then, {group.num_workers} now): {'; '.join(notes)}."
             )
         loop: dict[str, Any] = run.own["loop"]
         return loop
+
+
+def _workers(begin: int, end: int) -> str:
+    """Name some workers, with a verb."""
+    last = end - 1
+    return f"worker {last} is" if begin == last else f"workers {begin} to {last} are"
 
 
 def _write(write_main: Callable[[str, Any], None], entry: Any, path: str) -> None:

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -82,6 +82,26 @@ def describe(engine: LocalParticipant, schedule: Schedule | None) -> str:
     return ", ".join(parts) + "."
 
 
+def show_settings(engine: LocalParticipant, schedule: Schedule | None) -> None:
+    """Print the settings of a run whose length is not known, and advice on them."""
+    worker = engine.worker.group.worker
+    every = None if schedule is None else schedule.of_worker(worker).sync_every_of(worker)
+    with errors_as_warnings(NOT_SHOWN):
+        rank_zero_info(describe(engine, schedule))
+        for line in momentum_advice(engine.settings, every or math.inf):
+            rank_zero_info(line)
+
+
+def momentum_advice(settings: Any, every: float) -> Iterator[str]:
+    """Yield a line if the outer momentum is too high for so few local steps between rounds."""
+    momentum = getattr(settings.algorithm, "outer_momentum", 0.0)
+    if momentum >= 0.9 and every <= SHORT_ROUND:
+        yield (
+            f"outer_momentum={momentum:g} suits hundreds of local steps between rounds, and "
+            f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
+        )
+
+
 def advice(
     trainer: pl.Trainer,
     settings: RoundSettings,
@@ -119,12 +139,7 @@ def advice(
             f"sync_every={every} is longer than an epoch of {batches:.0f} local steps: workers are "
             f"far apart in validations at the ends of epochs. Use sync_every={batches:.0f} or less."
         )
-    momentum = getattr(settings.algorithm, "outer_momentum", 0.0)
-    if momentum >= 0.9 and every <= SHORT_ROUND:
-        yield (
-            f"outer_momentum={momentum:g} suits hundreds of local steps between rounds, and "
-            f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
-        )
+    yield from momentum_advice(settings, every)
     is_round_late = settings.is_overlapped and schedule.staleness_of(worker) >= 1
     merge_policy = settings.merge_policy
     loses_progress = merge_policy is not None and not merge_policy.keeps_progress

@@ -31,12 +31,14 @@ from lightning_loco._util.checks import (
     check_common_arguments,
 )
 from lightning_loco._util.clock import REAL_CLOCK
+from lightning_loco._util.text import suggestion
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.worker_group import ExplainErrors
 from lightning_loco.model.participant import Participant
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_loco.strategies.checkpoint.reader import newest_requeued
@@ -87,11 +89,18 @@ class WorkerStrategy(LightningStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
         """Check and set the arguments of every strategy; see :class:`RoundArguments`.
 
-        ``ddp_arguments`` are for DDP within a worker of several ranks.
+        ``ddp_arguments`` are for DDP within a worker of several ranks. TypeError if an argument has
+        an ``unknown`` name.
         """
+        for name in unknown:
+            known = argument_names(type(self))
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name!r}.{suggestion(name, known)}"
+            )
         check_common_arguments(timeout_s, start_method)
         parts = {
             "accelerator": accelerator,

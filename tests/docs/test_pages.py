@@ -51,6 +51,8 @@ NAMED_FILES = {
     for block in page.blocks("yaml")
     if (name := re.match(r"# ([\w/]+\.yaml)$", block, re.MULTILINE))
 }
+OF_RAY = {"checkpoint_upload_mode", "use_gpu"}
+"""Arguments of Ray and of what reports to it, which need not be installed here."""
 OF_HUGGING_FACE = {
     "dispatch_batches",
     "evaluation_mode",
@@ -288,7 +290,8 @@ def known_arguments() -> set[str]:
     known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
     for kind in filter(callable, kinds):
         known |= set(inspect.signature(kind).parameters)
-    known |= set(RoundArguments.__annotations__) | OF_HUGGING_FACE | OF_OTHER_LIBRARIES
+    known |= set(RoundArguments.__annotations__) | OF_HUGGING_FACE | OF_RAY
+    known |= OF_OTHER_LIBRARIES
     return known
 
 

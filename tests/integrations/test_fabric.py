@@ -217,6 +217,23 @@ def test_the_consensus_is_shown_for_a_while(pool: Any) -> None:
     assert torch.equal(means, others[1])
 
 
+def forget_finish(rank: int, world: int) -> None:
+    run = Run(loco.DiLoCoStrategy(sync_every=3), devices=world)
+    run.train(2)
+    unfinished = run.strategy._unfinished
+    context = (
+        pytest.warns(UserWarning, match="finish.*own worker's") if rank == 0 else nullcontext()
+    )
+    with context:
+        unfinished()  # as at the exit of the process
+    run.strategy.finish()
+    assert not unfinished.alive
+
+
+def test_an_end_without_finish_is_warned_of(pool: Any) -> None:
+    pool.run(forget_finish, world=2)
+
+
 def train_replicas(rank: int, world: int) -> Any:
     run = Run(loco.DiLoCoStrategy(sync_every=3, replica_size=2), devices=world)
     run.train(8)
