@@ -1,0 +1,1 @@
+"""Decoupled learners and the syncer that merges what they push."""

@@ -1,0 +1,98 @@
+"""What a learner pushes and receives, without tensors, sockets or threads."""
+
+from __future__ import annotations
+
+from lightning_loco.syncer.merge_rounds import Due, Push, Reply, Version
+
+
+class LearnerRounds:
+    """The counters of a learner and its answers to the syncer.
+
+    At the boundary between two local steps a learner first applies the fragments that have arrived
+    (:meth:`receive`), and then answers what is due (:meth:`answers`). A push changes no counter: if
+    it is lost, the next one has the same progress, and more.
+
+    Args:
+        name: Of the learner.
+        generation: Of its process.
+        fragments: Number of fragments.
+
+    Attributes:
+        epoch: Of the syncer that it has joined last; 0 before.
+        received: The version of each fragment that it trains on; None before the first.
+        steps: Local steps since then, for each fragment.
+        tokens: Tokens, or samples, of these steps.
+        total_steps: All its local steps.
+    """
+
+    def __init__(self, name: str, generation: int, fragments: int) -> None:
+        self.name = name
+        self.generation = generation
+        self.epoch = 0
+        self.received: list[Version | None] = [None] * fragments
+        self.steps = [0] * fragments
+        self.tokens = [0.0] * fragments
+        self.total_steps = 0
+        self._asked: tuple[Due, ...] = ()
+        self._answered: set[Due] = set()
+        # The epoch of the syncer that has said last that ``received`` is what it has.
+        self._said_by = [0] * fragments
+
+    def count(self, tokens: float) -> None:
+        """Count a local step."""
+        self.total_steps += 1
+        for fragment in range(len(self.steps)):
+            self.steps[fragment] += 1
+            self.tokens[fragment] += tokens
+
+    def listen(self, reply: Reply) -> list[int]:
+        """Note what the syncer has said; return the fragments to fetch.
+
+        Replies may arrive late, so those of a syncer that has been restarted since are ignored.
+        """
+        if reply.epoch < self.epoch:
+            return []
+        if reply.epoch > self.epoch:
+            self.epoch = reply.epoch
+            self._answered.clear()
+        self._asked = reply.asked
+        fetched = []
+        for fragment, version in enumerate(reply.versions):
+            if self.received[fragment] == version:
+                self._said_by[fragment] = self.epoch
+            elif self.is_news(self.epoch, fragment, version):
+                fetched.append(fragment)
+        return fetched
+
+    def is_news(self, epoch: int, fragment: int, version: Version) -> bool:
+        """Return whether a version that has arrived is to be applied.
+
+        After a restart of the syncer, ``epoch``, it may be older than the one that was received: if
+        that one was not saved, nothing relative to it can be merged.
+        """
+        own = self.received[fragment]
+        is_later = own is None or version.round > own.round
+        return epoch == self.epoch and (is_later or self._said_by[fragment] < epoch)
+
+    def receive(self, fragment: int, version: Version) -> int:
+        """Note that a fragment is applied; return how many local steps it replaces."""
+        self.received[fragment], self._said_by[fragment] = version, self.epoch
+        steps, self.steps[fragment], self.tokens[fragment] = self.steps[fragment], 0, 0.0
+        return steps
+
+    def answers(self) -> list[Push]:
+        """Return the pushes for what is due: once each, and only with progress."""
+        self._answered &= set(self._asked)
+        pushes = []
+        for due in self._asked:
+            base, steps = self.received[due.fragment], self.steps[due.fragment]
+            if due in self._answered or base is None or steps == 0:
+                continue
+            self._answered.add(due)
+            tokens = self.tokens[due.fragment]
+            pushes.append(Push(self.name, self.generation, self.epoch, due, base, steps, tokens))
+        return pushes
+
+    def lost(self, due: Due) -> None:
+        """Note that a push has not arrived: it is repeated with what there is then."""
+        self._answered.discard(due)

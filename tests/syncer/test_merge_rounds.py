@@ -1,0 +1,386 @@
+"""The syncer's decisions: quorum, grace, retries, versions, and every order of events."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco.algorithms import DecoupledDiLoCo
+from lightning_loco.syncer.learner_rounds import LearnerRounds
+from lightning_loco.syncer.merge_rounds import (
+    Due,
+    MergeRounds,
+    MergeSettings,
+    Push,
+    Refused,
+    Reply,
+    Version,
+)
+from tests.syncer.world import Network, World
+
+MEAN = DecoupledDiLoCo(aggregate="mean", weight="equal")
+
+
+def syncer(**settings: Any) -> MergeRounds:
+    """A syncer with one local step per round, unless the settings say otherwise."""
+    return MergeRounds(MergeSettings(**{"fragments": 2, "sync_every": 2, **settings}))
+
+
+def joined(rounds: MergeRounds, *names: str, now: float = 0.0) -> None:
+    for name in names:
+        rounds.join(name, 1, 0, now)
+
+
+def stepped(rounds: MergeRounds, names: str, steps: int, now: float) -> list[tuple[Due, ...]]:
+    """All learners report steps; return what each is asked for then."""
+    for name in names:
+        rounds.poll(name, 1, rounds.epoch, steps, now)
+    rounds.advance(now)
+    return [rounds.poll(name, 1, rounds.epoch, steps, now).asked for name in names]
+
+
+def push(rounds: MergeRounds, name: str, due: Due, now: float, **changes: Any) -> None:
+    base = rounds.version(due.fragment)
+    rounds.push(Push(name, 1, rounds.epoch, due, base, 1, 8.0)._replace(**changes), now)
+
+
+def refusal(rounds: MergeRounds, name: str, due: Due, **changes: Any) -> str:
+    with pytest.raises(Refused) as caught:
+        push(rounds, name, due, 1.0, **changes)
+    return caught.value.reason
+
+
+def test_a_merge_has_a_quorum_however_long_it_takes() -> None:
+    rounds = syncer(min_quorum=2, grace=0.0, retry_s=1e6, lease_s=1e6)
+    joined(rounds, "a")
+    assert stepped(rounds, "a", 1, 1.0) == [()]  # not before two are there
+    joined(rounds, "b", now=1.0)
+    due = stepped(rounds, "ab", 2, 2.0)[0][0]
+    assert due == Due(1, 0, 0)
+    push(rounds, "a", due, 2.0)
+    assert rounds.advance(9e5) is None
+    push(rounds, "b", due, 9e5)
+    merge = rounds.advance(9e5)
+    assert merge is not None
+    assert [one.learner for one in merge.pushes] == ["a", "b"]
+
+
+def test_more_pushes_are_waited_for_as_long_as_there_is_slack() -> None:
+    rounds = syncer(delay=3, grace=0.5)
+    joined(rounds, "a", "b")
+    (due,) = stepped(rounds, "ab", 1, 2.0)[0]  # local steps of 2 s
+    push(rounds, "a", due, 2.0)
+    assert rounds.advance(2.0) is None
+    assert rounds.next_time() == 4.0  # half of 3 steps would be 3 s, and it is at most a step
+    push(rounds, "b", due, 3.0)
+    assert rounds.advance(3.0) is not None  # all are there
+
+    rounds = syncer(delay=1, grace=0.5)
+    joined(rounds, "a", "b")
+    (due,) = stepped(rounds, "ab", 1, 2.0)[0]
+    push(rounds, "a", due, 3.0)  # the quorum has taken 1 s, of which half counts
+    assert rounds.next_time() == pytest.approx(3.0 + 0.5 * (2.0 - 0.5))
+    merge = rounds.advance(4.0)
+    assert merge is not None
+    assert len(merge.pushes) == 1
+
+
+def test_a_learner_that_has_left_is_not_waited_for() -> None:
+    rounds = syncer(delay=3)
+    joined(rounds, "a", "b")
+    (due,) = stepped(rounds, "ab", 1, 2.0)[0]
+    push(rounds, "a", due, 2.0)
+    assert rounds.advance(2.0) is None
+    rounds.leave("b", 7)  # another process
+    assert rounds.advance(2.0) is None
+    rounds.leave("b", 1)
+    assert rounds.advance(2.0) is not None
+
+
+def test_a_silent_learner_is_not_expected_after_its_lease() -> None:
+    rounds = syncer(delay=100, lease_s=5.0)
+    joined(rounds, "a", "b")
+    stepped(rounds, "ab", 1, 10.0)
+    rounds.poll("a", 1, 1, 1, 14.0)
+    push(rounds, "a", Due(1, 0, 0), 14.0)
+    assert rounds.advance(14.0) is None
+    assert rounds.next_time() == 15.0
+    assert rounds.advance(15.0) is not None
+    with pytest.raises(Refused, match="No learner b is known: join"):
+        rounds.poll("b", 1, 1, 1, 16.0)
+
+
+def test_without_a_quorum_pushes_are_asked_for_again() -> None:
+    rounds = syncer(min_quorum=2, retry_s=30.0, lease_s=1e6)
+    joined(rounds, "a", "b")
+    (due,) = stepped(rounds, "ab", 1, 1.0)[0]
+    push(rounds, "a", due, 2.0)
+    rounds.advance(31.0)
+    (again,) = stepped(rounds, "ab", 20, 31.0)[0][:1]
+    assert again == Due(1, 0, 1)
+    assert refusal(rounds, "b", due) == "attempt"
+    push(rounds, "a", again, 32.0)
+    push(rounds, "b", again, 32.0)
+    assert rounds.advance(32.0) is not None
+
+
+def test_rounds_are_committed_in_their_order() -> None:
+    rounds = syncer(grace=0.0)
+    joined(rounds, "a", "b")
+    first, second = stepped(rounds, "ab", 2, 1.0)[0]
+    push(rounds, "a", second, 1.0)
+    assert rounds.advance(1.0) is None
+    push(rounds, "a", first, 1.0)
+    merge = rounds.advance(1.0)
+    assert merge is not None
+    assert merge.due == first
+    assert rounds.advance(1.0) is None  # one at a time
+    with pytest.raises(ValueError, match="Round 2 is not being merged, but 1"):
+        rounds.commit(2, 1.0)
+    assert rounds.versions() == (Version(1, 0),) * 2
+    rounds.commit(1, 1.0)
+    assert rounds.versions() == (Version(1, 1), Version(1, 0))
+    merge = rounds.advance(1.0)
+    assert merge is not None
+    rounds.commit(2, 1.0)
+    assert rounds.versions() == (Version(1, 1), Version(1, 2))
+
+
+def test_the_pace_follows_the_learners_steps() -> None:
+    rounds = syncer(fragments=2, sync_every=8, in_flight=1, grace=0.0)
+    joined(rounds, "a", "b")
+    opened = []
+    for step in range(1, 25):
+        rounds.poll("a", 1, 1, 3 * step, float(step))
+        rounds.poll("b", 1, 1, step, float(step))  # together 2 steps each on average
+        rounds.advance(float(step))
+        for due in rounds.poll("a", 1, 1, 3 * step, float(step)).asked:
+            push(rounds, "a", due, float(step))
+            push(rounds, "b", due, float(step))
+            merge = rounds.advance(float(step))
+            assert merge is not None
+            rounds.commit(due.round, float(step))
+            opened.append(step)
+    assert opened == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
+    assert rounds.measured_sync_every == 8
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    rounds = syncer(grace=0.0, max_age=1, in_flight=1)
+    joined(rounds, "a", "b")
+    (due,) = stepped(rounds, "ab", 1, 1.0)[0]
+    assert refusal(rounds, "a", due, epoch=2) == "epoch"
+    assert refusal(rounds, "c", due) == "learner"
+    assert refusal(rounds, "a", due, generation=2) == "generation"
+    assert refusal(rounds, "a", Due(2, 1, 0)) == "not open"
+    assert refusal(rounds, "a", Due(1, 1, 0)) == "attempt"
+    assert refusal(rounds, "a", due, base=Version(1, 1)) == "base"  # not there yet
+    assert refusal(rounds, "a", due, base=Version(1, -1)) == "base"
+    assert refusal(rounds, "a", due, base=Version(3, 0)) == "base"
+    assert refusal(rounds, "a", due, steps=0) == "steps"
+    assert refusal(rounds, "a", due, tokens=math.nan) == "steps"
+    push(rounds, "a", due, 1.0)
+    assert refusal(rounds, "a", due) == "duplicate"
+    merge = rounds.advance(1.0)
+    assert merge is not None
+    assert refusal(rounds, "b", due) == "late"  # it is being merged
+    rounds.commit(1, 1.0)
+    assert refusal(rounds, "b", due) == "late"
+    with pytest.raises(Refused, match="newer process") as caught:
+        rounds.join("a", 0, 0, 1.0)
+    assert caught.value.reason == "generation"
+
+
+def test_old_bases_have_an_age_and_a_limit() -> None:
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0, max_age=2)
+    joined(rounds, "a", "b")
+    for number in range(1, 5):
+        (due,) = stepped(rounds, "ab", number, float(number))[0]
+        if number == 4:
+            assert refusal(rounds, "b", due, base=Version(1, 0)) == "base"  # 3 merges old
+        push(rounds, "b", due, 1.0, base=Version(1, max(0, number - 3)))
+        merge = rounds.advance(float(number))
+        assert merge is not None
+        assert merge.ages == (min(number - 1, 2),)
+        rounds.commit(number, float(number))
+
+
+def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0)
+    joined(rounds, "a")
+    saved: dict[str, Any] = {}
+    for number in (1, 2, 3):
+        (due,) = stepped(rounds, "a", number, float(number))[0]
+        push(rounds, "a", due, 1.0)
+        rounds.advance(float(number))
+        rounds.commit(number, float(number))
+        if number == 2:
+            saved = rounds.state_dict()
+    again = MergeRounds(rounds.settings, saved)
+    assert again.version(0) == Version(1, 2)
+    with pytest.raises(Refused, match="The syncer has epoch 2, and not 1: join"):
+        again.poll("a", 1, 1, 3, 9.0)
+    assert again.join("a", 1, 3, 9.0) == Reply(2, (), (Version(1, 2),))
+    (due,) = stepped(again, "a", 4, 10.0)[0]
+    assert refusal(again, "a", due, base=Version(1, 3)) == "base"
+    push(again, "a", due, 10.0)
+    again.advance(10.0)
+    again.commit(3, 10.0)
+    assert again.version(0) == Version(2, 3)
+    assert MergeRounds(rounds.settings, again.state_dict()).version(0) == Version(2, 3)
+
+
+def test_a_learner_answers_once_and_a_lost_push_has_more_later() -> None:
+    learner = LearnerRounds("a", 1, fragments=2)
+    due = Due(1, 0, 0)
+    versions = (Version(1, 0), Version(1, 2))
+    learner.count(8.0)
+    assert learner.listen(Reply(1, (due,), versions)) == [0, 1]
+    assert learner.answers() == []  # nothing received yet
+    assert [learner.receive(0, versions[0]), learner.receive(1, versions[1])] == [1, 1]
+    assert learner.listen(Reply(1, (due,), versions)) == []
+    assert learner.answers() == []  # no steps
+    learner.count(8.0)
+    (first,) = learner.answers()
+    assert first == Push("a", 1, 1, due, Version(1, 0), 1, 8.0)
+    learner.count(16.0)
+    assert learner.answers() == []
+    learner.lost(due)
+    (second,) = learner.answers()
+    assert (second.steps, second.tokens) == (2, 24.0)
+    assert learner.listen(Reply(1, (due._replace(attempt=1),), versions)) == []
+    assert len(learner.answers()) == 1
+    assert learner.receive(0, Version(1, 1)) == 2
+    assert (learner.steps, learner.tokens, learner.total_steps) == ([0, 2], [0.0, 24.0], 3)
+
+
+def test_a_learner_follows_a_restarted_syncer_to_an_older_version() -> None:
+    learner = LearnerRounds("a", 1, fragments=1)
+    due = Due(4, 0, 0)
+    assert learner.listen(Reply(1, (due,), (Version(1, 3),))) == [0]
+    learner.receive(0, Version(1, 3))
+    assert not learner.is_news(1, 0, Version(1, 2))  # a reply that took long
+    assert learner.listen(Reply(2, (), (Version(1, 2),))) == [0]
+    assert not learner.is_news(1, 0, Version(1, 4))  # of the syncer that was killed
+    assert learner.listen(Reply(1, (due,), (Version(1, 4),))) == []
+    assert learner.is_news(2, 0, Version(1, 2))
+    learner.receive(0, Version(1, 2))
+    assert not learner.is_news(2, 0, Version(1, 2))
+    # If its version was saved, it needs nothing.
+    assert learner.listen(Reply(3, (), (Version(1, 2),))) == []
+    assert not learner.is_news(3, 0, Version(1, 1))
+
+
+# ----------------------------------------------------------------------- whole runs
+
+
+def test_pushes_of_all_make_streaming_diloco() -> None:
+    """With a fixed delay it is the plain loop of streaming DiLoCo, to 1e-11."""
+    fragments, every, delay, steps, mix = 3, 6, 1, 40, 0.5
+    method = DecoupledDiLoCo(0.7, 0.9, aggregate="mean", weight="equal", mix=mix)
+    settings = MergeSettings(fragments, every, min_quorum=3, grace=0.0)
+    world = World(settings, method)
+    targets = {"a": 1.0, "b": -2.0, "c": 7.0}
+    for name, toward in targets.items():
+        world.start_learner(name, 1.0, toward)
+    world.run(steps + 0.5)
+
+    start = torch.arange(9, dtype=torch.float64).view(3, 3)
+    local, received = {n: start.clone() for n in targets}, {n: start.clone() for n in targets}
+    outer, momentum, pending = start.clone(), torch.zeros(3, 3, dtype=torch.float64), {}
+    merged = 0
+    for step in range(1, world.made["a"] + 1):
+        for name, toward in targets.items():
+            local[name] += 0.1 * (toward - local[name])
+        if step in pending:  # what was pushed a step ago
+            fragment = pending.pop(step)
+            for name in targets:
+                local[name][fragment].mul_(mix).add_(outer[fragment], alpha=1 - mix)
+                received[name][fragment] = outer[fragment]
+        if step > 1 and (step - 1) % (every // fragments) == 0:
+            fragment = merged % fragments
+            rows = [received[name][fragment] - local[name][fragment] for name in targets]
+            mean = sum(rows) / 3
+            momentum[fragment] = 0.9 * momentum[fragment] + mean
+            outer[fragment] -= 0.7 * (mean + 0.9 * momentum[fragment])
+            pending[step + delay] = fragment
+            merged += 1
+    assert merged == len(world.merges) > 15
+    for name, process in world.learners.items():
+        torch.testing.assert_close(process.local, local[name], rtol=1e-11, atol=1e-11)
+
+
+FAULTS = Network(least_s=0.01, most_s=2.0, lost=0.1, twice=0.1)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(30), pytest.param(range(30, 2000), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_in_every_order_of_events_nothing_is_merged_twice(seeds: range) -> None:
+    for seed in seeds:
+        _check_run(seed)
+
+
+def _check_run(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=draw))
+
+    settings = MergeSettings(
+        fragments=number(1, 4),
+        sync_every=number(2, 8),
+        min_quorum=number(1, 2),
+        in_flight=number(1, 3),
+        delay=number(0, 3),
+        retry_s=20.0,
+        lease_s=15.0,
+    )
+    save_every = number(1, 3)
+    world = World(settings, MEAN, seed, FAULTS, merge_s=0.3, save_every=save_every)
+    names = "abc"
+    for name in names:
+        world.start_learner(name, step_s=number(1, 6) / 2, toward=float(ord(name)))
+    for _ in range(6):
+        world.run(world.now + number(1, 40))
+        victim = names[number(0, 2)]
+        fault = number(0, 3)
+        if fault == 0:
+            world.kill_syncer()
+            world.run(world.now + number(1, 20))
+            world.start_syncer()
+        elif fault == 1:
+            world.learners[victim].is_alive = False
+            world.run(world.now + number(1, 30))
+            world.start_learner(victim, number(1, 6) / 2, float(ord(victim)))
+        elif fault == 2:  # frozen, and then it goes on with what it has
+            process = world.learners[victim]
+            step_s, process.step_s = process.step_s, 25.0
+            world.run(world.now + 30.0)
+            process.step_s = step_s
+    committed = len(world.merges)
+    world.run(world.now + 120.0)
+    assert len(world.merges) > committed, f"seed {seed}: no progress"
+    # Nothing is counted twice: of each fragment no more steps are merged than were made.
+    for name in names:
+        for fragment in range(settings.fragments):
+            merged = [
+                push
+                for merge in world.merges
+                if merge.due.fragment == fragment
+                for push in merge.pushes
+                if push.learner == name
+            ]
+            if save_every == 1:
+                assert sum(push.steps for push in merged) <= world.made[name], seed
+    world.network = Network()
+    for process in world.learners.values():
+        process.is_training = False
+    world.run(world.now + 100.0)
+    assert world.syncer is not None
+    for name, process in world.learners.items():
+        assert tuple(process.rounds.received) == world.syncer.rounds.versions(), (seed, name)
+        assert torch.equal(process.received, torch.stack(world.syncer.published)), (seed, name)
