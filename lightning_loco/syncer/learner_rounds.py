@@ -9,8 +9,10 @@ class LearnerRounds:
     """The counters of a learner and its answers to the syncer.
 
     At the boundary between two local steps a learner first applies the fragments that have arrived
-    (:meth:`receive`), and then answers what is due (:meth:`answers`). A push changes no counter: if
-    it is lost, the next one has the same progress, and more.
+    (:meth:`receive`), and then answers what is due (:meth:`answers`). Progress on a fragment that
+    it would lose then, since others were merged before it was asked, is pushed first
+    (:meth:`leftover`). A push changes no counter: if it is lost, the next one has the same
+    progress, and more.
 
     Args:
         name: Of the learner.
@@ -35,6 +37,8 @@ class LearnerRounds:
         self.total_steps = 0
         self._asked: tuple[Due, ...] = ()
         self._answered: set[Due] = set()
+        # The version to which the last push of each fragment was relative.
+        self._pushed: list[Version | None] = [None] * fragments
         # The epoch of the syncer that has said last that ``received`` is what it has.
         self._said_by = [0] * fragments
 
@@ -74,6 +78,16 @@ class LearnerRounds:
         is_later = own is None or version.round > own.round
         return epoch == self.epoch and (is_later or self._said_by[fragment] < epoch)
 
+    def leftover(self, fragment: int, version: Version) -> Push | None:
+        """Return the push, late, of progress of which a version that has arrived has nothing.
+
+        None without progress, or if it was pushed.
+        """
+        base = self.received[fragment]
+        if base is None or self.steps[fragment] == 0 or self._pushed[fragment] == base:
+            return None
+        return self._push(Due(version.round, fragment, 0))
+
     def receive(self, fragment: int, version: Version) -> int:
         """Note that a fragment is applied; return how many local steps it replaces."""
         self.received[fragment], self._said_by[fragment] = version, self.epoch
@@ -85,14 +99,20 @@ class LearnerRounds:
         self._answered &= set(self._asked)
         pushes = []
         for due in self._asked:
-            base, steps = self.received[due.fragment], self.steps[due.fragment]
-            if due in self._answered or base is None or steps == 0:
-                continue
-            self._answered.add(due)
-            tokens = self.tokens[due.fragment]
-            pushes.append(Push(self.name, self.generation, self.epoch, due, base, steps, tokens))
+            has_progress = self.received[due.fragment] is not None and self.steps[due.fragment] > 0
+            if has_progress and due not in self._answered:
+                self._answered.add(due)
+                pushes.append(self._push(due))
         return pushes
+
+    def _push(self, due: Due) -> Push:
+        fragment = due.fragment
+        base, steps, tokens = self.received[fragment], self.steps[fragment], self.tokens[fragment]
+        assert base is not None
+        self._pushed[fragment] = base
+        return Push(self.name, self.generation, self.epoch, due, base, steps, tokens)
 
     def lost(self, due: Due) -> None:
         """Note that a push has not arrived: it is repeated with what there is then."""
         self._answered.discard(due)
+        self._pushed[due.fragment] = None

@@ -102,7 +102,8 @@ class Merge(NamedTuple):
 
     Attributes:
         due: Which round it is of.
-        pushes: Sorted by the names of the learners.
+        pushes: Sorted by the names of the learners. One that was late for the round before may be
+            there beside a later one of its learner.
         ages: For each push, how often the fragment was merged since its base.
     """
 
@@ -126,6 +127,9 @@ class MergeSettings:
         retry_s: Seconds after which the pushes of a round without a quorum are dropped and asked
             for again.
         lease_s: Seconds after which a silent learner is not expected any more.
+        keep_late: Whether a push that comes too late for its round is in the next merge of its
+            fragment. Otherwise it is refused, and a learner whose local steps take much longer than
+            those of the others is never in a merge.
         max_age: Pushes on older versions are refused; counts merges of the fragment.
 
     Raises:
@@ -140,6 +144,7 @@ class MergeSettings:
     grace: float = 0.8
     retry_s: float = 900.0
     lease_s: float = 90.0
+    keep_late: bool = True
     max_age: float = math.inf
 
     def __post_init__(self) -> None:
@@ -188,7 +193,7 @@ class OpenRound:
         opened_at: When it was opened.
         tried_at: When its present attempt began.
         expected: Names of the learners that were there then.
-        pushes: By the names of their learners.
+        pushes: Those that were in time, by the names of their learners.
         merges_at: When it is merged, at the latest; None without a quorum.
         is_closed: Whether it takes no more pushes.
     """
@@ -227,7 +232,11 @@ class MergeRounds:
         self.measured_sync_every: float | None = None
         # The epoch of the rounds from a number on, in increasing order.
         self._epochs = [(0, 1)]
-        self._merging: int | None = None
+        self._merging: Merge | None = None
+        # Pushes that were late, for the next merge of their fragment.
+        self._late: dict[int, list[Push]] = {}
+        # For a learner and a fragment, the generation and the base of the last push in a merge.
+        self._used: dict[tuple[str, int], tuple[int, Version]] = {}
         # Mean local steps of the learners: all of them, and those since the last round was opened.
         self._progress = self._since_opening = 0.0
         self._merged_at_progress: dict[int, float] = {}
@@ -344,19 +353,26 @@ class MergeRounds:
     def push(self, push: Push, now: float) -> None:
         """Take a push, whose pseudo-gradient is complete and finite.
 
+        A learner that has not received what its last push was merged into would send the same
+        progress again, so a base is merged once.
+
         Raises:
-            Refused: As :meth:`poll`; ``"late"`` if the round takes no more pushes, ``"not open"``
-                if it is in the future, ``"attempt"`` if pushes are asked for again, ``"duplicate"``
-                if there is one of this learner, ``"base"`` if it is relative to a version that is
-                not, or no longer, one of this fragment, and ``"steps"`` without progress.
+            Refused: As :meth:`poll`; ``"late"`` if the round takes no more pushes, unless late ones
+                are kept, ``"not open"`` if it is in the future, ``"attempt"`` if pushes are asked
+                for again, ``"duplicate"`` if there is one of this learner, ``"base"`` if it is
+                relative to a version that is not, or no longer, one of this fragment, or of which a
+                push was merged, and ``"steps"`` without progress.
         """
         learner = self._known(push.learner, push.generation, push.epoch)
         learner.seen_at = now
         number, fragment, attempt = push.due
         said = f"The push of {push.learner} for round {number}"
+        if push.steps < 1 or not 0 < push.tokens < math.inf:
+            raise Refused("steps", f"{said} has {push.steps} steps and {push.tokens} tokens.")
         one = self.open.get(number)
         if number <= self.committed or (one is not None and one.is_closed):
-            raise Refused("late", f"{said} is late.")
+            self._keep_late(push, said)
+            return
         if one is None:
             raise Refused("not open", f"{said} is early: no such round is open.")
         if fragment != one.due.fragment or attempt != one.due.attempt:
@@ -364,13 +380,28 @@ class MergeRounds:
         if push.learner in one.pushes:
             raise Refused("duplicate", f"{said} is there.")
         self._check_base(push, said)
-        if push.steps < 1 or not 0 < push.tokens < math.inf:
-            raise Refused("steps", f"{said} has {push.steps} steps and {push.tokens} tokens.")
         one.pushes[push.learner] = push
         if one.merges_at is None and len(one.pushes) >= self.settings.min_quorum:
             taken = now - one.opened_at
             self._quorum_s += _NEW * (taken - self._quorum_s)
             one.merges_at = now + self._grace_s(one.expected)
+
+    def _keep_late(self, push: Push, said: str) -> None:
+        if not self.settings.keep_late:
+            raise Refused("late", f"{said} is late.")
+        if (push.due.round - 1) % self.settings.fragments != push.due.fragment:
+            raise Refused("attempt", f"{said} is of {push.due}.")
+        self._check_base(push, said)
+        late = self._late.setdefault(push.due.fragment, [])
+        if any(push in one.pushes.values() for one in self.open.values()):
+            raise Refused("duplicate", f"{said} is there.")
+        for other in late:
+            if _is_same_progress(push, other):
+                if push.steps <= other.steps:
+                    raise Refused("duplicate", f"{said} is there.")
+                late.remove(other)
+                break
+        late.append(push)
 
     def _check_base(self, push: Push, said: str) -> None:
         base, fragment = push.base, push.due.fragment
@@ -381,6 +412,9 @@ class MergeRounds:
             raise Refused(
                 "base", f"{said} is relative to {base}, and fragment {fragment} is at {current}."
             )
+        used = self._used.get((push.learner, fragment))
+        if used is not None and used[0] == push.generation and base.round <= used[1].round:
+            raise Refused("base", f"{said} is relative to {base}, of which a push was merged.")
         age = self._merges_until(current.round) - self._merges_until(base.round)
         if age > self.settings.max_age:
             raise Refused("base", f"{said} is {age} merges old.")
@@ -416,12 +450,31 @@ class MergeRounds:
         following = self.open.get(self.committed + 1)
         if self._merging is not None or following is None or not following.is_closed:
             return None
-        self._merging = following.due.round
         self._merge_began = now
-        pushes = tuple(push for _, push in sorted(following.pushes.items()))
+        pushes = self._pushes_of(following)
         merges = self._merges_until(self.version(following.due.fragment).round)
         ages = tuple(merges - self._merges_until(push.base.round) for push in pushes)
-        return Merge(following.due, pushes, ages)
+        self._merging = Merge(following.due, tuple(pushes), ages)
+        return self._merging
+
+    def _pushes_of(self, one: OpenRound) -> list[Push]:
+        """Return the pushes of a merge, and note that they are used."""
+        fragment, in_time = one.due.fragment, list(one.pushes.values())
+        late = [
+            push
+            for push in self._late.pop(fragment, [])
+            if not any(_is_same_progress(push, other) for other in in_time)
+        ]
+        pushes = sorted(late + in_time, key=lambda one: (one.learner, one.generation, one.base))
+        for push in pushes:
+            self._used[push.learner, fragment] = (push.generation, push.base)
+        return pushes
+
+    def waiting_pushes(self) -> set[Push]:
+        """Return the pushes that may come to be merged; pseudo-gradients of others can go."""
+        merging = set() if self._merging is None else {*self._merging.pushes}
+        in_time = {push for one in self.open.values() for push in one.pushes.values()}
+        return merging | in_time.union(*self._late.values())
 
     def _try_again_or_close(self, one: OpenRound, now: float) -> None:
         if one.is_closed:
@@ -454,8 +507,9 @@ class MergeRounds:
         Raises:
             ValueError: If it is not the merge that :meth:`advance` has returned.
         """
-        if number != self._merging:
-            raise ValueError(f"Round {number} is not being merged, but {self._merging}.")
+        merging = None if self._merging is None else self._merging.due.round
+        if number != merging:
+            raise ValueError(f"Round {number} is not being merged, but {merging}.")
         fragment = self.open.pop(number).due.fragment
         self.committed, self._merging = number, None
         self._merge_s += _NEW * (now - self._merge_began - self._merge_s)
@@ -472,3 +526,9 @@ class MergeRounds:
                 retry_at = one.tried_at + self.settings.retry_s
                 times.append(retry_at if one.merges_at is None else one.merges_at)
         return min(times, default=None)
+
+
+def _is_same_progress(push: Push, other: Push) -> bool:
+    """Whether one push has all that the other has: both begin at the same version."""
+    key = (push.learner, push.generation, push.base)
+    return key == (other.learner, other.generation, other.base)

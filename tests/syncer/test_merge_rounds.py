@@ -169,7 +169,7 @@ def test_the_pace_follows_the_learners_steps() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    rounds = syncer(grace=0.0, max_age=1, in_flight=1)
+    rounds = syncer(grace=0.0, in_flight=1, keep_late=False)
     joined(rounds, "a", "b")
     (due,) = stepped(rounds, "ab", 1, 1.0)[0]
     assert refusal(rounds, "a", due, epoch=2) == "epoch"
@@ -199,13 +199,63 @@ def test_old_bases_have_an_age_and_a_limit() -> None:
     joined(rounds, "a", "b")
     for number in range(1, 5):
         (due,) = stepped(rounds, "ab", number, float(number))[0]
+        if number == 3:
+            push(rounds, "b", due, 1.0, base=Version(1, 0))
         if number == 4:
-            assert refusal(rounds, "b", due, base=Version(1, 0)) == "base"  # 3 merges old
-        push(rounds, "b", due, 1.0, base=Version(1, max(0, number - 3)))
+            rounds.join("c", 1, 0, 4.0)
+            assert refusal(rounds, "c", due, base=Version(1, 0)) == "base"  # 3 merges old
+        push(rounds, "a", due, 1.0)
         merge = rounds.advance(float(number))
         assert merge is not None
-        assert merge.ages == (min(number - 1, 2),)
+        assert merge.ages == ((0, 2) if number == 3 else (0,))
         rounds.commit(number, float(number))
+
+
+def test_late_pushes_are_in_the_next_merge_of_their_fragment() -> None:
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0)
+    joined(rounds, "a", "b")
+    (first,) = stepped(rounds, "ab", 1, 1.0)[0]
+    push(rounds, "a", first, 1.0)
+    merge = rounds.advance(1.0)
+    assert merge is not None
+    push(rounds, "b", first, 1.5, steps=2)  # while the others are being merged
+    assert refusal(rounds, "b", first, steps=2) == "duplicate"  # that came twice
+    push(rounds, "b", first, 1.5, steps=3)  # again, after a reply was lost: it has all of before
+    rounds.commit(1, 2.0)
+    assert [(one.learner, one.steps) for one in rounds.waiting_pushes()] == [("b", 3)]
+    (second,) = stepped(rounds, "ab", 2, 3.0)[0]
+    push(rounds, "a", second, 3.0)
+    push(rounds, "b", second, 3.0)  # it has received the first merge, so this is new progress
+    merge = rounds.advance(3.0)
+    assert merge is not None
+    found = [(one.learner, one.due.round, age) for one, age in zip(*merge[1:], strict=True)]
+    assert found == [("a", 2, 0), ("b", 1, 1), ("b", 2, 0)]
+    assert rounds.waiting_pushes() == set(merge.pushes)
+    rounds.commit(2, 4.0)
+    assert rounds.waiting_pushes() == set()
+    assert refusal(rounds, "b", first, base=Version(1, 0)) == "base"  # that came very late
+
+
+def test_progress_on_one_base_is_merged_once() -> None:
+    """A learner that has not received the merge of its push would send all of it again."""
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0)
+    joined(rounds, "a", "b")
+    start = Version(1, 0)
+    (first,) = stepped(rounds, "ab", 1, 1.0)[0]
+    push(rounds, "a", first, 1.0)
+    assert rounds.advance(1.0) is not None
+    rounds.commit(1, 1.0)
+    push(rounds, "b", first, 1.0, base=start)  # late
+    (second,) = stepped(rounds, "ab", 2, 2.0)[0]
+    assert refusal(rounds, "a", second, base=start) == "base"
+    push(rounds, "b", second, 2.0, base=start, steps=5)  # takes the place of the late one
+    merge = rounds.advance(2.0)
+    assert merge is not None
+    assert [(one.learner, one.steps) for one in merge.pushes] == [("b", 5)]
+    rounds.commit(2, 2.0)
+    rounds.join("a", 2, 0, 3.0)  # another process, which has begun at the start: its own steps
+    (third,) = stepped(rounds, "b", 9, 3.0)[0]
+    push(rounds, "a", third, 3.0, generation=2, base=start)
 
 
 def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
@@ -255,6 +305,26 @@ def test_a_learner_answers_once_and_a_lost_push_has_more_later() -> None:
     assert len(learner.answers()) == 1
     assert learner.receive(0, Version(1, 1)) == 2
     assert (learner.steps, learner.tokens, learner.total_steps) == ([0, 2], [0.0, 24.0], 3)
+
+
+def test_progress_that_was_not_asked_for_is_pushed_late() -> None:
+    learner = LearnerRounds("a", 1, fragments=1)
+    start, following = Version(1, 0), Version(1, 1)
+    learner.listen(Reply(1, (), (start,)))
+    assert learner.leftover(0, start) is None
+    learner.receive(0, start)
+    assert learner.leftover(0, following) is None
+    learner.count(8.0)
+    late = Push("a", 1, 1, Due(1, 0, 0), start, 1, 8.0)
+    assert learner.leftover(0, following) == late
+    assert learner.leftover(0, following) is None  # it was pushed
+    learner.lost(late.due)
+    assert learner.leftover(0, following) == late
+    learner.receive(0, following)
+    learner.count(8.0)
+    learner.listen(Reply(1, (Due(2, 0, 0),), (following,)))
+    assert len(learner.answers()) == 1
+    assert learner.leftover(0, Version(1, 2)) is None
 
 
 def test_a_learner_follows_a_restarted_syncer_to_an_older_version() -> None:

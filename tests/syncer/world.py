@@ -158,8 +158,9 @@ class SyncerProcess:
         world, number, fragment = self.world, merge.due.round, merge.due.fragment
         assert number == self.rounds.committed + 1
         assert len(merge.pushes) >= world.settings.min_quorum
-        assert len({push.learner for push in merge.pushes}) == len(merge.pushes)
-        deltas = torch.stack([self.deltas.pop(push) for push in merge.pushes])
+        begun = {(push.learner, push.generation, push.base) for push in merge.pushes}
+        assert len(begun) == len(merge.pushes)
+        deltas = torch.stack([self.deltas[push] for push in merge.pushes])
         said = [
             Said(push.steps, push.tokens, age)
             for push, age in zip(merge.pushes, merge.ages, strict=True)
@@ -180,6 +181,9 @@ class SyncerProcess:
         self._note(self.rounds.version(merge.due.fragment), params)
         self.world.merges.append(merge)
         self._advance()
+        waiting = self.rounds.waiting_pushes()
+        self.deltas = {push: delta for push, delta in self.deltas.items() if push in waiting}
+        assert len(waiting) == len(self.deltas)
 
 
 class LearnerProcess:
@@ -205,6 +209,8 @@ class LearnerProcess:
         for fragment, (epoch, version, params) in sorted(self.arrived.items()):
             if not rounds.is_news(epoch, fragment, version):
                 continue
+            if (leftover := rounds.leftover(fragment, version)) is not None:
+                self._send_push(leftover)
             if rounds.received[fragment] is not None:  # else there is nothing to mix it with
                 own = self.local[fragment].clone()
                 self.local[fragment] = self.world.method.continue_from(params, own)
@@ -215,12 +221,15 @@ class LearnerProcess:
         self.arrived.clear()
         if self.is_training:
             for push in rounds.answers():
-                fragment = push.due.fragment
-                delta = self.world.method.propose(self.local[fragment], self.received[fragment])
-                self._send(lambda syncer, p=push, d=delta: syncer.push(p, d.clone()))
+                self._send_push(push)
         self._poll()
         self.world.at(self.step_s / 2, self._poll)
         self.world.at(self.step_s, self._step)
+
+    def _send_push(self, push: Push) -> None:
+        fragment = push.due.fragment
+        delta = self.world.method.propose(self.local[fragment], self.received[fragment])
+        self._send(lambda syncer: syncer.push(push, delta.clone()))
 
     def _step(self) -> None:
         if self.is_alive and self.is_training and None not in self.rounds.received:
