@@ -14,7 +14,17 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Reason = Literal[
-    "epoch", "learner", "generation", "late", "not open", "attempt", "duplicate", "base", "steps"
+    "epoch",
+    "learner",
+    "generation",
+    "late",
+    "not open",
+    "attempt",
+    "duplicate",
+    "base",
+    "steps",
+    "finite",
+    "contract",
 ]
 """Why a request was refused: see :meth:`MergeRounds.poll` and :meth:`MergeRounds.push`."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from lightning_loco.strategies.checkpoint.disk import Disk
+from lightning_loco._util.disk import Disk
 
 
 @dataclass(eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import heapq
 import itertools
@@ -10,22 +9,18 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_loco._util.clock import Clock
 from lightning_loco.algorithms import DecoupledDiLoCo, TensorRange
-from lightning_loco.algorithms import Push as Said
 from lightning_loco.syncer.learner_rounds import LearnerRounds
-from lightning_loco.syncer.merge_rounds import (
-    Merge,
-    MergeRounds,
-    MergeSettings,
-    Push,
-    Refused,
-    Reply,
-)
+from lightning_loco.syncer.merge_rounds import Merge, MergeSettings, Push, Refused, Reply
+from lightning_loco.syncer.syncer import Syncer
+from tests.harness.model_disk import ModelDisk
 
 SIZE = 3
 WHOLE = [TensorRange(0, SIZE)]
@@ -50,11 +45,10 @@ class World:
         method: DecoupledDiLoCo,
         seed: int = 0,
         network: Network = Network(),
-        merge_s: float = 0.0,
         save_every: int = 1,
     ) -> None:
         self.settings, self.method, self.network = settings, method, network
-        self.merge_s, self.save_every = merge_s, save_every
+        self.save_every = save_every
         self.random = random.Random(seed)
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -65,8 +59,8 @@ class World:
         self.made: dict[str, int] = defaultdict(int)
         self.contents: dict[Any, Tensor] = {}
         self.syncer: SyncerProcess | None = None
-        start = torch.arange(SIZE * settings.fragments, dtype=torch.float64)
-        self.disk: Any = (None, [method.init(one.clone()) for one in start.view(-1, SIZE)])
+        self.start = torch.arange(SIZE * settings.fragments, dtype=torch.float64).view(-1, SIZE)
+        self.disk, self.disk_is_full = ModelDisk(), False
         self.start_syncer()
 
     def at(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -87,12 +81,15 @@ class World:
             self.at(network.least_s + draw() * (network.most_s - network.least_s), act)
 
     def start_syncer(self) -> None:
-        self.syncer = SyncerProcess(self, *copy.deepcopy(self.disk))
+        self.syncer = SyncerProcess(self)
 
-    def kill_syncer(self) -> None:
-        assert self.syncer is not None
-        self.syncer.is_alive = False
-        self.syncer = None
+    def kill_syncer(self, machine: bool = False) -> None:
+        """End the process of the syncer; its machine may lose what was not synced."""
+        if self.syncer is not None:
+            self.syncer.is_alive, self.syncer = False, None
+        self.disk.before = bool
+        if machine:
+            self.disk = self.random.choice([*self.disk.crashes()])
 
     def start_learner(self, name: str, step_s: float, toward: float = 0.0) -> LearnerProcess:
         generation = self.learners[name].rounds.generation + 1 if name in self.learners else 1
@@ -100,90 +97,78 @@ class World:
         return self.learners[name]
 
 
+class Killed(BaseException):
+    """The process of the syncer ends here."""
+
+
+class WorldClock(Clock):
+    """The clock of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.now = lambda: world.now  # type: ignore[misc]
+
+
 class SyncerProcess:
-    """A process with the syncer, which is killed by ``is_alive = False``."""
+    """A process with a syncer, which may be killed before any operation on its disk."""
 
-    def __init__(self, world: World, state: Any, fragments: list[Any]) -> None:
-        self.world, self.fragments = world, fragments
-        self.rounds = MergeRounds(world.settings, state)
-        self.published = [one["outer"].clone() for one in fragments]
-        self.deltas: dict[Push, Tensor] = {}
-        self.is_alive, self.timer_at = True, math.inf
-        self._save()
-        for version, params in zip(self.rounds.versions(), self.published, strict=True):
-            self._note(version, params)
+    def __init__(self, world: World) -> None:
+        self.world, self.timer_at, self.is_alive = world, math.inf, True
+        self.left: int | None = None
+        world.disk.before = self._before
+        self.syncer = Syncer(
+            world.method,
+            world.settings,
+            [WHOLE] * world.settings.fragments,
+            Path("/run"),
+            {"fragments": world.settings.fragments},
+            save_every=world.save_every,
+            on_merge=world.merges.append,
+            clock=WorldClock(world),
+            disk=world.disk,
+        )
+        self.syncer.start([*world.start])
+        self._look()
 
-    def _save(self, merged: int | None = None) -> None:
-        copies = [{key: value.clone() for key, value in one.items()} for one in self.fragments]
-        self.world.disk = (self.rounds.state_dict(merged), copies)
+    def _before(self, operation: str) -> None:
+        assert self.is_alive, "a process writes after its end"
+        if self.world.disk_is_full and operation.startswith("create"):
+            raise OSError(28, "No space left on device")
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
 
-    def _note(self, version: Any, params: Tensor) -> None:
-        """No version has two contents."""
-        if version.round:
-            known = self.world.contents.setdefault(version, params.clone())
-            assert torch.equal(known, params), version
+    def ask(self, request: Callable[[Syncer], Any]) -> Any:
+        """Answer a request, unless that is the end of the process."""
+        try:
+            try:
+                reply = request(self.syncer)
+            except Refused:
+                self._look()
+                raise
+            self._look()
+            return reply
+        except Killed:
+            self.world.kill_syncer()
+            return None
 
-    def ask(self, request: Callable[[MergeRounds], Any]) -> Any:
-        found = request(self.rounds)
-        self._advance()
-        return found
-
-    def fetch(self, fragment: int) -> Any:
-        version = self.rounds.version(fragment)
-        return self.rounds.epoch, version, fragment, self.published[fragment].clone()
-
-    def push(self, push: Push, delta: Tensor) -> None:
-        self.rounds.push(push, self.world.now)
-        self.deltas[push] = delta
-        self._advance()
-
-    def _advance(self) -> None:
-        if not self.is_alive:
-            return
-        merge = self.rounds.advance(self.world.now)
-        if merge is not None:
-            self.world.at(self.world.merge_s, lambda: self._merge(merge))
-        when = self.rounds.next_time()
-        if when is not None and self.world.now < when < self.timer_at:
-            self.timer_at = when
-            self.world.at(when - self.world.now, self._on_timer)
+    def _look(self) -> None:
+        """Check what is published, and set the timer."""
+        syncer, world = self.syncer, self.world
+        for fragment in range(world.settings.fragments):
+            _, version, params = syncer.fetch(fragment)
+            known = world.contents.setdefault((fragment, version), params.clone())
+            assert torch.equal(known, params), "no version has two contents"
+        assert syncer._deltas.keys() == syncer.rounds.waiting_pushes()
+        wait_s = syncer.advance()
+        if wait_s is not None and world.now < world.now + wait_s < self.timer_at:
+            self.timer_at = world.now + wait_s
+            world.at(wait_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self.timer_at = math.inf
-        self._advance()
-
-    def _merge(self, merge: Merge) -> None:
-        if not self.is_alive:
-            return
-        world, number, fragment = self.world, merge.due.round, merge.due.fragment
-        assert number == self.rounds.committed + 1
-        assert len(merge.pushes) >= world.settings.min_quorum
-        begun = {(push.learner, push.generation, push.base) for push in merge.pushes}
-        assert len(begun) == len(merge.pushes)
-        deltas = torch.stack([self.deltas[push] for push in merge.pushes])
-        said = [
-            Said(push.steps, push.tokens, age)
-            for push, age in zip(merge.pushes, merge.ages, strict=True)
-        ]
-        params = world.method.merge(deltas, said, self.fragments[fragment], WHOLE)
-        if number % world.save_every == 0:
-            self._save(number)
-        if world.random.random() < 0.5:  # a kill may come between saving and publishing
-            self._publish(merge, params.clone())
-        else:
-            world.at(1e-9, lambda: self._publish(merge, params.clone()))
-
-    def _publish(self, merge: Merge, params: Tensor) -> None:
-        if not self.is_alive:
-            return
-        self.rounds.commit(merge.due.round, self.world.now)
-        self.published[merge.due.fragment] = params
-        self._note(self.rounds.version(merge.due.fragment), params)
-        self.world.merges.append(merge)
-        self._advance()
-        waiting = self.rounds.waiting_pushes()
-        self.deltas = {push: delta for push, delta in self.deltas.items() if push in waiting}
-        assert len(waiting) == len(self.deltas)
+        if self.is_alive:
+            self.ask(Syncer.advance)
 
 
 class LearnerProcess:
@@ -246,23 +231,20 @@ class LearnerProcess:
             self._join()
             return
         asked = (rounds.name, rounds.generation, rounds.epoch, rounds.total_steps)
-        self._send(
-            lambda syncer: syncer.ask(lambda one: one.poll(*asked, self.world.now)), self._on_reply
-        )
+        self._send(lambda syncer: syncer.poll(*asked), self._on_reply)
 
     def _join(self) -> None:
         rounds = self.rounds
         said = (rounds.name, rounds.generation, rounds.total_steps)
-        self._send(
-            lambda syncer: syncer.ask(lambda one: one.join(*said, self.world.now)), self._on_reply
-        )
+        contract = {"fragments": self.world.settings.fragments}
+        self._send(lambda syncer: syncer.join(*said, contract), self._on_reply)
 
     def _on_reply(self, reply: Reply) -> None:
         for fragment in self.rounds.listen(reply):
-            self._send(lambda syncer, f=fragment: syncer.fetch(f), self._on_fetch)
+            self._send(lambda syncer, f=fragment: (f, syncer.fetch(f)), self._on_fetch)
 
     def _on_fetch(self, reply: Any) -> None:
-        epoch, version, fragment, params = reply
+        fragment, (epoch, version, params) = reply
         if self.rounds.is_news(epoch, fragment, version):
             self.arrived[fragment] = (epoch, version, params)
 
@@ -270,17 +252,17 @@ class LearnerProcess:
         self, act: Callable[[Any], Any], on_reply: Callable[[Any], None] | None = None
     ) -> None:
         def arrive() -> None:
-            syncer = self.world.syncer
-            if syncer is None:
+            process = self.world.syncer
+            if process is None:
                 return
             try:
-                reply = act(syncer)
+                reply = process.ask(act)
             except Refused as error:
                 self.world.refused[error.reason] += 1
                 if error.reason in ("epoch", "learner"):
                     self.world.send(self._join_if_alive)
                 return
-            if on_reply is not None:
+            if on_reply is not None and process.is_alive:
                 self.world.send(lambda: on_reply(reply) if self.is_alive else None)
 
         self.world.send(arrive)

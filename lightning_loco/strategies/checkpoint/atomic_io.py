@@ -17,8 +17,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
+from lightning_loco._util.disk import DISK, Disk
 from lightning_loco._util.fault_points import reach
-from lightning_loco.strategies.checkpoint.disk import DISK, Disk
 
 META = "meta.pt"
 """What a checkpoint that is a folder has beside the parts of each rank; Lightning's name."""

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_loco._util.disk import DISK
 from lightning_loco.distributed import WorkerGroup, json_messages
 from lightning_loco.engine.gathered_state import of_length, with_vectors
 from lightning_loco.model.replica import Replica
 from lightning_loco.strategies.checkpoint.atomic_io import make_folder
-from lightning_loco.strategies.checkpoint.disk import DISK
 from lightning_loco.strategies.checkpoint.side_files import NEW_RUN
 
 OWN_SHARDS = "shards"

@@ -26,6 +26,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
+from lightning_loco._util.disk import DISK, Disk
 from lightning_loco._util.fault_points import reach
 from lightning_loco.model.fingerprint import crc32
 from lightning_loco.model.participant import LocalParticipant
@@ -42,7 +43,6 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     remove_part,
     remove_staged,
 )
-from lightning_loco.strategies.checkpoint.disk import DISK, Disk
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""

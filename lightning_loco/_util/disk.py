@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import fsspec
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from fsspec.core import url_to_fs
 
 
 class Disk:
@@ -26,7 +26,8 @@ class Disk:
 
     def exists(self, path: str | Path) -> bool:
         """Whether there is a file or a folder, on this machine or at an address."""
-        return get_filesystem(path).exists(str(path))
+        files, name = url_to_fs(str(path))
+        return bool(files.exists(name))
 
     def is_file(self, path: str | Path) -> bool:
         """Whether there is a file, or a link to one."""
@@ -46,13 +47,14 @@ class Disk:
 
     def names_in(self, folder: str | Path) -> list[str]:
         """Return the names in a folder, on this machine or at an address; empty without one."""
-        files = get_filesystem(folder)
-        entries = files.ls(str(folder), detail=False) if files.exists(str(folder)) else []
+        files, name = url_to_fs(str(folder))
+        entries = files.ls(name, detail=False) if files.exists(name) else []
         return [Path(entry).name for entry in entries]
 
     def open(self, path: str | Path) -> AbstractContextManager[IO[bytes]]:
         """Open a file to read it, on this machine or at an address."""
-        return fsspec.open(str(path), "rb")
+        file: AbstractContextManager[IO[bytes]] = fsspec.open(str(path), "rb")
+        return file
 
     # --------------------------------------------------------------------- writing
 

@@ -1,0 +1,294 @@
+"""The syncer: the fragments of a run, merged from what learners push, saved, and handed out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco._util.disk import DISK, Disk
+from lightning_loco.algorithms.algorithm import State
+from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
+from lightning_loco.algorithms.decoupled_diloco import Push as Progress
+from lightning_loco.syncer.merge_rounds import (
+    Merge,
+    MergeRounds,
+    MergeSettings,
+    Push,
+    Refused,
+    Reply,
+    Version,
+)
+from lightning_loco.syncer.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+_RETRY_SAVE_S = 10.0
+
+
+class Fragment(NamedTuple):
+    """A fragment as it is handed out.
+
+    Attributes:
+        epoch: Of the syncer.
+        version: Of the fragment.
+        params: Its parameters ``(P,)``, which do not change.
+    """
+
+    epoch: int
+    version: Version
+    params: Tensor
+
+
+class Syncer:
+    """Merges the fragments of a run. Its methods can be called by several threads.
+
+    A merge is saved before learners see it, so that a syncer that is killed and started again has
+    every version that a learner has received (with ``save_every=1``; otherwise up to ``save_every``
+    merges are lost, and learners follow it back).
+
+    Args:
+        method: How pushes are merged.
+        settings: When fragments are merged.
+        tensors: For each fragment, where its tensors are.
+        folder: For the state of this run alone. If a run is there, it is continued.
+        contract: What must be equal in all learners and in the folder, as JSON: names, shapes,
+            settings.
+        save_every: Merges between two saves.
+        on_merge: Called with each merge when it is published.
+        clock: The clock.
+        disk: Of this machine.
+
+    Attributes:
+        rounds: The decisions.
+        counts: Numbers since the start: ``merges``, ``pushes``, ``late`` ones among them, and
+            ``refused`` ones.
+
+    Raises:
+        ValueError: If the folder is of another run; the message names the first difference.
+    """
+
+    def __init__(
+        self,
+        method: DecoupledDiLoCo,
+        settings: MergeSettings,
+        tensors: Sequence[Sequence[TensorRange]],
+        folder: Path,
+        contract: Mapping[str, Any],
+        *,
+        save_every: int = 1,
+        on_merge: Callable[[Merge], object] | None = None,
+        clock: Clock = REAL_CLOCK,
+        disk: Disk = DISK,
+    ) -> None:
+        if len(tensors) != settings.fragments:
+            raise ValueError(
+                f"tensors has {len(tensors)} fragments, and the settings {settings.fragments}."
+            )
+        if type(save_every) is not int or save_every < 1:
+            raise ValueError(
+                f"save_every counts merges and must be at least 1, got {save_every!r}."
+            )
+        self._method, self._tensors, self._contract = method, tensors, dict(contract)
+        self._clock, self._save_every, self._on_merge = clock, save_every, on_merge
+        self._lock = threading.RLock()
+        self._snapshot = Snapshot(folder, disk)
+        self._deltas: dict[Push, Tensor] = {}
+        self._unsaved: dict[int, str] = {}
+        self._merging: Merge | None = None
+        self._saves_again_at = 0.0
+        self.counts = dict.fromkeys(("merges", "pushes", "late", "refused"), 0)
+        self._states: list[State] = []
+        self._published: list[Tensor] = []
+        saved = self._snapshot.load()
+        self.rounds = MergeRounds(settings, None if saved is None else saved.rounds)
+        if saved is not None:
+            if (difference := first_difference(self._contract, saved.contract)) is not None:
+                raise ValueError(f"The folder {folder} is of another run: {difference}.")
+            self._states = saved.fragments
+            self._save(self.rounds.committed)  # the epoch
+            self._published = [state["outer"].clone() for state in self._states]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has parameters: of the folder, or of the first learner."""
+        return bool(self._published)
+
+    def start(self, params: Sequence[Tensor]) -> None:
+        """Begin a run with these parameters, one vector ``(P,)`` for each fragment.
+
+        Only the first call counts. ValueError if lengths do not fit.
+        """
+        with self._lock:
+            if self.has_started:
+                return
+            for fragment, (one, tensors) in enumerate(zip(params, self._tensors, strict=True)):
+                if len(one) != tensors[-1].end:
+                    raise ValueError(
+                        f"Fragment {fragment} has {len(one)} elements, and not {tensors[-1].end}."
+                    )
+            self._states = [self._method.init(one.clone()) for one in params]
+            self._unsaved = dict.fromkeys(range(len(params)), "start")
+            self._save(0)
+            self._published = [one.clone() for one in params]
+
+    # -------------------------------------------------------------------- requests
+
+    def join(self, name: str, generation: int, steps: int, contract: Mapping[str, Any]) -> Reply:
+        """Take a learner in; see :meth:`MergeRounds.join`.
+
+        Raises:
+            Refused: ``"contract"`` if it has another model or other settings, and as above.
+        """
+        with self._lock, self._counting_refusals():
+            if (difference := first_difference(self._contract, contract)) is not None:
+                raise Refused("contract", f"Learner {name} does not fit the syncer: {difference}.")
+            return self.rounds.join(name, generation, steps, self._clock.now())
+
+    def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
+        """Tell a learner what is due; see :meth:`MergeRounds.poll`."""
+        with self._lock, self._counting_refusals():
+            self.rounds.poll(name, generation, epoch, steps, self._clock.now())
+            self._advance()  # its progress may have opened a round
+            return self.rounds.poll(name, generation, epoch, steps, self._clock.now())
+
+    def leave(self, name: str, generation: int) -> None:
+        """Do not expect a learner any more."""
+        with self._lock:
+            self.rounds.leave(name, generation)
+            self._advance()
+
+    def fetch(self, fragment: int) -> Fragment:
+        """Return a fragment as it is committed."""
+        with self._lock:
+            return Fragment(
+                self.rounds.epoch, self.rounds.version(fragment), self._published[fragment]
+            )
+
+    def push(self, push: Push, delta: Tensor) -> None:
+        """Take the pseudo-gradient of a learner, which it must not change any more.
+
+        Raises:
+            Refused: ``"finite"`` if it holds NaN or infinity, and as :meth:`MergeRounds.push`.
+        """
+        is_finite = bool(torch.isfinite(delta.sum()) or torch.isfinite(delta).all())
+        with self._lock, self._counting_refusals():
+            if not is_finite:
+                raise Refused(
+                    "finite", f"The push of {push.learner} for round {push.due.round} holds NaN."
+                )
+            is_late = push.due.round <= self.rounds.committed
+            self.rounds.push(push, self._clock.now())
+            self._deltas[push] = delta
+            self.counts["pushes"] += 1
+            self.counts["late"] += is_late
+            self._advance()
+
+    def advance(self) -> float | None:
+        """Do what is due; return after how many seconds to call again, None if after an event."""
+        with self._lock:
+            self._advance()
+            times = [] if self._merging is None else [self._saves_again_at]
+            if (following := self.rounds.next_time()) is not None:
+                times.append(following)
+            return max(min(times) - self._clock.now(), 0.0) if times else None
+
+    def status(self) -> dict[str, Any]:
+        """Return numbers for a line or a page; what is not known is None."""
+        with self._lock:
+            rounds = self.rounds
+            return {
+                "epoch": rounds.epoch,
+                "committed": rounds.committed,
+                "learners": {
+                    name: {"steps": one.steps, "step_s": one.step_s, "seen_s": now - one.seen_at}
+                    for now in (self._clock.now(),)
+                    for name, one in sorted(rounds.learners.items())
+                },
+                "open": {number: sorted(one.pushes) for number, one in sorted(rounds.open.items())},
+                "measured_sync_every": rounds.measured_sync_every,
+                **self.counts,
+            }
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except Refused:
+            self.counts["refused"] += 1
+            raise
+
+    # ---------------------------------------------------------------------- merges
+
+    def _advance(self) -> None:
+        """Open rounds; compute, save and publish the merges that are due."""
+        while (merge := self._merging or self.rounds.advance(self._clock.now())) is not None:
+            if self._merging is None:
+                self._compute(merge)
+            elif self._clock.now() < self._saves_again_at:
+                break
+            if not self._commit(merge):
+                break
+        waiting = self.rounds.waiting_pushes()
+        self._deltas = {push: delta for push, delta in self._deltas.items() if push in waiting}
+
+    def _compute(self, merge: Merge) -> None:
+        self._merging, fragment = merge, merge.due.fragment
+        progress = [
+            Progress(push.steps, push.tokens, age)
+            for push, age in zip(merge.pushes, merge.ages, strict=True)
+        ]
+        deltas = torch.stack([self._deltas[push] for push in merge.pushes])
+        self._method.merge(deltas, progress, self._states[fragment], self._tensors[fragment])
+        self._unsaved[fragment] = f"{self.rounds.epoch}_{merge.due.round}"
+
+    def _commit(self, merge: Merge) -> bool:
+        """Save a merge if it is time, and publish it; return False if it could not be saved."""
+        number, fragment = merge.due.round, merge.due.fragment
+        if number % self._save_every == 0:
+            try:
+                self._save(number)
+            except OSError as error:
+                log.error(
+                    "The merge of round %d cannot be saved, so learners do not get it: %s. The "
+                    "syncer tries again every %.0f s.",
+                    number,
+                    error,
+                    _RETRY_SAVE_S,
+                )
+                self._saves_again_at = self._clock.now() + _RETRY_SAVE_S
+                return False
+        self._merging = None
+        self.rounds.commit(number, self._clock.now())
+        self._published[fragment] = self._states[fragment]["outer"].clone()
+        self.counts["merges"] += 1
+        if self._on_merge is not None:
+            self._on_merge(merge)
+        return True
+
+    def _save(self, merged: int) -> None:
+        state = self.rounds.state_dict(merged)
+        self._snapshot.save(self._contract, state, self._states, self._unsaved)
+        self._unsaved = {}
+
+
+def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Name the first entry in which two contracts differ; None if they are equal as JSON.
+
+    Example:
+        >>> first_difference({"fragments": 24}, {"fragments": 8})
+        'fragments is 8 there and 24 here'
+    """
+    for key in [*own, *(key for key in other if key not in own)]:
+        here, there = own.get(key), other.get(key)
+        if json.dumps(here) != json.dumps(there):
+            return f"{key} is {there!r} there and {here!r} here"
+    return None
