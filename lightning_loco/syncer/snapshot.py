@@ -89,7 +89,9 @@ class Snapshot:
                 name of its file that no other state of it has had.
         """
         disk = self._disk
-        disk.make_folder(self._folder)
+        if not self._names:
+            disk.make_folder(self._folder)
+            disk.sync(self._folder.parent)
         names = [*self._names] or [""] * len(fragments)
         for fragment, text in merged.items():
             names[fragment] = f"{_PREFIX}{fragment}_{text}.pt"

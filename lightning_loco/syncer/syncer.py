@@ -196,21 +196,19 @@ class Syncer:
         """Do what is due; return after how many seconds to call again, None if after an event."""
         with self._lock:
             self._advance()
-            times = [] if self._merging is None else [self._saves_again_at]
-            if (following := self.rounds.next_time()) is not None:
-                times.append(following)
-            return max(min(times) - self._clock.now(), 0.0) if times else None
+            is_saved = self._merging is None
+            following = self.rounds.next_time() if is_saved else self._saves_again_at
+            return None if following is None else max(following - self._clock.now(), 0.0)
 
     def status(self) -> dict[str, Any]:
         """Return numbers for a line or a page; what is not known is None."""
         with self._lock:
-            rounds = self.rounds
+            rounds, now = self.rounds, self._clock.now()
             return {
                 "epoch": rounds.epoch,
                 "committed": rounds.committed,
                 "learners": {
                     name: {"steps": one.steps, "step_s": one.step_s, "seen_s": now - one.seen_at}
-                    for now in (self._clock.now(),)
                     for name, one in sorted(rounds.learners.items())
                 },
                 "open": {number: sorted(one.pushes) for number, one in sorted(rounds.open.items())},

@@ -2,14 +2,180 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_loco.algorithms import DecoupledDiLoCo
-from lightning_loco.syncer.merge_rounds import MergeSettings
-from tests.syncer.world import Network, World
+from lightning_loco.syncer.learner_rounds import LearnerRounds
+from lightning_loco.syncer.merge_rounds import MergeSettings, Refused, Version
+from lightning_loco.syncer.syncer import Syncer
+from tests.syncer.world import SIZE, WHOLE, Network, World
 
 MEAN = DecoupledDiLoCo(aggregate="mean", weight="equal")
+
+
+CONTRACT = {"fragments": 2, "model": "Linear(3, 2)"}
+
+
+def make(folder: Path, method: DecoupledDiLoCo = MEAN, **settings: Any) -> Syncer:
+    """A syncer with a merge per local step of its learners, which has started at zeros."""
+    contract = settings.pop("contract", CONTRACT)
+    save_every = settings.pop("save_every", 1)
+    chosen = MergeSettings(fragments=2, sync_every=2, **{"grace": 0.0, **settings})
+    syncer = Syncer(method, chosen, [WHOLE] * 2, folder, contract, save_every=save_every)
+    syncer.start([torch.zeros(SIZE)] * 2)
+    return syncer
+
+
+class Caller:
+    """A learner that calls the syncer."""
+
+    def __init__(self, syncer: Syncer, name: str = "a", generation: int = 1) -> None:
+        self.rounds = LearnerRounds(name, generation, 2)
+        self.follow(syncer)
+
+    def follow(self, syncer: Syncer) -> None:
+        said = (self.rounds.name, self.rounds.generation, self.rounds.total_steps)
+        reply = syncer.join(*said, CONTRACT)
+        self.receive(syncer, self.rounds.listen(reply))
+
+    def receive(self, syncer: Syncer, fragments: list[int]) -> None:
+        for fragment in fragments:
+            self.rounds.receive(fragment, syncer.fetch(fragment).version)
+
+    def step(self, syncer: Syncer, delta: float) -> None:
+        """Make a local step, push what is due, and receive what is merged."""
+        rounds = self.rounds
+        rounds.count(8.0)
+        said = (rounds.name, rounds.generation)
+        self.receive(syncer, rounds.listen(syncer.poll(*said, rounds.epoch, rounds.total_steps)))
+        for push in rounds.answers():
+            syncer.push(push, torch.full((SIZE,), delta))
+        self.receive(syncer, rounds.listen(syncer.poll(*said, rounds.epoch, rounds.total_steps)))
+
+
+def test_a_syncer_continues_from_its_folder(tmp_path: Path) -> None:
+    """Momentum and versions are those of a syncer that was not stopped."""
+    method = DecoupledDiLoCo(0.7, 0.9, mix=0.5)
+    whole, first = make(tmp_path / "whole", method), make(tmp_path / "parts", method)
+    callers = [Caller(whole), Caller(first)]
+    for step in range(5):
+        callers[0].step(whole, step + 1.0)
+        callers[1].step(first, step + 1.0)
+    again = make(tmp_path / "parts", method)
+    assert again.rounds.epoch == 2
+    with pytest.raises(Refused, match="epoch 2, and not 1: join"):
+        callers[1].step(again, 6.0)
+    callers[1].follow(again)
+    for step in range(5, 9):
+        callers[0].step(whole, step + 1.0)
+        callers[1].step(again, step + 1.0)
+    assert again.rounds.committed == whole.rounds.committed == 9
+    for fragment in range(2):
+        assert torch.equal(again.fetch(fragment).params, whole.fetch(fragment).params)
+    files = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert files == ["fragment_0_2_9.pt", "fragment_1_2_8.pt", "syncer.json"]
+
+
+def test_what_was_not_saved_is_lost_and_learners_follow(tmp_path: Path) -> None:
+    syncer = make(tmp_path, save_every=3)
+    caller = Caller(syncer)
+    params = {}
+    for step in range(5):
+        caller.step(syncer, 1.0)
+        params[step + 1] = [syncer.fetch(fragment).params for fragment in range(2)]
+    again = make(tmp_path, save_every=3)
+    assert again.rounds.committed == 3
+    for fragment in range(2):
+        assert torch.equal(again.fetch(fragment).params, params[3][fragment])
+    caller.follow(again)
+    assert caller.rounds.received == [Version(1, 3), Version(1, 2)]
+    caller.step(again, 1.0)
+    assert again.rounds.committed == 4
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"is of another run: model is 'Linear\(3, 2\)' there"):
+        make(tmp_path, contract={**CONTRACT, "model": "Linear(2, 2)"})
+
+
+@pytest.mark.parametrize("damage", ["syncer.json", "fragment_1_1_0"])
+def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
+    make(tmp_path)
+    (file,) = tmp_path.glob(f"{damage}*") if "." in damage else tmp_path.glob("fragment_1_*")
+    file.write_bytes(b"PK")
+    with pytest.raises(ValueError, match=f"{file.name} of the syncer cannot be read"):
+        make(tmp_path)
+
+
+def test_a_learner_with_another_model_is_refused(tmp_path: Path) -> None:
+    syncer = make(tmp_path)
+    with pytest.raises(Refused, match="Learner b does not fit the syncer: model is 'GPT' there"):
+        syncer.join("b", 1, 0, {"fragments": 2, "model": "GPT"})
+    with pytest.raises(Refused, match="dtype is 'bfloat16' there and None here"):
+        syncer.join("b", 1, 0, {**CONTRACT, "dtype": "bfloat16"})
+    assert syncer.counts["refused"] == 2
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_push_with_nan_is_left_out(tmp_path: Path, wrong: float) -> None:
+    syncer = make(tmp_path)
+    caller = Caller(syncer)
+    with pytest.raises(Refused, match="push of a for round 1 holds NaN") as caught:
+        caller.step(syncer, wrong)
+    assert caught.value.reason == "finite"
+    caller.rounds.lost(next(iter(syncer.rounds.open.values())).due)
+    caller.step(syncer, 1.0)
+    assert syncer.fetch(0).params.tolist() == [-1.0] * SIZE
+
+
+def test_a_full_disk_keeps_the_last_save_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(MergeSettings(1, 2, grace=0.0), MEAN)
+    world.start_learner("a", 1.0, 1.0)
+    world.run(10.0)
+    committed = len(world.merges)
+    world.disk_is_full = True
+    with caplog.at_level(logging.ERROR):
+        world.run(60.0)
+    assert committed <= len(world.merges) <= committed + 1
+    assert "cannot be saved, so learners do not get it: [Errno 28]" in caplog.text
+    assert 3 <= len(caplog.records) <= 6  # every 10 s
+    world.disk_is_full = False
+    world.run(120.0)
+    assert len(world.merges) > committed + 10
+
+
+def test_the_status_is_json(tmp_path: Path) -> None:
+    syncer = make(tmp_path)
+    caller = Caller(syncer)
+    assert syncer.status()["measured_sync_every"] is None
+    assert syncer.status()["learners"]["a"]["step_s"] is None
+    for _ in range(4):
+        caller.step(syncer, 1.0)
+    status = json.loads(json.dumps(syncer.status()))
+    assert (status["committed"], status["merges"], status["pushes"]) == (4, 4, 4)
+    assert status["measured_sync_every"] == 2
+    assert status["learners"]["a"]["steps"] == 4
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_every counts merges .* got 0"):
+        make(tmp_path, save_every=0)
+    with pytest.raises(ValueError, match="tensors has 1 fragments, and the settings 2"):
+        Syncer(MEAN, MergeSettings(fragments=2), [WHOLE], tmp_path, CONTRACT)
+    syncer = Syncer(MEAN, MergeSettings(fragments=1), [WHOLE], tmp_path, CONTRACT)
+    assert not syncer.has_started
+    with pytest.raises(ValueError, match="Fragment 0 has 2 elements, and not 3"):
+        syncer.start([torch.zeros(2)])
 
 
 def test_pushes_of_all_make_streaming_diloco() -> None:
@@ -52,7 +218,7 @@ FAULTS = Network(least_s=0.01, most_s=2.0, lost=0.1, twice=0.1)
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(30), pytest.param(range(30, 2000), marks=pytest.mark.soak)], ids=["few", "many"]
+    "seeds", [range(12), pytest.param(range(12, 1000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_in_every_order_of_events_nothing_is_merged_twice(seeds: range) -> None:
     for seed in seeds:
