@@ -25,6 +25,7 @@ Reason = Literal[
     "steps",
     "finite",
     "contract",
+    "start",
 ]
 """Why a request was refused: see :meth:`MergeRounds.poll` and :meth:`MergeRounds.push`."""
 

@@ -118,6 +118,11 @@ class Syncer:
             self._published = [state["outer"].clone() for state in self._states]
 
     @property
+    def lengths(self) -> list[int]:
+        """Number of elements of each fragment."""
+        return [tensors[-1].end for tensors in self._tensors]
+
+    @property
     def has_started(self) -> bool:
         """Whether it has parameters: of the folder, or of the first learner."""
         return bool(self._published)
@@ -130,11 +135,9 @@ class Syncer:
         with self._lock:
             if self.has_started:
                 return
-            for fragment, (one, tensors) in enumerate(zip(params, self._tensors, strict=True)):
-                if len(one) != tensors[-1].end:
-                    raise ValueError(
-                        f"Fragment {fragment} has {len(one)} elements, and not {tensors[-1].end}."
-                    )
+            for fragment, (one, length) in enumerate(zip(params, self.lengths, strict=True)):
+                if len(one) != length:
+                    raise ValueError(f"Fragment {fragment} has {len(one)} elements, not {length}.")
             self._states = [self._method.init(one.clone()) for one in params]
             self._unsaved = dict.fromkeys(range(len(params)), "start")
             self._save(0)
@@ -154,8 +157,14 @@ class Syncer:
             return self.rounds.join(name, generation, steps, self._clock.now())
 
     def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
-        """Tell a learner what is due; see :meth:`MergeRounds.poll`."""
+        """Tell a learner what is due; see :meth:`MergeRounds.poll`.
+
+        Raises:
+            Refused: ``"start"`` if there are no parameters yet, and as above.
+        """
         with self._lock, self._counting_refusals():
+            if not self.has_started:
+                raise Refused("start", "The run has not started: send parameters.")
             self.rounds.poll(name, generation, epoch, steps, self._clock.now())
             self._advance()  # its progress may have opened a round
             return self.rounds.poll(name, generation, epoch, steps, self._clock.now())

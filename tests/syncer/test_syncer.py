@@ -174,7 +174,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Syncer(MEAN, MergeSettings(fragments=2), [WHOLE], tmp_path, CONTRACT)
     syncer = Syncer(MEAN, MergeSettings(fragments=1), [WHOLE], tmp_path, CONTRACT)
     assert not syncer.has_started
-    with pytest.raises(ValueError, match="Fragment 0 has 2 elements, and not 3"):
+    with pytest.raises(ValueError, match="Fragment 0 has 2 elements, not 3"):
         syncer.start([torch.zeros(2)])
 
 

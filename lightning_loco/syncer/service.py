@@ -1,0 +1,252 @@
+"""The syncer on the network: a server of its requests, and the client of a learner.
+
+Headers are JSON and hold a ``kind``; the body of a push, and of the reply to a fetch, is the vector
+of a fragment as it is in memory, little endian. Learners only connect outwards: the syncer opens no
+connection.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_loco._util.background import BackgroundThread
+from lightning_loco.syncer.merge_rounds import Due, Push, Refused, Reply, Version
+from lightning_loco.syncer.syncer import Fragment, Syncer
+from lightning_loco.transport import Client, JobCertificate, MalformedMessage, Request, Server
+
+_MAX_TEXT_BYTES = 16 * 2**20
+"""Longest contract or reply in JSON."""
+
+_LONGEST_WAIT_S = 1.0
+
+
+class SyncerServer(Server):
+    """Answers learners' requests, and lets the syncer do what is due by the clock.
+
+    Arguments and errors as in :class:`~lightning_loco.transport.Server`.
+
+    Args:
+        syncer: What the requests are for; it has started, or the first learner starts it.
+        dtype: Of pushes and fragments.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes any free one.
+        certificate: Certificate of the job. Default: no encryption.
+        max_connections: Most open connections.
+        timeout_s: Longest time for a request and its reply, in seconds.
+    """
+
+    def __init__(
+        self,
+        syncer: Syncer,
+        dtype: torch.dtype = torch.float32,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        certificate: JobCertificate | None = None,
+        max_connections: int = 256,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._syncer, self._dtype = syncer, dtype
+        self._answers: dict[str, Callable[[dict[str, Any], Request], None]] = {
+            "join": self._join,
+            "start": self._start,
+            "poll": self._poll,
+            "push": self._push,
+            "fetch": self._fetch,
+            "leave": self._leave,
+            "status": lambda header, request: _reply(request, self._syncer.status()),
+        }
+        self._is_ending = threading.Event()
+        self._timer = BackgroundThread("loco-syncer-timer", self._follow_the_clock)
+        super().__init__(
+            self._answer_learner,
+            host=host,
+            port=port,
+            certificate=certificate,
+            max_connections=max_connections,
+            timeout_s=timeout_s,
+        )
+
+    def start(self) -> None:
+        """Start to answer."""
+        super().start()
+        self._timer.start()
+
+    def close(self) -> None:
+        """Close all connections and free the port."""
+        self._is_ending.set()
+        super().close()
+
+    def _follow_the_clock(self) -> None:
+        wait_s: float | None = 0.0
+        while not self._is_ending.wait(min(_LONGEST_WAIT_S, wait_s or _LONGEST_WAIT_S)):
+            wait_s = self._syncer.advance()
+
+    def _answer_learner(self, request: Request) -> None:
+        try:
+            header = json.loads(request.header)
+            answer = self._answers[header["kind"]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise MalformedMessage("a request that no learner sends") from error
+        try:
+            answer(header, request)
+        except Refused as error:
+            request.reply(json.dumps({"refused": [error.reason, str(error)[:500]]}).encode())
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise MalformedMessage(f"a malformed request to {header['kind']}: {error}") from error
+
+    def _join(self, header: dict[str, Any], request: Request) -> None:
+        contract = json.loads(_receive_text(request))
+        if not isinstance(contract, dict):
+            raise ValueError("a contract that is no object")
+        name, generation, steps = str(header["name"]), int(header["generation"]), header["steps"]
+        reply = self._syncer.join(name, generation, int(steps), contract)
+        _reply(request, [self._syncer.has_started, reply])
+
+    def _start(self, header: dict[str, Any], request: Request) -> None:
+        params = [self._receive_vector(request, length) for length in self._syncer.lengths]
+        self._syncer.start(params)
+        _reply(request, None)
+
+    def _poll(self, header: dict[str, Any], request: Request) -> None:
+        said = (str(header["name"]), int(header["generation"]), int(header["epoch"]))
+        _reply(request, self._syncer.poll(*said, int(header["steps"])))
+
+    def _push(self, header: dict[str, Any], request: Request) -> None:
+        push = Push(*header["push"])
+        push = push._replace(due=Due(*map(int, push.due)), base=Version(*map(int, push.base)))
+        push = push._replace(steps=int(push.steps), tokens=float(push.tokens))
+        if not 0 <= push.due.fragment < len(self._syncer.lengths):
+            raise ValueError(f"no fragment {push.due.fragment}")
+        delta = self._receive_vector(request, self._syncer.lengths[push.due.fragment])
+        self._syncer.push(push, delta)
+        _reply(request, None)
+
+    def _fetch(self, header: dict[str, Any], request: Request) -> None:
+        epoch, version, params = self._syncer.fetch(int(header["fragment"]))
+        request.reply(json.dumps([epoch, version]).encode(), _bytes_of(params.to(self._dtype)))
+
+    def _leave(self, header: dict[str, Any], request: Request) -> None:
+        self._syncer.leave(str(header["name"]), int(header["generation"]))
+        _reply(request, None)
+
+    def _receive_vector(self, request: Request, length: int) -> Tensor:
+        vector = torch.empty(length, dtype=self._dtype)
+        request.receive_into(_bytes_of(vector))
+        return vector
+
+
+class SyncerClient:
+    """A learner's connection to the syncer; see :class:`Syncer` for the requests.
+
+    Not thread-safe. Every request raises OSError if the syncer cannot be reached, and
+    :class:`Refused` if it does not accept it.
+
+    Args:
+        host: Name or address of the syncer.
+        port: Its port.
+        certificate: Certificate of the job. Default: no encryption.
+        dtype: Of pushes and fragments.
+        timeout_s: Longest time for a request and its reply, in seconds.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        certificate: JobCertificate | None = None,
+        dtype: torch.dtype = torch.float32,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._client = Client(host, port, certificate)
+        self._dtype, self._timeout_s = dtype, timeout_s
+
+    def join(
+        self, name: str, generation: int, steps: int, contract: Mapping[str, Any]
+    ) -> tuple[bool, Reply]:
+        """Join; return also whether the run has started, or waits for :meth:`start`."""
+        said = {"name": name, "generation": generation, "steps": steps}
+        has_started, reply = self._ask("join", said, json.dumps(contract).encode())
+        return has_started, _read_reply(reply)
+
+    def start(self, params: Sequence[Tensor]) -> None:
+        """Begin the run with these parameters, unless another learner has."""
+        vectors = torch.cat([one.to(self._dtype) for one in params])
+        self._ask("start", {}, _bytes_of(vectors))
+
+    def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
+        """Report progress, and ask what is due."""
+        said = {"name": name, "generation": generation, "epoch": epoch, "steps": steps}
+        return _read_reply(self._ask("poll", said))
+
+    def push(self, push: Push, delta: Tensor) -> None:
+        """Send a pseudo-gradient."""
+        self._ask("push", {"push": push}, _bytes_of(delta.to(self._dtype)))
+
+    def fetch(self, fragment: int, into: Tensor) -> Fragment:
+        """Receive a fragment into a vector of its length."""
+        reply = self._client.request(
+            _header("fetch", {"fragment": fragment}), timeout_s=self._timeout_s
+        )
+        epoch, version = json.loads(reply.header)
+        if reply.body_bytes != into.nbytes:
+            raise MalformedMessage(f"{reply.body_bytes} bytes for a fragment of {into.nbytes}")
+        reply.receive_into(_bytes_of(into), timeout_s=self._timeout_s)
+        return Fragment(epoch, Version(*version), into)
+
+    def leave(self, name: str, generation: int) -> None:
+        """Say that the learner leaves."""
+        self._ask("leave", {"name": name, "generation": generation})
+
+    def status(self) -> dict[str, Any]:
+        """Return the numbers of :meth:`Syncer.status`."""
+        status: dict[str, Any] = self._ask("status", {})
+        return status
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _ask(self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b"") -> Any:
+        reply = self._client.request(_header(kind, said), body, timeout_s=self._timeout_s)
+        header = json.loads(reply.header)
+        if "refused" in header:
+            raise Refused(*header["refused"])
+        if reply.body_bytes > _MAX_TEXT_BYTES:
+            raise MalformedMessage(f"a reply of {reply.body_bytes} bytes to {kind}")
+        text = bytearray(reply.body_bytes)
+        reply.receive_into(memoryview(text), timeout_s=self._timeout_s)
+        return json.loads(text)
+
+
+def _header(kind: str, said: Mapping[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **said}).encode()
+
+
+def _reply(request: Request, value: Any) -> None:
+    request.reply(b"{}", json.dumps(value).encode())
+
+
+def _receive_text(request: Request) -> bytearray:
+    if request.body_bytes > _MAX_TEXT_BYTES:
+        raise ValueError(f"{request.body_bytes} bytes of text")
+    text = bytearray(request.body_bytes)
+    request.receive_into(memoryview(text))
+    return text
+
+
+def _read_reply(value: Any) -> Reply:
+    epoch, asked, versions = value
+    return Reply(
+        epoch, tuple(Due(*due) for due in asked), tuple(Version(*version) for version in versions)
+    )
+
+
+def _bytes_of(vector: Tensor) -> memoryview:
+    return memoryview(vector.detach().numpy()).cast("B")  # type: ignore[arg-type]
