@@ -206,6 +206,7 @@ class DecoupledDiLoCo:
         pushes: Sequence[Push],
         state: State,
         tensors: Sequence[TensorRange],
+        weights: Sequence[float] | None = None,
     ) -> Tensor:
         """Merge what learners have pushed into the syncer's fragment.
 
@@ -216,6 +217,7 @@ class DecoupledDiLoCo:
             pushes: What their learners say of them.
             state: Of :meth:`init`, updated in place.
             tensors: Where the tensors of the fragment are.
+            weights: As they were applied in a run that is repeated. Default: :meth:`weights`.
 
         Returns:
             The new parameters of the fragment, ``(P,)``: a tensor of the state.
@@ -223,7 +225,7 @@ class DecoupledDiLoCo:
         Raises:
             ValueError: As :meth:`weights`.
         """
-        weights = self.weights(pushes)
+        weights = self.weights(pushes) if weights is None else weights
         merged = deltas[0] if len(deltas) == 1 else torch.empty_like(deltas[0])
         for begin, end, is_embedding in tensors:
             rows = deltas[:, begin:end]

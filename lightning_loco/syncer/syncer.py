@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from lightning_loco.syncer.merge_rounds import (
     Version,
 )
 from lightning_loco.syncer.snapshot import Snapshot
+from lightning_loco.syncer.tape import Tape
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Syncer:
             settings.
         save_every: Merges between two saves.
         on_merge: Called with each merge when it is published.
+        tape: Where the run is recorded. Default: nowhere.
         clock: The clock.
         disk: Of this machine.
 
@@ -86,6 +89,7 @@ class Syncer:
         *,
         save_every: int = 1,
         on_merge: Callable[[Merge], object] | None = None,
+        tape: Tape | None = None,
         clock: Clock = REAL_CLOCK,
         disk: Disk = DISK,
     ) -> None:
@@ -99,6 +103,7 @@ class Syncer:
             )
         self._method, self._tensors, self._contract = method, tensors, dict(contract)
         self._clock, self._save_every, self._on_merge = clock, save_every, on_merge
+        self._tape = tape
         self._lock = threading.RLock()
         self._snapshot = Snapshot(folder, disk)
         self._deltas: dict[Push, Tensor] = {}
@@ -116,6 +121,7 @@ class Syncer:
             self._states = saved.fragments
             self._save(self.rounds.committed)  # the epoch
             self._published = [state["outer"].clone() for state in self._states]
+            self._record_start()
 
     @property
     def lengths(self) -> list[int]:
@@ -142,6 +148,18 @@ class Syncer:
             self._unsaved = dict.fromkeys(range(len(params)), "start")
             self._save(0)
             self._published = [one.clone() for one in params]
+            self._record_start()
+
+    def _record_start(self) -> None:
+        if self._tape is not None:
+            rounds = self.rounds
+            self._tape.write_start(
+                self._method, self._tensors, rounds.epoch, rounds.committed, self._states
+            )
+
+    def _record(self, event: str, **values: Any) -> None:
+        if self._tape is not None:
+            self._tape.write(event, **values)
 
     # -------------------------------------------------------------------- requests
 
@@ -154,7 +172,9 @@ class Syncer:
         with self._lock, self._counting_refusals():
             if (difference := first_difference(self._contract, contract)) is not None:
                 raise Refused("contract", f"Learner {name} does not fit the syncer: {difference}.")
-            return self.rounds.join(name, generation, steps, self._clock.now())
+            reply = self.rounds.join(name, generation, steps, self._clock.now())
+            self._record("join", learner=name, generation=generation, steps=steps)
+            return reply
 
     def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
         """Tell a learner what is due; see :meth:`MergeRounds.poll`.
@@ -173,6 +193,7 @@ class Syncer:
         """Do not expect a learner any more."""
         with self._lock:
             self.rounds.leave(name, generation)
+            self._record("leave", learner=name, generation=generation)
             self._advance()
 
     def fetch(self, fragment: int) -> Fragment:
@@ -229,8 +250,9 @@ class Syncer:
     def _counting_refusals(self) -> Iterator[None]:
         try:
             yield
-        except Refused:
+        except Refused as error:
             self.counts["refused"] += 1
+            self._record("refused", reason=error.reason, text=str(error))
             raise
 
     # ---------------------------------------------------------------------- merges
@@ -254,7 +276,19 @@ class Syncer:
             for push, age in zip(merge.pushes, merge.ages, strict=True)
         ]
         deltas = torch.stack([self._deltas[push] for push in merge.pushes])
-        self._method.merge(deltas, progress, self._states[fragment], self._tensors[fragment])
+        weights = self._method.weights(progress)
+        compute = partial(
+            self._method.merge,
+            deltas,
+            progress,
+            self._states[fragment],
+            self._tensors[fragment],
+            weights,
+        )
+        if self._tape is None:
+            compute()
+        else:
+            self._tape.write_merge(merge, self.rounds.epoch, deltas, weights, compute)
         self._unsaved[fragment] = f"{self.rounds.epoch}_{merge.due.round}"
 
     def _commit(self, merge: Merge) -> bool:
