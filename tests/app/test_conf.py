@@ -441,7 +441,7 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
         (["algorithm.sync_every=1.5"], "algorithm: .* an integer .*, got 1.5"),
         (["algorithm.outer_lr=-1"], "algorithm: outer_lr must be positive, got -1"),
         (["algorithm.evaluate=both"], "algorithm: evaluate must be one of .*, got 'both'"),
-        (["+algorithm.sync_evry=1"], "unexpected keyword argument 'sync_evry'"),
+        (["+algorithm.sync_evry=1"], "no argument 'sync_evry'. Did you mean sync_every"),
         (
             ["algorithm=diloco", "topology=ring"],
             r"DiLoCo has no neighbours in a graph and takes no topology, got 'ring'\."
