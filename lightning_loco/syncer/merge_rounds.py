@@ -251,7 +251,7 @@ class MergeRounds:
         # Mean local steps of the learners: all of them, and those since the last round was opened.
         self._progress = self._since_opening = 0.0
         self._merged_at_progress: dict[int, float] = {}
-        self._quorum_s = self._merge_s = 0.0
+        self._quorum_s = self._merge_s = self._merge_began = 0.0
         if state is not None:
             self.committed = state["committed"]
             self.epoch = state["epoch"] + 1

@@ -26,10 +26,10 @@ _MAX_TEXT_BYTES = 16 * 2**20
 _LONGEST_WAIT_S = 1.0
 
 
-class SyncerServer(Server):
+class SyncerServer:
     """Answers learners' requests, and lets the syncer do what is due by the clock.
 
-    Arguments and errors as in :class:`~lightning_loco.transport.Server`.
+    Other arguments and errors as in :class:`~lightning_loco.transport.Server`.
 
     Args:
         syncer: What the requests are for; it has started, or the first learner starts it.
@@ -39,6 +39,9 @@ class SyncerServer(Server):
         certificate: Certificate of the job. Default: no encryption.
         max_connections: Most open connections.
         timeout_s: Longest time for a request and its reply, in seconds.
+
+    Attributes:
+        server: Listens on ``server.port``.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class SyncerServer(Server):
         }
         self._is_ending = threading.Event()
         self._timer = BackgroundThread("loco-syncer-timer", self._follow_the_clock)
-        super().__init__(
+        self.server = Server(
             self._answer_learner,
             host=host,
             port=port,
@@ -75,13 +78,13 @@ class SyncerServer(Server):
 
     def start(self) -> None:
         """Start to answer."""
-        super().start()
+        self.server.start()
         self._timer.start()
 
     def close(self) -> None:
         """Close all connections and free the port."""
         self._is_ending.set()
-        super().close()
+        self.server.close()
 
     def _follow_the_clock(self) -> None:
         wait_s: float | None = 0.0

@@ -46,7 +46,7 @@ def serving(
 
 
 def client_of(server: SyncerServer, certificate: JobCertificate | None = None) -> SyncerClient:
-    return SyncerClient("127.0.0.1", server.port, certificate, torch.float64, timeout_s=20.0)
+    return SyncerClient("127.0.0.1", server.server.port, certificate, torch.float64, timeout_s=20.0)
 
 
 def learn(client: SyncerClient, name: str, toward: float, end: threading.Event) -> Tensor:
@@ -154,12 +154,12 @@ def test_what_no_learner_sends_closes_the_connection(
     tmp_path: Path, header: bytes, body: bytes
 ) -> None:
     with serving(tmp_path) as server:
-        stranger, client = Client("127.0.0.1", server.port), client_of(server)
+        stranger, client = Client("127.0.0.1", server.server.port), client_of(server)
         client.join("b", 1, 0, CONTRACT)
         client.start([torch.zeros(SIZE)] * 2)
         with pytest.raises(OSError):  # noqa: PT011
             stranger.request(header, body, timeout_s=20.0)
-        assert server.malformed == 1
+        assert server.server.malformed == 1
         assert client.status()["committed"] == 0  # it still answers others
         stranger.close()
         client.close()
