@@ -288,6 +288,7 @@ def test_a_hostile_worker_is_compared_with_three_honest_ones(tmp_path: Path) -> 
     assert float(cells(output, "scaled_trimmed_mean")[1]) < 1.2 * honest
 
 
+@pytest.mark.soak
 @pytest.mark.process
 def test_the_checks_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
     output = run("gpu_checks", "--device", "cpu", "--quick", "--out", str(tmp_path))
