@@ -95,7 +95,7 @@ class Push(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a learner is told when it joins or polls.
+    """The answer to a learner that joins or polls.
 
     Attributes:
         epoch: Of the syncer.
