@@ -142,10 +142,14 @@ class GeometricMedian(RobustMean):
         return point
 
 
+def is_finite(vector: Tensor) -> bool:
+    """Return whether a vector holds neither NaN nor infinity."""
+    return bool(torch.isfinite(vector.sum()) or torch.isfinite(vector).all())
+
+
 def _valid(messages: Tensor, weights: Sequence[float]) -> Tensor:
     """The messages that count, ``(n, P)``; RuntimeError without any."""
-    is_finite = [bool(torch.isfinite(row.sum()) or torch.isfinite(row).all()) for row in messages]
-    pairs = zip(weights, is_finite, strict=True)
+    pairs = zip(weights, map(is_finite, messages), strict=True)
     kept = [index for index, (weight, finite) in enumerate(pairs) if weight and finite]
     if not kept:
         raise RuntimeError(

@@ -15,7 +15,6 @@ from lightning_loco.algorithms.algorithm import State
 
 _MAIN = "syncer.json"
 _PREFIX = "fragment_"
-_FORMAT = 1
 
 
 class Saved(NamedTuple):
@@ -96,7 +95,7 @@ class Snapshot:
         for fragment, text in merged.items():
             names[fragment] = f"{_PREFIX}{fragment}_{text}.pt"
             self._write(names[fragment], partial(torch.save, fragments[fragment]))
-        main = {"format": _FORMAT, "contract": contract, "rounds": rounds, "files": names}
+        main = {"contract": contract, "rounds": rounds, "files": names}
         staged = self._write(f"{_MAIN}.new", lambda file: file.write(json.dumps(main).encode()))
         disk.sync(self._folder)
         disk.replace(staged, self._folder / _MAIN)

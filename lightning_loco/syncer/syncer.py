@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from lightning_loco._util.disk import DISK, Disk
 from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
 from lightning_loco.algorithms.decoupled_diloco import Push as Progress
+from lightning_loco.algorithms.robust import is_finite
 from lightning_loco.syncer.merge_rounds import (
     Merge,
     MergeRounds,
@@ -209,9 +209,9 @@ class Syncer:
         Raises:
             Refused: ``"finite"`` if it holds NaN or infinity, and as :meth:`MergeRounds.push`.
         """
-        is_finite = bool(torch.isfinite(delta.sum()) or torch.isfinite(delta).all())
+        has_nan = not is_finite(delta)  # before the lock: it reads the whole vector
         with self._lock, self._counting_refusals():
-            if not is_finite:
+            if has_nan:
                 raise Refused(
                     "finite", f"The push of {push.learner} for round {push.due.round} holds NaN."
                 )
@@ -276,19 +276,14 @@ class Syncer:
             for push, age in zip(merge.pushes, merge.ages, strict=True)
         ]
         deltas = torch.stack([self._deltas[push] for push in merge.pushes])
-        weights = self._method.weights(progress)
-        compute = partial(
-            self._method.merge,
-            deltas,
-            progress,
-            self._states[fragment],
-            self._tensors[fragment],
-            weights,
+        weights, epoch, tape = self._method.weights(progress), self.rounds.epoch, self._tape
+        # Before the merge, which may overwrite them.
+        kept = None if tape is None else tape.keep_deltas(merge, epoch, deltas)
+        outer = self._method.merge(
+            deltas, progress, self._states[fragment], self._tensors[fragment], weights
         )
-        if self._tape is None:
-            compute()
-        else:
-            self._tape.write_merge(merge, self.rounds.epoch, deltas, weights, compute)
+        if tape is not None and kept is not None:
+            tape.write_merge(merge, epoch, weights, kept, outer)
         self._unsaved[fragment] = f"{self.rounds.epoch}_{merge.due.round}"
 
     def _commit(self, merge: Merge) -> bool:

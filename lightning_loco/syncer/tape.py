@@ -23,6 +23,13 @@ _PUSHES = "pushes"
 _CORRECTIONS = {kind.__name__: kind for kind in (CGAD, HeLoCo)}
 
 
+class KeptDeltas(NamedTuple):
+    """Of the pseudo-gradients of a merge their file, if they are kept, and their norms."""
+
+    name: str | None
+    norms: list[float]
+
+
 class Tape:
     """Writes ``tape.jsonl``: one JSON object per line, each with the ``event`` and its ``time``.
 
@@ -70,21 +77,24 @@ class Tape:
             hashes=[hash_of(state["outer"]) for state in states],
         )
 
+    def keep_deltas(self, merge: Merge, epoch: int, deltas: Tensor) -> KeptDeltas:
+        """Measure the pseudo-gradients of a merge, ``(M, P)``, and keep them if that was chosen."""
+        norms = torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).tolist()
+        if not self._keeps:
+            return KeptDeltas(None, norms)
+        name = f"round_{epoch}_{merge.due.round}.pt"
+        torch.save(deltas, self._folder / _PUSHES / name)
+        return KeptDeltas(name, norms)
+
     def write_merge(
         self,
         merge: Merge,
         epoch: int,
-        deltas: Tensor,
         weights: Sequence[float],
-        result: Callable[[], Tensor],
+        kept: KeptDeltas,
+        outer: Tensor,
     ) -> None:
-        """Compute a merge by ``result``, which may overwrite ``deltas``, and write its line."""
-        norms = torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).tolist()
-        named = None
-        if self._keeps:
-            named = f"round_{epoch}_{merge.due.round}.pt"
-            torch.save(deltas, self._folder / _PUSHES / named)
-        outer = result()
+        """Write the line of a merge, with the fragment that it has given."""
         self.write(
             "merge",
             round=merge.due.round,
@@ -94,10 +104,10 @@ class Tape:
             pushes=[
                 _line_of(push, age, weight, norm)
                 for push, age, weight, norm in zip(
-                    merge.pushes, merge.ages, weights, norms, strict=True
+                    merge.pushes, merge.ages, weights, kept.norms, strict=True
                 )
             ],
-            deltas=named,
+            deltas=kept.name,
             hash=hash_of(outer),
         )
 
@@ -217,7 +227,7 @@ def read_method(value: Any) -> DecoupledDiLoCo:
         if (correction := fields["correction"]) is not None:
             fields["correction"] = _CORRECTIONS[correction[0]](**correction[1])
         known = {field.name for field in dataclasses.fields(DecoupledDiLoCo)}
-        if callable(fields["outer_lr"]) or not isinstance(fields["outer_lr"], (int, float)):
+        if not isinstance(fields["outer_lr"], (int, float)):
             raise KeyError(fields["outer_lr"])
         if fields["outer_optimizer"] is not None:
             raise KeyError(fields["outer_optimizer"])
