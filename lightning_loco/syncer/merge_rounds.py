@@ -225,24 +225,30 @@ class MergeRounds:
         settings: When fragments are merged.
         state: Of :meth:`state_dict`, if the syncer was restarted. The new :meth:`state_dict` must
             be saved before a learner is answered, so that the next restart has another epoch.
+        first_epoch: The epoch without a state.
 
     Attributes:
-        epoch: Of this syncer, from 1.
+        epoch: Of this syncer.
         committed: The last committed round; 0 if there is none.
         learners: Those that are there, by name.
         open: The open rounds, by number.
         measured_sync_every: Local steps between the last two merges of a fragment; None before.
     """
 
-    def __init__(self, settings: MergeSettings, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: MergeSettings,
+        state: Mapping[str, Any] | None = None,
+        first_epoch: int = 1,
+    ) -> None:
         self.settings = settings
-        self.epoch = 1
+        self.epoch = first_epoch
         self.committed = 0
         self.learners: dict[str, Learner] = {}
         self.open: dict[int, OpenRound] = {}
         self.measured_sync_every: float | None = None
         # The epoch of the rounds from a number on, in increasing order.
-        self._epochs = [(0, 1)]
+        self._epochs = [(0, first_epoch)]
         self._merging: Merge | None = None
         # Pushes that were late, for the next merge of their fragment.
         self._late: dict[int, list[Push]] = {}
@@ -254,7 +260,7 @@ class MergeRounds:
         self._quorum_s = self._merge_s = self._merge_began = 0.0
         if state is not None:
             self.committed = state["committed"]
-            self.epoch = state["epoch"] + 1
+            self.epoch = max(state["epoch"] + 1, first_epoch)
             self._epochs = [tuple(entry) for entry in state["epochs"]]
             self._epochs.append((self.committed + 1, self.epoch))
 

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco import transport
 from lightning_loco._util.background import BackgroundThread
+from lightning_loco.compression import Codec
+from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.merge_rounds import Due, Push, Refused, Reply, Version
 from lightning_loco.syncer.syncer import Fragment, Syncer
 from lightning_loco.transport import Client, JobCertificate, MalformedMessage, Request, Server
@@ -32,8 +35,8 @@ class SyncerServer:
     Other arguments and errors as in :class:`~lightning_loco.transport.Server`.
 
     Args:
-        syncer: What the requests are for; it has started, or the first learner starts it.
-        dtype: Of pushes and fragments.
+        open_syncer: Makes the syncer from the contract of the first learner that joins, or returns
+            one that is there.
         host: Address to listen on.
         port: Port to listen on; 0 takes any free one.
         certificate: Certificate of the job. Default: no encryption.
@@ -42,12 +45,12 @@ class SyncerServer:
 
     Attributes:
         server: Listens on ``server.port``.
+        syncer: What the requests are for; None before the first learner.
     """
 
     def __init__(
         self,
-        syncer: Syncer,
-        dtype: torch.dtype = torch.float32,
+        open_syncer: Callable[[Contract], Syncer],
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -55,7 +58,9 @@ class SyncerServer:
         max_connections: int = 256,
         timeout_s: float = 600.0,
     ) -> None:
-        self._syncer, self._dtype = syncer, dtype
+        self._open_syncer = open_syncer
+        self._opening = threading.Lock()
+        self.syncer: Syncer | None = None
         self._answers: dict[str, Callable[[dict[str, Any], Request], None]] = {
             "join": self._join,
             "start": self._start,
@@ -63,7 +68,7 @@ class SyncerServer:
             "push": self._push,
             "fetch": self._fetch,
             "leave": self._leave,
-            "status": lambda header, request: _reply(request, self._syncer.status()),
+            "status": lambda header, request: _reply(request, self.status()),
         }
         self._is_ending = threading.Event()
         self._timer = BackgroundThread("loco-syncer-timer", self._follow_the_clock)
@@ -89,7 +94,17 @@ class SyncerServer:
     def _follow_the_clock(self) -> None:
         wait_s: float | None = 0.0
         while not self._is_ending.wait(min(_LONGEST_WAIT_S, wait_s or _LONGEST_WAIT_S)):
-            wait_s = self._syncer.advance()
+            wait_s = None if self.syncer is None else self.syncer.advance()
+
+    def status(self) -> dict[str, Any]:
+        """Return the numbers of :meth:`Syncer.status`; nothing before the first learner."""
+        return {} if self.syncer is None else self.syncer.status()
+
+    @property
+    def _opened(self) -> Syncer:
+        if self.syncer is None:
+            raise Refused("learner", "No learner has joined: join.")
+        return self.syncer
 
     def _answer_learner(self, request: Request) -> None:
         try:
@@ -100,6 +115,7 @@ class SyncerServer:
         try:
             answer(header, request)
         except Refused as error:
+            request.discard_body()
             request.reply(json.dumps({"refused": [error.reason, str(error)[:500]]}).encode())
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise MalformedMessage(f"a malformed request to {header['kind']}: {error}") from error
@@ -109,40 +125,57 @@ class SyncerServer:
         if not isinstance(contract, dict):
             raise ValueError("a contract that is no object")
         name, generation, steps = str(header["name"]), int(header["generation"]), header["steps"]
-        reply = self._syncer.join(name, generation, int(steps), contract)
-        _reply(request, [self._syncer.has_started, reply])
+        with self._opening:
+            if self.syncer is None:
+                try:
+                    self.syncer = self._open_syncer(Contract.from_plain(contract))
+                except ValueError as error:
+                    raise Refused("contract", str(error)) from error
+        reply = self.syncer.join(name, generation, int(steps), contract)
+        _reply(request, [self.syncer.has_started, reply])
 
     def _start(self, header: dict[str, Any], request: Request) -> None:
-        params = [self._receive_vector(request, length) for length in self._syncer.lengths]
-        self._syncer.start(params)
+        syncer = self._opened
+        lengths = syncer.contract.lengths
+        syncer.start([self._receive_vector(request, length) for length in lengths])
         _reply(request, None)
 
     def _poll(self, header: dict[str, Any], request: Request) -> None:
         said = (str(header["name"]), int(header["generation"]), int(header["epoch"]))
-        _reply(request, self._syncer.poll(*said, int(header["steps"])))
+        _reply(request, self._opened.poll(*said, int(header["steps"])))
 
     def _push(self, header: dict[str, Any], request: Request) -> None:
         push = Push(*header["push"])
         push = push._replace(due=Due(*map(int, push.due)), base=Version(*map(int, push.base)))
         push = push._replace(steps=int(push.steps), tokens=float(push.tokens))
-        if not 0 <= push.due.fragment < len(self._syncer.lengths):
+        syncer = self._opened
+        lengths = syncer.contract.lengths
+        if not 0 <= push.due.fragment < len(lengths):
             raise ValueError(f"no fragment {push.due.fragment}")
-        delta = self._receive_vector(request, self._syncer.lengths[push.due.fragment])
-        self._syncer.push(push, delta)
+        syncer.push(push, self._receive_delta(request, lengths[push.due.fragment]))
         _reply(request, None)
 
     def _fetch(self, header: dict[str, Any], request: Request) -> None:
-        epoch, version, params = self._syncer.fetch(int(header["fragment"]))
-        request.reply(json.dumps([epoch, version]).encode(), _bytes_of(params.to(self._dtype)))
+        epoch, version, params = self._opened.fetch(int(header["fragment"]))
+        header_of_reply = {"fragment": [epoch, version]}
+        request.reply(json.dumps(header_of_reply).encode(), _bytes_of(params))
 
     def _leave(self, header: dict[str, Any], request: Request) -> None:
-        self._syncer.leave(str(header["name"]), int(header["generation"]))
+        self._opened.leave(str(header["name"]), int(header["generation"]))
         _reply(request, None)
 
     def _receive_vector(self, request: Request, length: int) -> Tensor:
-        vector = torch.empty(length, dtype=self._dtype)
+        vector = torch.empty(length, dtype=self._opened.contract.dtype)
         request.receive_into(_bytes_of(vector))
         return vector
+
+    def _receive_delta(self, request: Request, length: int) -> Tensor:
+        contract = self._opened.contract
+        if contract.codec is None:
+            return self._receive_vector(request, length)
+        wire = torch.empty(contract.codec.num_bytes(length), dtype=torch.uint8)
+        request.receive_into(_bytes_of(wire))
+        return contract.codec.decode(wire, torch.empty(length, dtype=contract.dtype))
 
 
 class SyncerClient:
@@ -155,7 +188,7 @@ class SyncerClient:
         host: Name or address of the syncer.
         port: Its port.
         certificate: Certificate of the job. Default: no encryption.
-        dtype: Of pushes and fragments.
+        codec: Encodes pushes, as the contract says. Default: they are sent as they are.
         timeout_s: Longest time for a request and its reply, in seconds.
     """
 
@@ -164,11 +197,11 @@ class SyncerClient:
         host: str,
         port: int,
         certificate: JobCertificate | None = None,
-        dtype: torch.dtype = torch.float32,
+        codec: Codec | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._client = Client(host, port, certificate)
-        self._dtype, self._timeout_s = dtype, timeout_s
+        self._codec, self._timeout_s = codec, timeout_s
 
     def join(
         self, name: str, generation: int, steps: int, contract: Mapping[str, Any]
@@ -180,8 +213,7 @@ class SyncerClient:
 
     def start(self, params: Sequence[Tensor]) -> None:
         """Begin the run with these parameters, unless another learner has."""
-        vectors = torch.cat([one.to(self._dtype) for one in params])
-        self._ask("start", {}, _bytes_of(vectors))
+        self._ask("start", {}, _bytes_of(torch.cat([*params])))
 
     def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
         """Report progress, and ask what is due."""
@@ -190,14 +222,13 @@ class SyncerClient:
 
     def push(self, push: Push, delta: Tensor) -> None:
         """Send a pseudo-gradient."""
-        self._ask("push", {"push": push}, _bytes_of(delta.to(self._dtype)))
+        body = delta if self._codec is None else self._codec.encode(delta)
+        self._ask("push", {"push": push}, _bytes_of(body))
 
     def fetch(self, fragment: int, into: Tensor) -> Fragment:
         """Receive a fragment into a vector of its length."""
-        reply = self._client.request(
-            _header("fetch", {"fragment": fragment}), timeout_s=self._timeout_s
-        )
-        epoch, version = json.loads(reply.header)
+        header, reply = self._request("fetch", {"fragment": fragment})
+        epoch, version = header["fragment"]
         if reply.body_bytes != into.nbytes:
             raise MalformedMessage(f"{reply.body_bytes} bytes for a fragment of {into.nbytes}")
         reply.receive_into(_bytes_of(into), timeout_s=self._timeout_s)
@@ -216,20 +247,27 @@ class SyncerClient:
         """Close the connection."""
         self._client.close()
 
+    def abort(self) -> None:
+        """Make the present request and all later ones fail at once. Thread-safe."""
+        self._client.abort()
+
     def _ask(self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b"") -> Any:
-        reply = self._client.request(_header(kind, said), body, timeout_s=self._timeout_s)
-        header = json.loads(reply.header)
-        if "refused" in header:
-            raise Refused(*header["refused"])
+        _, reply = self._request(kind, said, body)
         if reply.body_bytes > _MAX_TEXT_BYTES:
             raise MalformedMessage(f"a reply of {reply.body_bytes} bytes to {kind}")
         text = bytearray(reply.body_bytes)
         reply.receive_into(memoryview(text), timeout_s=self._timeout_s)
         return json.loads(text)
 
-
-def _header(kind: str, said: Mapping[str, Any]) -> bytes:
-    return json.dumps({"kind": kind, **said}).encode()
+    def _request(
+        self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b""
+    ) -> tuple[dict[str, Any], transport.Reply]:
+        request = json.dumps({"kind": kind, **said}).encode()
+        reply = self._client.request(request, body, timeout_s=self._timeout_s)
+        header: dict[str, Any] = json.loads(reply.header)
+        if "refused" in header:
+            raise Refused(*header["refused"])
+        return header, reply
 
 
 def _reply(request: Request, value: Any) -> None:

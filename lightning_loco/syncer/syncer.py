@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +16,12 @@ from torch import Tensor
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.disk import DISK, Disk
 from lightning_loco.algorithms.algorithm import State
-from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
 from lightning_loco.algorithms.decoupled_diloco import Push as Progress
 from lightning_loco.algorithms.robust import is_finite
+from lightning_loco.syncer.contract import Contract, first_difference
 from lightning_loco.syncer.merge_rounds import (
     Merge,
     MergeRounds,
-    MergeSettings,
     Push,
     Refused,
     Reply,
@@ -58,13 +57,13 @@ class Syncer:
     merges are lost, and learners follow it back).
 
     Args:
-        method: How pushes are merged.
-        settings: When fragments are merged.
-        tensors: For each fragment, where its tensors are.
-        folder: For the state of this run alone. If a run is there, it is continued.
-        contract: What must be equal in all learners and in the folder, as JSON: names, shapes,
-            settings.
+        contract: The method, the settings and the model; equal in all learners and in the folder.
+        folder: For the state of this run alone. If a run is there, it is continued. None to save
+            nothing: the caller saves :meth:`state_dict`.
+        state: Of :meth:`state_dict`, to continue that run; only without a folder.
         save_every: Merges between two saves.
+        first_epoch: Epoch of a new run. If folders may be lost, it is to be larger than that of any
+            earlier syncer, so that learners that are still there follow this one.
         on_merge: Called with each merge when it is published.
         tape: Where the run is recorded. Default: nowhere.
         clock: The clock.
@@ -81,31 +80,27 @@ class Syncer:
 
     def __init__(
         self,
-        method: DecoupledDiLoCo,
-        settings: MergeSettings,
-        tensors: Sequence[Sequence[TensorRange]],
-        folder: Path,
-        contract: Mapping[str, Any],
+        contract: Contract,
+        folder: Path | None = None,
         *,
+        state: Mapping[str, Any] | None = None,
         save_every: int = 1,
+        first_epoch: int = 1,
         on_merge: Callable[[Merge], object] | None = None,
         tape: Tape | None = None,
         clock: Clock = REAL_CLOCK,
         disk: Disk = DISK,
     ) -> None:
-        if len(tensors) != settings.fragments:
-            raise ValueError(
-                f"tensors has {len(tensors)} fragments, and the settings {settings.fragments}."
-            )
         if type(save_every) is not int or save_every < 1:
             raise ValueError(
                 f"save_every counts merges and must be at least 1, got {save_every!r}."
             )
-        self._method, self._tensors, self._contract = method, tensors, dict(contract)
+        self.contract, self._method = contract, contract.method
+        self._plain_contract = contract.as_plain()
         self._clock, self._save_every, self._on_merge = clock, save_every, on_merge
         self._tape = tape
         self._lock = threading.RLock()
-        self._snapshot = Snapshot(folder, disk)
+        self._snapshot = None if folder is None else Snapshot(folder, disk)
         self._deltas: dict[Push, Tensor] = {}
         self._unsaved: dict[int, str] = {}
         self._merging: Merge | None = None
@@ -113,20 +108,19 @@ class Syncer:
         self.counts = dict.fromkeys(("merges", "pushes", "late", "refused"), 0)
         self._states: list[State] = []
         self._published: list[Tensor] = []
-        saved = self._snapshot.load()
-        self.rounds = MergeRounds(settings, None if saved is None else saved.rounds)
+        saved = None if self._snapshot is None else self._snapshot.load()
         if saved is not None:
-            if (difference := first_difference(self._contract, saved.contract)) is not None:
+            if (difference := first_difference(self._plain_contract, saved.contract)) is not None:
                 raise ValueError(f"The folder {folder} is of another run: {difference}.")
-            self._states = saved.fragments
+            state = {"rounds": saved.rounds, "fragments": saved.fragments}
+        self.rounds = MergeRounds(
+            contract.settings, None if state is None else state["rounds"], first_epoch
+        )
+        if state is not None:
+            self._states = state["fragments"]
             self._save(self.rounds.committed)  # the epoch
             self._published = [state["outer"].clone() for state in self._states]
             self._record_start()
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of elements of each fragment."""
-        return [tensors[-1].end for tensors in self._tensors]
 
     @property
     def has_started(self) -> bool:
@@ -141,7 +135,9 @@ class Syncer:
         with self._lock:
             if self.has_started:
                 return
-            for fragment, (one, length) in enumerate(zip(params, self.lengths, strict=True)):
+            for fragment, (one, length) in enumerate(
+                zip(params, self.contract.lengths, strict=True)
+            ):
                 if len(one) != length:
                     raise ValueError(f"Fragment {fragment} has {len(one)} elements, not {length}.")
             self._states = [self._method.init(one.clone()) for one in params]
@@ -154,7 +150,7 @@ class Syncer:
         if self._tape is not None:
             rounds = self.rounds
             self._tape.write_start(
-                self._method, self._tensors, rounds.epoch, rounds.committed, self._states
+                self._method, self.contract.tensors, rounds.epoch, rounds.committed, self._states
             )
 
     def _record(self, event: str, **values: Any) -> None:
@@ -170,7 +166,7 @@ class Syncer:
             Refused: ``"contract"`` if it has another model or other settings, and as above.
         """
         with self._lock, self._counting_refusals():
-            if (difference := first_difference(self._contract, contract)) is not None:
+            if (difference := first_difference(self._plain_contract, contract)) is not None:
                 raise Refused("contract", f"Learner {name} does not fit the syncer: {difference}.")
             reply = self.rounds.join(name, generation, steps, self._clock.now())
             self._record("join", learner=name, generation=generation, steps=steps)
@@ -230,6 +226,16 @@ class Syncer:
             following = self.rounds.next_time() if is_saved else self._saves_again_at
             return None if following is None else max(following - self._clock.now(), 0.0)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what a later :class:`Syncer` continues with; pushes are not in it.
+
+        For one without a folder. RuntimeError if it has not started.
+        """
+        with self._lock:
+            if not self.has_started:
+                raise RuntimeError("The syncer has no parameters yet.")
+            return {"rounds": self.rounds.state_dict(), "fragments": copy.deepcopy(self._states)}
+
     def status(self) -> dict[str, Any]:
         """Return numbers for a line or a page; what is not known is None."""
         with self._lock:
@@ -280,7 +286,7 @@ class Syncer:
         # Before the merge, which may overwrite them.
         kept = None if tape is None else tape.keep_deltas(merge, epoch, deltas)
         outer = self._method.merge(
-            deltas, progress, self._states[fragment], self._tensors[fragment], weights
+            deltas, progress, self._states[fragment], self.contract.tensors[fragment], weights
         )
         if tape is not None and kept is not None:
             tape.write_merge(merge, epoch, weights, kept, outer)
@@ -311,20 +317,7 @@ class Syncer:
         return True
 
     def _save(self, merged: int) -> None:
-        state = self.rounds.state_dict(merged)
-        self._snapshot.save(self._contract, state, self._states, self._unsaved)
+        if self._snapshot is not None:
+            state = self.rounds.state_dict(merged)
+            self._snapshot.save(self._plain_contract, state, self._states, self._unsaved)
         self._unsaved = {}
-
-
-def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Name the first entry in which two contracts differ; None if they are equal as JSON.
-
-    Example:
-        >>> first_difference({"fragments": 24}, {"fragments": 8})
-        'fragments is 8 there and 24 here'
-    """
-    for key in [*own, *(key for key in other if key not in own)]:
-        here, there = own.get(key), other.get(key)
-        if json.dumps(here) != json.dumps(there):
-            return f"{key} is {there!r} there and {here!r} here"
-    return None

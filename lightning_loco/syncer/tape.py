@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,10 @@ from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
 from lightning_loco.algorithms.decoupled_diloco import Push as Progress
-from lightning_loco.algorithms.stale_correction import CGAD, HeLoCo
+from lightning_loco.syncer.contract import read_method
 from lightning_loco.syncer.merge_rounds import Merge, Push
 
 _PUSHES = "pushes"
-_CORRECTIONS = {kind.__name__: kind for kind in (CGAD, HeLoCo)}
 
 
 class KeptDeltas(NamedTuple):
@@ -71,7 +69,7 @@ class Tape:
             "start",
             epoch=epoch,
             committed=committed,
-            method=plain(method),
+            method=plain(method)[1],
             tensors=[list(map(list, one)) for one in tensors],
             states=named,
             hashes=[hash_of(state["outer"]) for state in states],
@@ -211,29 +209,3 @@ def _repeat(
 def _load(folder: Path, name: str | None) -> Any:
     path = folder / _PUSHES / str(name)
     return torch.load(path, weights_only=True) if name is not None and path.exists() else None
-
-
-def read_method(value: Any) -> DecoupledDiLoCo:
-    """Return a method from its :func:`~lightning_loco._util.plain.plain` value.
-
-    Raises:
-        ValueError: If it has a function, or a class that is not of this package.
-    """
-    try:
-        name, fields = value
-        if name != DecoupledDiLoCo.__name__:
-            raise KeyError(name)
-        fields = dict(fields)
-        if (correction := fields["correction"]) is not None:
-            fields["correction"] = _CORRECTIONS[correction[0]](**correction[1])
-        known = {field.name for field in dataclasses.fields(DecoupledDiLoCo)}
-        if not isinstance(fields["outer_lr"], (int, float)):
-            raise KeyError(fields["outer_lr"])
-        if fields["outer_optimizer"] is not None:
-            raise KeyError(fields["outer_optimizer"])
-        return DecoupledDiLoCo(**{key: fields[key] for key in known})
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"The method {value} cannot be read from the tape ({error}). Pass it: "
-            "replay(folder, DecoupledDiLoCo(...))."
-        ) from error

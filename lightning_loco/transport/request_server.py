@@ -29,6 +29,7 @@ _RETRY_S = 0.01
 _CLOSE_S = 5.0
 _BACKLOG = 100
 _MOST_LOG_LINES = 20
+_SCRATCH_BYTES = 2**20
 
 
 class Request:
@@ -63,6 +64,12 @@ class Request:
         OSError if the connection breaks or the client is too slow. Do not catch it.
         """
         self._connection.receive_into(memory, timeout_s=self._deadline - self._clock.now())
+
+    def discard_body(self) -> None:
+        """Receive the rest of the body and forget it; errors as in :meth:`receive_into`."""
+        scratch = memoryview(bytearray(min(self._connection.body_left, _SCRATCH_BYTES)))
+        while left := self._connection.body_left:
+            self.receive_into(scratch[:left])
 
     def reply(self, header: bytes, body: Body = b"") -> None:
         """Send the reply; its body must not change until this returns.

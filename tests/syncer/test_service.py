@@ -25,19 +25,17 @@ from lightning_loco.transport import (
     read_certificate,
     write_certificate,
 )
-from tests.syncer.world import SIZE, WHOLE
+from tests.syncer.world import SIZE, contract_of
 
 METHOD = DecoupledDiLoCo()
-CONTRACT = {"model": "Point(6)"}
 SETTINGS = MergeSettings(fragments=2, sync_every=4, min_quorum=2, retry_s=60.0)
+ZEROS = torch.zeros(SIZE, dtype=torch.float64)
+CONTRACT = contract_of(METHOD, SETTINGS).as_plain()
 
 
 @contextmanager
-def serving(
-    folder: Path, settings: MergeSettings = SETTINGS, certificate: JobCertificate | None = None
-) -> Iterator[SyncerServer]:
-    syncer = Syncer(METHOD, settings, [WHOLE] * settings.fragments, folder, CONTRACT)
-    server = SyncerServer(syncer, torch.float64, certificate=certificate)
+def serving(folder: Path, certificate: JobCertificate | None = None) -> Iterator[SyncerServer]:
+    server = SyncerServer(lambda contract: Syncer(contract, folder), certificate=certificate)
     server.start()
     try:
         yield server
@@ -46,7 +44,7 @@ def serving(
 
 
 def client_of(server: SyncerServer, certificate: JobCertificate | None = None) -> SyncerClient:
-    return SyncerClient("127.0.0.1", server.server.port, certificate, torch.float64, timeout_s=20.0)
+    return SyncerClient("127.0.0.1", server.server.port, certificate, timeout_s=20.0)
 
 
 def learn(client: SyncerClient, name: str, toward: float, end: threading.Event) -> Tensor:
@@ -91,7 +89,7 @@ def test_learners_meet_between_their_targets(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         watcher = client_of(server, certificate)
-        while watcher.status()["committed"] < 60 and all(one.is_alive() for one in threads):
+        while watcher.status().get("committed", 0) < 60 and all(one.is_alive() for one in threads):
             threading.Event().wait(0.05)
         end.set()
         for thread in threads:
@@ -102,30 +100,36 @@ def test_learners_meet_between_their_targets(tmp_path: Path) -> None:
     assert status["merges"] >= 60
     for received in found.values():
         assert ((received > 1.2) & (received < 2.8)).all()
-    again = Syncer(METHOD, SETTINGS, [WHOLE] * 2, tmp_path / "run", CONTRACT)
+    again = Syncer(contract_of(METHOD, SETTINGS), tmp_path / "run")
     assert again.rounds.committed == status["committed"]
 
 
 def test_refusals_arrive_with_their_reason(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         client = client_of(server)
-        with pytest.raises(Refused, match=r"model is 'GPT' there and 'Point\(6\)' here") as caught:
-            client.join("a", 1, 0, {"model": "GPT"})
-        assert caught.value.reason == "contract"
+        assert client.status() == {}
+        with pytest.raises(Refused, match="No learner has joined"):
+            client.fetch(0, torch.empty(SIZE))
+        early = Push("a", 1, 1, Due(1, 0, 0), Version(1, 0), 1, 8.0)
+        with pytest.raises(Refused, match="No learner has joined"):  # after its body
+            client.push(early, ZEROS)
         has_started, reply = client.join("a", 1, 0, CONTRACT)
+        with pytest.raises(Refused, match="dtype is 'float32' there and 'float64' here") as caught:
+            client.join("b", 1, 0, {**CONTRACT, "dtype": "float32"})
+        assert caught.value.reason == "contract"
         assert (has_started, reply.versions) == (False, (Version(1, 0),) * 2)
         with pytest.raises(Refused, match="has not started") as caught:
             client.poll("a", 1, 1, 0)
         assert caught.value.reason == "start"
-        client.start([torch.zeros(SIZE)] * 2)
-        client.start([torch.ones(SIZE)] * 2)  # only the first counts
+        client.start([ZEROS] * 2)
+        client.start([(ZEROS + 1.0)] * 2)  # only the first counts
         found = client.fetch(1, torch.empty(SIZE, dtype=torch.float64))
         assert found.params.tolist() == [0.0] * SIZE
         push = Push("a", 1, 1, Due(1, 0, 0), Version(1, 0), 1, 8.0)
         with pytest.raises(Refused, match="no such round is open"):
-            client.push(push, torch.ones(SIZE))
+            client.push(push, (ZEROS + 1.0))
         with pytest.raises(Refused, match="holds NaN"):
-            client.push(push, torch.full((SIZE,), torch.nan))
+            client.push(push, (ZEROS + torch.nan))
         with pytest.raises(MalformedMessage, match="24 bytes for a fragment of 16"):
             client.fetch(0, torch.empty(2, dtype=torch.float64))
         assert client.status()["refused"] == 4
@@ -156,7 +160,7 @@ def test_what_no_learner_sends_closes_the_connection(
     with serving(tmp_path) as server:
         stranger, client = Client("127.0.0.1", server.server.port), client_of(server)
         client.join("b", 1, 0, CONTRACT)
-        client.start([torch.zeros(SIZE)] * 2)
+        client.start([ZEROS] * 2)
         with pytest.raises(OSError):  # noqa: PT011
             stranger.request(header, body, timeout_s=20.0)
         assert server.server.malformed == 1
@@ -178,17 +182,18 @@ def test_another_key_is_refused(tmp_path: Path) -> None:
 def test_the_clock_alone_ends_a_wait(tmp_path: Path) -> None:
     """A learner is forgotten, and a round is asked for again, without a request."""
     settings = MergeSettings(2, 2, min_quorum=2, retry_s=0.3, lease_s=1.0)
-    with serving(tmp_path, settings) as server:
+    contract = contract_of(METHOD, settings).as_plain()
+    with serving(tmp_path) as server:
         client = client_of(server)
         for name in "ab":
-            client.join(name, 1, 0, CONTRACT)
-        client.start([torch.zeros(SIZE)] * 2)
+            client.join(name, 1, 0, contract)
+        client.start([ZEROS] * 2)
         for name in "ab":
             asked = client.poll(name, 1, 1, 1).asked
         assert asked == (Due(1, 0, 0),)
         while client.status()["learners"]:
             threading.Event().wait(0.05)
-        client.join("a", 1, 1, CONTRACT)
+        client.join("a", 1, 1, contract)
         assert client.poll("a", 1, 1, 1).asked[0].attempt > 0
         assert json.dumps(client.status())
         client.close()

@@ -15,20 +15,16 @@ from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import MergeSettings, Refused, Version
 from lightning_loco.syncer.syncer import Syncer
-from tests.syncer.world import SIZE, WHOLE, Network, World
+from tests.syncer.world import SIZE, Network, World, contract_of
 
 MEAN = DecoupledDiLoCo(aggregate="mean", weight="equal")
 
 
-CONTRACT = {"fragments": 2, "model": "Linear(3, 2)"}
-
-
 def make(folder: Path, method: DecoupledDiLoCo = MEAN, **settings: Any) -> Syncer:
     """A syncer with a merge per local step of its learners, which has started at zeros."""
-    contract = settings.pop("contract", CONTRACT)
     save_every = settings.pop("save_every", 1)
     chosen = MergeSettings(fragments=2, sync_every=2, **{"grace": 0.0, **settings})
-    syncer = Syncer(method, chosen, [WHOLE] * 2, folder, contract, save_every=save_every)
+    syncer = Syncer(contract_of(method, chosen), folder, save_every=save_every)
     syncer.start([torch.zeros(SIZE)] * 2)
     return syncer
 
@@ -42,7 +38,7 @@ class Caller:
 
     def follow(self, syncer: Syncer) -> None:
         said = (self.rounds.name, self.rounds.generation, self.rounds.total_steps)
-        reply = syncer.join(*said, CONTRACT)
+        reply = syncer.join(*said, syncer.contract.as_plain())
         self.receive(syncer, self.rounds.listen(reply))
 
     def receive(self, syncer: Syncer, fragments: list[int]) -> None:
@@ -102,8 +98,8 @@ def test_what_was_not_saved_is_lost_and_learners_follow(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
-    with pytest.raises(ValueError, match=r"is of another run: model is 'Linear\(3, 2\)' there"):
-        make(tmp_path, contract={**CONTRACT, "model": "Linear(2, 2)"})
+    with pytest.raises(ValueError, match="is of another run: settings.min_quorum is 1 there and 2"):
+        make(tmp_path, min_quorum=2)
 
 
 @pytest.mark.parametrize("damage", ["syncer.json", "fragment_1_1_0"])
@@ -117,10 +113,13 @@ def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
 
 def test_a_learner_with_another_model_is_refused(tmp_path: Path) -> None:
     syncer = make(tmp_path)
-    with pytest.raises(Refused, match="Learner b does not fit the syncer: model is 'GPT' there"):
-        syncer.join("b", 1, 0, {"fragments": 2, "model": "GPT"})
-    with pytest.raises(Refused, match="dtype is 'bfloat16' there and None here"):
-        syncer.join("b", 1, 0, {**CONTRACT, "dtype": "bfloat16"})
+    own = syncer.contract.as_plain()
+    with pytest.raises(Refused, match="b does not fit the syncer: method.outer_lr is 0.5 there"):
+        syncer.join("b", 1, 0, {**own, "method": {**own["method"], "outer_lr": 0.5}})
+    with pytest.raises(
+        Refused, match=r"parameters.weight is \[\[2, 3\], 'float32'\] there and None"
+    ):
+        syncer.join("b", 1, 0, {**own, "parameters": {"weight": [[2, 3], "float32"]}})
     assert syncer.counts["refused"] == 2
 
 
@@ -170,9 +169,7 @@ def test_the_status_is_json(tmp_path: Path) -> None:
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_every counts merges .* got 0"):
         make(tmp_path, save_every=0)
-    with pytest.raises(ValueError, match="tensors has 1 fragments, and the settings 2"):
-        Syncer(MEAN, MergeSettings(fragments=2), [WHOLE], tmp_path, CONTRACT)
-    syncer = Syncer(MEAN, MergeSettings(fragments=1), [WHOLE], tmp_path, CONTRACT)
+    syncer = Syncer(contract_of(MEAN, MergeSettings(fragments=1)), tmp_path)
     assert not syncer.has_started
     with pytest.raises(ValueError, match="Fragment 0 has 2 elements, not 3"):
         syncer.start([torch.zeros(2)])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_loco._util.clock import Clock
 from lightning_loco.algorithms import DecoupledDiLoCo, TensorRange
+from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import Merge, MergeSettings, Push, Refused, Reply
 from lightning_loco.syncer.syncer import Syncer
@@ -24,6 +25,13 @@ from tests.harness.model_disk import ModelDisk
 
 SIZE = 3
 WHOLE = [TensorRange(0, SIZE)]
+
+
+def contract_of(
+    method: DecoupledDiLoCo, settings: MergeSettings, dtype: torch.dtype = torch.float64
+) -> Contract:
+    """Of a model whose fragments have one small tensor each."""
+    return Contract(method, settings, [WHOLE] * settings.fragments, {}, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,7 @@ class World:
     ) -> None:
         self.settings, self.method, self.network = settings, method, network
         self.save_every = save_every
+        self.contract = contract_of(method, settings)
         self.random = random.Random(seed)
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -116,11 +125,8 @@ class SyncerProcess:
         self.left: int | None = None
         world.disk.before = self._before
         self.syncer = Syncer(
-            world.method,
-            world.settings,
-            [WHOLE] * world.settings.fragments,
+            world.contract,
             Path("/run"),
-            {"fragments": world.settings.fragments},
             save_every=world.save_every,
             on_merge=world.merges.append,
             clock=WorldClock(world),
@@ -236,7 +242,7 @@ class LearnerProcess:
     def _join(self) -> None:
         rounds = self.rounds
         said = (rounds.name, rounds.generation, rounds.total_steps)
-        contract = {"fragments": self.world.settings.fragments}
+        contract = self.world.contract.as_plain()
         self._send(lambda syncer: syncer.join(*said, contract), self._on_reply)
 
     def _on_reply(self, reply: Reply) -> None:
