@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +116,13 @@ class DecoupledDiLoCo:
     weight: Literal["tokens", "steps", "equal"] = "tokens"
     mix: float = 0.0
     correction: StaleCorrection | None = None
+
+    granularity: ClassVar[int] = 1
+    """Fragments of any length are merged; directions are those of the parts of tensors in them."""
+
+    whole_tensors: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+    """Whether a checkpoint saves one state for all workers: no, the syncer has it."""
 
     def __post_init__(self) -> None:
         """Check types, names and ranges."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco._util.plain import plain
-from lightning_loco.algorithms import Algorithm
 from lightning_loco.costs import Links
 from lightning_loco.distributed.devices import CPU, device_of
 from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
@@ -48,12 +47,24 @@ _NO_CONSENSUS = (
 )
 
 
+class Method(Protocol):
+    """What a worker must know of an algorithm."""
+
+    @property
+    def granularity(self) -> int | None:
+        """The length of a slice is a multiple of this number; None for the whole vector."""
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether no slice ends within a tensor."""
+
+
 class Settings(Protocol):
     """The settings of an engine."""
 
     @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm of the rounds."""
+    def algorithm(self) -> Method:
+        """The algorithm."""
 
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lightning_loco.syncer.merge_rounds import Due, Push, Reply, Version
 
 
@@ -42,6 +45,21 @@ class LearnerRounds:
         # The epoch of the syncer that has said last that ``received`` is what it has.
         self._said_by = [0] * fragments
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next process of this learner needs; pushes are not in it."""
+        return {
+            "received": [None if one is None else list(one) for one in self.received],
+            "steps": list(self.steps),
+            "tokens": list(self.tokens),
+            "total_steps": self.total_steps,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a state of :meth:`state_dict`, before joining."""
+        self.received = [None if one is None else Version(*one) for one in saved["received"]]
+        self.steps, self.tokens = list(saved["steps"]), list(saved["tokens"])
+        self.total_steps = saved["total_steps"]
+
     def count(self, tokens: float) -> None:
         """Count a local step."""
         self.total_steps += 1
@@ -81,7 +99,8 @@ class LearnerRounds:
     def leftover(self, fragment: int, version: Version) -> Push | None:
         """Return the push, late, of progress of which a version that has arrived has nothing.
 
-        None without progress, or if it was pushed.
+        None without progress, or if it was pushed. At the end of training, ``version`` is the one
+        that was received.
         """
         base = self.received[fragment]
         if base is None or self.steps[fragment] == 0 or self._pushed[fragment] == base:
@@ -94,16 +113,30 @@ class LearnerRounds:
         steps, self.steps[fragment], self.tokens[fragment] = self.steps[fragment], 0, 0.0
         return steps
 
+    def drop_progress(self) -> None:
+        """Note that all fragments are again as they were received."""
+        self.steps, self.tokens = [0] * len(self.steps), [0.0] * len(self.steps)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether :meth:`answers` returns pushes."""
+        return bool(self._unanswered())
+
+    def _unanswered(self) -> list[Due]:
+        return [
+            due
+            for due in self._asked
+            if due not in self._answered
+            and self.received[due.fragment] is not None
+            and self.steps[due.fragment] > 0
+        ]
+
     def answers(self) -> list[Push]:
         """Return the pushes for what is due: once each, and only with progress."""
         self._answered &= set(self._asked)
-        pushes = []
-        for due in self._asked:
-            has_progress = self.received[due.fragment] is not None and self.steps[due.fragment] > 0
-            if has_progress and due not in self._answered:
-                self._answered.add(due)
-                pushes.append(self._push(due))
-        return pushes
+        unanswered = self._unanswered()
+        self._answered.update(unanswered)
+        return [self._push(due) for due in unanswered]
 
     def _push(self, due: Due) -> Push:
         fragment = due.fragment

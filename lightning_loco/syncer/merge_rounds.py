@@ -62,7 +62,8 @@ class Due(NamedTuple):
     """A push that a learner is asked for.
 
     Attributes:
-        round: Number of the round.
+        round: Number of the round; 0 for a push, at the end of training, of a fragment that was
+            never merged.
         fragment: To push.
         attempt: From 0; pushes of an earlier attempt are not used.
     """
@@ -406,7 +407,8 @@ class MergeRounds:
     def _keep_late(self, push: Push, said: str) -> None:
         if not self.settings.keep_late:
             raise Refused("late", f"{said} is late.")
-        if (push.due.round - 1) % self.settings.fragments != push.due.fragment:
+        number, fragment, _ = push.due
+        if number > 0 and (number - 1) % self.settings.fragments != fragment:
             raise Refused("attempt", f"{said} is of {push.due}.")
         self._check_base(push, said)
         late = self._late.setdefault(push.due.fragment, [])

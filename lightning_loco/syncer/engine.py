@@ -1,0 +1,480 @@
+"""The engine of decoupled learners: local steps that never wait for another learner.
+
+In a plain PyTorch loop, with a syncer that ``lightning-loco syncer`` runs::
+
+    engine = LearnerEngine(model, syncer="node7:29600", key_file="run.pem")  # in each process
+    engine.start()
+    for batch in data:
+        train(batch)
+        engine.step()
+    engine.finish()
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
+from lightning_loco.compression import Codec
+from lightning_loco.distributed.devices import device_of
+from lightning_loco.distributed.work import PendingWork
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import WorkerStatus
+from lightning_loco.model.flat import CHUNK_ELEMENTS, Chunk, Cuts, FlatLayout
+from lightning_loco.model.participant import LocalParticipant
+from lightning_loco.model.same_model import broadcast_inside
+from lightning_loco.model.worker import EarlierRun, Worker
+from lightning_loco.schedules.staggered import split_into_fragments
+from lightning_loco.syncer.contract import Contract
+from lightning_loco.syncer.learner import Boundary, Learner
+from lightning_loco.syncer.merge_rounds import MergeSettings
+from lightning_loco.syncer.service import SyncerClient, SyncerServer
+from lightning_loco.syncer.settings import Address, DecoupledSettings
+from lightning_loco.syncer.syncer import Syncer
+from lightning_loco.transport import JobCertificate, address_towards, read_certificate
+
+log = logging.getLogger(__name__)
+
+_LEAVE_S = 30.0
+"""Longest wait at the end of training for the last pushes to arrive, in seconds."""
+
+_START = "the start of the run"
+_SHARING = "sharing received fragments between the ranks of a worker"
+
+
+class LearnerEngine(LocalParticipant):
+    """Trains at its own pace, and exchanges fragments of the model with a syncer.
+
+    A thread in the background asks the syncer what is due, receives fragments and sends
+    pseudo-gradients. Only the training thread uses the model, between local steps: it first writes
+    the fragments that have arrived, then copies those that are due.
+
+    Without ``syncer`` the learners are the workers of this job, and worker 0 also runs the syncer.
+    With it, this job is one learner; other jobs come and go. Then the consensus is what was
+    received last, not the mean of the workers.
+
+    In a worker of several ranks, whose gradients the caller averages, the first rank exchanges for
+    all of them, and the others receive the fragments from it. All ranks call the same methods, and
+    gather a few numbers once per local step.
+
+    Args:
+        model: The module to train.
+        algorithm: How the syncer merges.
+        rounds: When the syncer merges.
+        compression: Codec of pseudo-gradients on the wire, or its name. Default: no compression.
+        syncer: ``"HOST:PORT"`` of the syncer, which ``lightning-loco syncer`` runs. Default: within
+            worker 0.
+        key_file: Key file of the run, written by ``lightning-loco keys FILE``.
+        name: Unique name of this learner; with ``syncer`` only. Default: host name and process id.
+        group: The workers. Default: all ranks of the default process group, in new groups.
+
+    Attributes:
+        worker: This worker.
+        settings: The settings.
+        statistics: Statistics of the communication so far.
+        learner: The part in the background; None on all ranks of a worker but the first.
+        syncer_server: The syncer of this job; None elsewhere.
+
+    Raises:
+        ValueError: If the model or the settings do not fit, on all workers.
+
+    Source:
+        "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428; see
+        :class:`~lightning_loco.algorithms.DecoupledDiLoCo`.
+    """
+
+    settings: DecoupledSettings
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: DecoupledDiLoCo | None = None,
+        *,
+        rounds: MergeSettings | None = None,
+        compression: Codec | str | None = None,
+        syncer: str | None = None,
+        key_file: str | Path | None = None,
+        name: str | None = None,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        settings = DecoupledSettings(
+            algorithm or DecoupledDiLoCo(),
+            rounds or MergeSettings(),
+            compression,
+            syncer,
+            key_file,
+            name,
+        )
+        group = group if group is not None else WorkerGroup.create(device=device_of(model))
+        self._set_up(model, settings, group)
+
+    @classmethod
+    def from_settings(
+        cls,
+        model: nn.Module,
+        settings: DecoupledSettings,
+        group: WorkerGroup,
+        optimized: Iterable[Tensor] | None = None,
+    ) -> LearnerEngine:
+        """Create an engine from settings; only ``optimized`` parameters are exchanged."""
+        engine = cls.__new__(cls)
+        engine._set_up(model, settings, group, optimized)  # noqa: SLF001
+        return engine
+
+    def _set_up(
+        self,
+        model: nn.Module,
+        settings: DecoupledSettings,
+        group: WorkerGroup,
+        optimized: Iterable[Tensor] | None = None,
+    ) -> None:
+        try:
+            self.worker, self.settings = Worker.join(model, lambda: settings, group, optimized)
+            with group.errors_shared("the set-up"):
+                self._divide(model)
+        except BaseException as error:
+            group.close(error)
+            raise
+        self.statistics = self.worker.statistics
+        self.shows_outer = settings.syncer is not None
+        self.learner: Learner | None = None
+        self.syncer_server: SyncerServer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._is_started = False
+        self._first_epoch = 1
+        self._tokens = 0.0
+        self._boundary: Boundary | None = None
+        self._agreed_after = 0
+
+    def _divide(self, model: nn.Module) -> None:
+        """Lay out the parameters in fragments of equal length, and make the contract."""
+        names, tensors = self.worker.replica.layout.names, self.worker.replica.layout.tensors
+        sizes = {name: tensor.numel() for name, tensor in zip(names, tensors, strict=True)}
+        rounds = self.settings.rounds
+        count = min(rounds.fragments, sum(sizes.values()))
+        slices = [one for (one,) in split_into_fragments(sizes, count, "even")]
+        borders = tuple(part.stop for part in slices)
+        self._layout = FlatLayout(
+            zip(names, tensors, strict=True), Cuts(CHUNK_ELEMENTS, 1, borders)
+        )
+        self._layout.chunks()  # ValueError for a tensor that cannot be cut
+        self._slices = slices
+        embeddings = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        }
+        ends = [*itertools.accumulate(sizes.values())]
+        kinds = [id(tensor) in embeddings for tensor in self.worker.replica.parameters.values()]
+        self.contract = Contract(
+            self.settings.algorithm,
+            dataclasses.replace(rounds, fragments=count),
+            [list(_tensors_in(part, ends, kinds)) for part in slices],
+            {n: [list(t.shape), str(t.dtype)] for n, t in zip(names, tensors, strict=True)},
+            self._layout.dtype,
+            self.settings.codec,
+        )
+
+    # ---------------------------------------------------------------------- start
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Join the run, and take its parameters; all workers must call it.
+
+        Raises:
+            RuntimeError: If the syncer does not answer in time or refuses this learner.
+        """
+        if self._is_started:
+            return
+        group = self.worker.group
+        address = self._find_syncer()
+        with group.errors_shared(_START):
+            if group.place == 0:
+                self.learner = self._make_learner(address)
+                self.learner.start()
+                self.learner.wait_until_ready(group.timeout_s)
+        self._is_started, self._saved = True, None
+        self._write(self._meet())
+
+    def _find_syncer(self) -> Address:
+        """Return the address of the syncer; of that beside worker 0 if there is no other one."""
+        group, certificate = self.worker.group, self._certificate
+        if self.settings.syncer is not None:
+            return Address.of(self.settings.syncer)
+        hosts = group.gather_objects(socket.gethostname(), _START)
+        is_local = len(set(hosts)) == 1
+        port = 0
+        with group.errors_shared(_START):
+            if group.worker == group.place == 0:
+                saved = self._saved or {}
+                syncer = Syncer(
+                    self.contract, state=saved.get("syncer"), first_epoch=self._first_epoch
+                )
+                host = "127.0.0.1" if is_local else "0.0.0.0"
+                self.syncer_server = SyncerServer(
+                    lambda contract: syncer, host=host, certificate=certificate
+                )
+                self.syncer_server.start()
+                port = self.syncer_server.server.port
+                if not is_local and certificate is None:
+                    log.warning(
+                        "Parameters are sent to other machines without a key file, so anybody who "
+                        "can reach this port can read or change them. Write a key file with "
+                        "`lightning-loco keys FILE`, copy it to all machines and pass "
+                        "key_file=FILE."
+                    )
+        host = "127.0.0.1" if is_local else address_towards(os.environ.get("MASTER_ADDR", hosts[0]))
+        return Address(*group.gather_objects([host, port], _START)[0])
+
+    @property
+    def _certificate(self) -> JobCertificate | None:
+        path = self.settings.key_file
+        return None if path is None else read_certificate(path)
+
+    def _make_learner(self, address: Address) -> Learner:
+        saved, group = self._saved or {}, self.worker.group
+        received = [self._read(fragment) for fragment in range(len(self._slices))]
+        if "received" in saved:
+            received = list(saved["received"].split([len(part) for part in self._slices]))
+        learner = Learner(
+            self.contract,
+            self.settings.learner_name(group.worker),
+            int(group.clock.wall_time() * 1000),
+            received,
+            SyncerClient(*address, self._certificate, self.settings.codec),
+            str(address),
+            group.clock,
+            self._as_stored if self._layout.is_rounded else None,
+        )
+        if "rounds" in saved:
+            learner.rounds.load_state_dict(saved["rounds"])
+        return learner
+
+    def _chunks(self, fragment: int) -> list[Chunk]:
+        part = self._slices[fragment]
+        return [chunk for chunk in self._layout.chunks() if chunk.start in part]
+
+    def _read(self, fragment: int) -> Tensor:
+        """Copy this worker's parameters of a fragment into the host's memory."""
+        part = self._slices[fragment]
+        flat = torch.empty(len(part), dtype=self._layout.dtype, device="cpu")
+        for chunk in self._chunks(fragment):
+            chunk.pack(flat[chunk.start - part.start : chunk.stop - part.start])
+        return flat
+
+    def _as_stored(self, fragment: int, params: Tensor) -> Tensor:
+        """Return parameters of a fragment rounded to the dtypes of the model."""
+        begin, stored = self._slices[fragment].start, params.clone()
+        for chunk in self._chunks(fragment):
+            part = stored[chunk.start - begin : chunk.stop - begin]
+            part -= chunk.rounding_error(part)
+        return stored
+
+    # ------------------------------------------------------------------ local steps
+
+    def add_tokens(self, count: float) -> None:
+        """Count tokens, or samples, of the next local step. Without a call it has one."""
+        self._tokens += count
+
+    def count_step(self) -> None:
+        """Count one local step."""
+        self.worker.count_step()
+        if self.learner is not None:
+            self.learner.count_step((self._tokens or 1.0) * self.worker.group.replica_size)
+        self._tokens = 0.0
+
+    def check_due(self) -> bool:
+        """Return whether fragments have arrived or are due. Never waits for the syncer.
+
+        In a worker of several ranks, which must all ask after the same local steps: whether some
+        have arrived. They gather a few numbers when they ask first after a local step.
+        """
+        worker = self.worker
+        if worker.group.inner is None:
+            return self.learner is not None and self.learner.is_due
+        if worker.steps != self._agreed_after:
+            self._agreed_after = worker.steps
+            self._boundary = self._meet()
+        return self._boundary is not None and bool(self._boundary.written)
+
+    @torch.no_grad()
+    def make_round(self) -> None:
+        """Write the fragments that have arrived into the model, and answer what is due."""
+        boundary, self._boundary = self._boundary, None
+        self._write(self._meet() if boundary is None else boundary)
+
+    @torch.no_grad()
+    def _meet(self) -> Boundary:
+        """Answer the syncer, and agree within the worker on what is written."""
+        boundary, group = Boundary({}), self.worker.group
+        if self.learner is not None:
+            self.worker.check_trainable()
+            boundary = self.learner.at_boundary(self._read)
+        if group.inner is None:
+            return boundary
+        said = [float(fragment in boundary.written) for fragment in range(len(self._slices))]
+        first, *_ = group.agree([*said, boundary.is_reset], f"local step {self.worker.steps}")
+        written = {
+            fragment: boundary.written.get(
+                fragment, torch.empty(len(part), dtype=self._layout.dtype, device="cpu")
+            )
+            for fragment, part in enumerate(self._slices)
+            if first[fragment]
+        }
+        return Boundary(written, bool(first[-1]))
+
+    def _write(self, boundary: Boundary) -> None:
+        worker, statistics = self.worker, self.statistics
+        worker.was_finite = not boundary.is_reset
+        for fragment, params in boundary.written.items():
+            shared = self._share(params)
+            begin = self._slices[fragment].start
+            for chunk in self._chunks(fragment):
+                chunk.unpack(shared[chunk.start - begin : chunk.stop - begin])
+        if boundary.written:
+            worker.round_index += len(boundary.written)
+            worker.steps_since_round = 0
+            statistics.rounds += len(boundary.written)
+        if self.learner is not None:
+            sent, whole = self.learner.count_sent()
+            statistics.count_compressed(sent, whole)
+
+    def _share(self, params: Tensor) -> Tensor:
+        """Return the first rank's vector on all ranks of this worker."""
+        if self.worker.group.inner is None:
+            return params
+        sent = params.to(self._layout.device, self._layout.dtype)
+        broadcast_inside([sent], self.worker.group, _SHARING)
+        return sent
+
+    # ------------------------------------------------------------------ sync points
+
+    def sync_point(self, purpose: str) -> list[WorkerStatus]:
+        """Wait until all ranks of this job have reached the same sync point.
+
+        Arguments, result and errors as in :meth:`LocalParticipant.sync_point`.
+        """
+        return self.worker.sync_point(purpose)
+
+    def write_consensus(self, purpose: str) -> None:
+        """Show the consensus as :meth:`show_consensus` does, at a sync point of all ranks.
+
+        With ``shows_outer`` it is what worker 0 has received last.
+        """
+        outer = self._received_by_worker_0() if self.shows_outer and self._is_started else None
+        self.worker.show_consensus(purpose, outer)
+
+    def _received_by_worker_0(self) -> Tensor:
+        """Return this rank's part of the parameters; all ranks must call it."""
+        group, layout, vectors = self.worker.group, self._layout, self.worker.replica.vectors
+        outer = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+        if self.learner is not None:
+            outer.copy_(torch.cat(self.learner.received))
+        outer = self._share(outer)
+        if group.data is not None:
+            work = dist.broadcast(outer, group.ranks[0], group.data, async_op=True)
+            PendingWork(group, "the received parameters", [work]).wait()
+        return outer if vectors is None else vectors.cut(outer, None)
+
+    def finish_at_sync_point(self) -> None:
+        """Leave the consensus in the model, when all ranks are at the same sync point.
+
+        A learner of a syncer elsewhere sends it the progress that it has not sent, and leaves.
+        """
+        self.worker.check_trainable()
+        leaving = self.learner if self.settings.syncer is not None else None
+        limit_s = min(_LEAVE_S, self.worker.group.timeout_s)
+        if leaving is not None and not leaving.leave(self._read, limit_s):
+            log.warning(
+                "The last local steps of learner %s could not be sent: the syncer does not answer.",
+                leaving.rounds.name,
+            )
+        self.write_consensus("the final consensus")
+
+    # ------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters, counters, what was received, and of worker 0 also the syncer."""
+        state, saved = self.worker.state_dict(), self._saved or {}
+        if self.learner is not None:
+            saved = self.learner.state_dict()
+            if self.syncer_server is not None and self.syncer_server.syncer is not None:
+                saved["syncer"] = self.syncer_server.syncer.state_dict()
+        return {**state, "learner": saved}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict` of the same worker, before :meth:`start`."""
+        self._disconnect()
+        self.worker.load_state_dict(saved)
+        self._saved = saved["learner"]
+
+    def reset(self) -> None:
+        """Restart from the present values of the model; all workers must call it.
+
+        RuntimeError in a run with a syncer elsewhere that this learner has joined.
+        """
+        if not self._is_started:
+            return
+        if self.settings.syncer is not None:
+            raise RuntimeError(
+                "A hook has set weights in a run whose parameters are with a syncer elsewhere. "
+                "Set them before the first batch, or start a new run with them."
+            )
+        self._disconnect()
+        self.worker.group.gather_objects(None, "the reset of the run")
+        self._saved = None
+        self.start()
+
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Load as much as fits of an earlier run; with other workers the syncer starts anew."""
+        is_same = saved.is_of(self.settings.algorithm) and saved.has_same_workers
+        state = dict(saved.state)
+        fits = is_same and state["learner"].get("lengths") == [len(part) for part in self._slices]
+        if not fits:
+            replica = self.worker.replica
+            state = {
+                **{name: value for name, value in state.items() if name != "others"},
+                "params": replica.layout.new_flat_on_cpu(),
+                "buffers": replica.buffers.new_flat_on_cpu(),
+                "learner": {},
+            }
+        self.load_state_dict(state)
+        return [] if fits else saved.dropped_by(self.settings.algorithm)
+
+    def _disconnect(self) -> None:
+        learner, server = self.learner, self.syncer_server
+        if server is not None and server.syncer is not None:
+            self._first_epoch = server.syncer.rounds.epoch + 1
+        self.learner = self.syncer_server = None
+        self._is_started = False
+        for part in (learner, server):
+            if part is not None:
+                part.close()
+
+    def close(self) -> None:
+        """Stop all threads and destroy the groups; a second call does nothing."""
+        self._disconnect()
+        self.worker.group.close()
+
+
+def _tensors_in(part: range, ends: list[int], kinds: list[bool]) -> Iterator[TensorRange]:
+    """Yield where tensors are in a slice of the vector; ``ends`` are theirs in the whole vector."""
+    begin = 0
+    for end, is_embedding in zip(ends, kinds, strict=True):
+        first, last = max(begin, part.start), min(end, part.stop)
+        if first < last:
+            yield TensorRange(first - part.start, last - part.start, is_embedding)
+        begin = end
