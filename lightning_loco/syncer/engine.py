@@ -86,6 +86,7 @@ class LearnerEngine(LocalParticipant):
         statistics: Statistics of the communication so far.
         learner: The part in the background; None on all ranks of a worker but the first.
         syncer_server: The syncer of this job; None elsewhere.
+        has_ended: Whether :meth:`finish` was called since the last :meth:`start`.
 
     Raises:
         ValueError: If the model or the settings do not fit, on all workers.
@@ -151,8 +152,8 @@ class LearnerEngine(LocalParticipant):
         self.shows_outer = settings.syncer is not None
         self.learner: Learner | None = None
         self.syncer_server: SyncerServer | None = None
-        self._saved: dict[str, Any] | None = None
-        self._is_started = False
+        self._saved: dict[str, Any] = {}
+        self._has_joined = self.has_ended = False
         self._first_epoch = 1
         self._tokens = 0.0
         self._boundary: Boundary | None = None
@@ -197,8 +198,9 @@ class LearnerEngine(LocalParticipant):
         Raises:
             RuntimeError: If the syncer does not answer in time or refuses this learner.
         """
-        if self._is_started:
+        if self._has_joined and not self.has_ended:
             return
+        self.has_ended = False
         group = self.worker.group
         address = self._find_syncer()
         with group.errors_shared(_START):
@@ -206,7 +208,7 @@ class LearnerEngine(LocalParticipant):
                 self.learner = self._make_learner(address)
                 self.learner.start()
                 self.learner.wait_until_ready(group.timeout_s)
-        self._is_started, self._saved = True, None
+        self._has_joined, self._saved = True, {}
         self._write(self._meet())
 
     def _find_syncer(self) -> Address:
@@ -219,10 +221,8 @@ class LearnerEngine(LocalParticipant):
         port = 0
         with group.errors_shared(_START):
             if group.worker == group.place == 0:
-                saved = self._saved or {}
-                syncer = Syncer(
-                    self.contract, state=saved.get("syncer"), first_epoch=self._first_epoch
-                )
+                state, epoch = self._saved.get("syncer"), self._first_epoch
+                syncer = Syncer(self.contract, state=state, first_epoch=epoch)
                 host = "127.0.0.1" if is_local else "0.0.0.0"
                 self.syncer_server = SyncerServer(
                     lambda contract: syncer, host=host, certificate=certificate
@@ -245,7 +245,7 @@ class LearnerEngine(LocalParticipant):
         return None if path is None else read_certificate(path)
 
     def _make_learner(self, address: Address) -> Learner:
-        saved, group = self._saved or {}, self.worker.group
+        saved, group = self._saved, self.worker.group
         received = [self._read(fragment) for fragment in range(len(self._slices))]
         if "received" in saved:
             received = list(saved["received"].split([len(part) for part in self._slices]))
@@ -345,7 +345,6 @@ class LearnerEngine(LocalParticipant):
             for chunk in self._chunks(fragment):
                 chunk.unpack(shared[chunk.start - begin : chunk.stop - begin])
         if boundary.written:
-            worker.round_index += len(boundary.written)
             worker.steps_since_round = 0
             statistics.rounds += len(boundary.written)
         if self.learner is not None:
@@ -374,15 +373,15 @@ class LearnerEngine(LocalParticipant):
 
         With ``shows_outer`` it is what worker 0 has received last.
         """
-        outer = self._received_by_worker_0() if self.shows_outer and self._is_started else None
+        outer = self._received_by_worker_0() if self.shows_outer and self._has_joined else None
         self.worker.show_consensus(purpose, outer)
 
     def _received_by_worker_0(self) -> Tensor:
         """Return this rank's part of the parameters; all ranks must call it."""
         group, layout, vectors = self.worker.group, self._layout, self.worker.replica.vectors
         outer = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
-        if self.learner is not None:
-            outer.copy_(torch.cat(self.learner.received))
+        if "received" in (state := self._learner_state()):
+            outer.copy_(state["received"])
         outer = self._share(outer)
         if group.data is not None:
             work = dist.broadcast(outer, group.ranks[0], group.data, async_op=True)
@@ -402,22 +401,33 @@ class LearnerEngine(LocalParticipant):
                 "The last local steps of learner %s could not be sent: the syncer does not answer.",
                 leaving.rounds.name,
             )
+        self._saved = self._learner_state()
+        if self.learner is not None:
+            self.learner.close()
+            self.learner = None
         self.write_consensus("the final consensus")
+        self.has_ended = True
+        self._disconnect()  # the syncer, which no learner asks any more
 
     # ------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, counters, what was received, and of worker 0 also the syncer."""
-        state, saved = self.worker.state_dict(), self._saved or {}
-        if self.learner is not None:
-            saved = self.learner.state_dict()
-            if self.syncer_server is not None and self.syncer_server.syncer is not None:
-                saved["syncer"] = self.syncer_server.syncer.state_dict()
-        return {**state, "learner": saved}
+        return {**self.worker.state_dict(), "learner": self._learner_state()}
+
+    def _learner_state(self) -> dict[str, Any]:
+        if self.learner is None:
+            return self._saved
+        state = self.learner.state_dict()
+        if self.syncer_server is not None and self.syncer_server.syncer is not None:
+            # All workers wait, so it has every version that one of them has received.
+            state["syncer"] = self.syncer_server.syncer.state_dict()
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict` of the same worker, before :meth:`start`."""
         self._disconnect()
+        self._has_joined = False
         self.worker.load_state_dict(saved)
         self._saved = saved["learner"]
 
@@ -426,7 +436,7 @@ class LearnerEngine(LocalParticipant):
 
         RuntimeError in a run with a syncer elsewhere that this learner has joined.
         """
-        if not self._is_started:
+        if not self._has_joined:
             return
         if self.settings.syncer is not None:
             raise RuntimeError(
@@ -434,8 +444,9 @@ class LearnerEngine(LocalParticipant):
                 "Set them before the first batch, or start a new run with them."
             )
         self._disconnect()
+        self._has_joined = False
         self.worker.group.gather_objects(None, "the reset of the run")
-        self._saved = None
+        self._saved = {}
         self.start()
 
     def resume_from(self, saved: EarlierRun) -> list[str]:
@@ -459,7 +470,6 @@ class LearnerEngine(LocalParticipant):
         if server is not None and server.syncer is not None:
             self._first_epoch = server.syncer.rounds.epoch + 1
         self.learner = self.syncer_server = None
-        self._is_started = False
         for part in (learner, server):
             if part is not None:
                 part.close()

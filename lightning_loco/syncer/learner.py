@@ -220,7 +220,8 @@ class Learner:
             self.rounds.name,
         )
         self._has_nan = False
-        self._outgoing.clear()
+        while self._outgoing:
+            self.rounds.lost(self._outgoing.popleft().push.due)
         self.rounds.drop_progress()
         return Boundary(dict(enumerate(self.received)), is_reset=True)
 
@@ -347,6 +348,7 @@ class Learner:
             push, local, received = outgoing
             delta = self._contract.method.propose(local, received)
             if not is_finite(delta):
+                self._forget(push)
                 self._has_nan = True
                 return
             try:

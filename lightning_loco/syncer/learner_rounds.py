@@ -39,6 +39,7 @@ class LearnerRounds:
         self.tokens = [0.0] * fragments
         self.total_steps = 0
         self._asked: tuple[Due, ...] = ()
+        self._announced: tuple[Version, ...] = ()
         self._answered: set[Due] = set()
         # The version to which the last push of each fragment was relative.
         self._pushed: list[Version | None] = [None] * fragments
@@ -77,7 +78,7 @@ class LearnerRounds:
         if reply.epoch > self.epoch:
             self.epoch = reply.epoch
             self._answered.clear()
-        self._asked = reply.asked
+        self._asked, self._announced = reply.asked, reply.versions
         fetched = []
         for fragment, version in enumerate(reply.versions):
             if self.received[fragment] == version:
@@ -127,8 +128,9 @@ class LearnerRounds:
             due
             for due in self._asked
             if due not in self._answered
-            and self.received[due.fragment] is not None
             and self.steps[due.fragment] > 0
+            # Else it is on its way, and a push relative to the one before would be refused.
+            and self.received[due.fragment] == self._announced[due.fragment]
         ]
 
     def answers(self) -> list[Push]:

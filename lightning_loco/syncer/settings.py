@@ -8,10 +8,13 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo
+from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
+from lightning_loco.algorithms.stale_correction import StaleCorrection
 from lightning_loco.compression import CODECS, Codec, check_compression
 from lightning_loco.model.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.syncer.merge_rounds import MergeSettings
@@ -92,6 +95,12 @@ class DecoupledSettings:
             )
         if self.syncer is not None:
             Address.of(self.syncer)
+            method = self.algorithm
+            if callable(method.outer_lr) or method.outer_optimizer is not None:
+                raise ValueError(
+                    "A syncer elsewhere gets the method in a message, which cannot hold functions: "
+                    "leave outer_optimizer out and make outer_lr a number, or leave syncer out."
+                )
         elif self.name is not None:
             raise ValueError(
                 f"name={self.name!r} is of a learner of a syncer elsewhere: give its address, "
@@ -148,3 +157,33 @@ class DecoupledSettings:
             "compression": plain(self.codec),
             "syncer": self.syncer,
         }
+
+
+def decoupled_diloco(
+    sync_every: int,
+    fragments: int,
+    delay: int,
+    min_quorum: int,
+    outer_lr: OuterLR,
+    outer_momentum: float,
+    nesterov: bool,
+    outer_optimizer: OuterOptimizer | None,
+    aggregate: Literal["radial", "mean"],
+    weight: Literal["tokens", "steps", "equal"],
+    mix: float,
+    correction: StaleCorrection | None,
+    grace: float,
+    keep_late: bool,
+    syncer: str | None,
+    key_file: str | Path | None,
+    name: str | None,
+    compression: Codec | str | None,
+) -> DecoupledSettings:
+    """Return the settings of :class:`~lightning_loco.DecoupledDiLoCoStrategy`."""
+    algorithm = DecoupledDiLoCo(
+        outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate, weight, mix, correction
+    )
+    rounds = MergeSettings(
+        fragments, sync_every, min_quorum, delay=delay, grace=grace, keep_late=keep_late
+    )
+    return DecoupledSettings(algorithm, rounds, compression, syncer, key_file, name)

@@ -211,6 +211,18 @@ def test_pushes_of_all_make_streaming_diloco() -> None:
         torch.testing.assert_close(process.local, local[name], rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("takes_s", [0.07, 0.12, 0.31, 0.64])
+def test_messages_that_take_longer_than_local_steps_hold_nothing_up(takes_s: float) -> None:
+    """A push for a version that is on its way would be refused, and the round wait for retries."""
+    settings = MergeSettings(fragments=3, sync_every=12, retry_s=1e6)
+    world = World(settings, MEAN, 0, Network(takes_s, takes_s))
+    for name in "ab":
+        world.start_learner(name, 0.1, 1.0)
+    world.run(60.0)
+    assert len(world.merges) > 60
+    assert dict(world.refused) == {}
+
+
 FAULTS = Network(least_s=0.01, most_s=2.0, lost=0.1, twice=0.1)
 
 

@@ -1,0 +1,341 @@
+"""Learners with a model: they follow a real syncer, and go on without one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.algorithms import DecoupledDiLoCo
+from lightning_loco.compression import E3M0, BFloat16, Int8
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.syncer.engine import LearnerEngine
+from lightning_loco.syncer.merge_rounds import MergeSettings
+from lightning_loco.syncer.service import SyncerServer
+from lightning_loco.syncer.settings import Address, DecoupledSettings
+from lightning_loco.syncer.syncer import Syncer
+from lightning_loco.syncer.tape import Tape, replay
+from lightning_loco.transport import read_certificate, write_certificate
+from tests.harness.limits import LONG_S
+from tests.harness.pool import Pool
+from tests.harness.programs import free_ports
+from tests.harness.small_model import flat, make_model
+
+ROUNDS = MergeSettings(fragments=3, sync_every=6)
+
+
+class Numbers(nn.Module):
+    """A vector, and an embedding."""
+
+    def __init__(self, value: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.full((7,), value, dtype=dtype))
+        self.table = nn.Embedding(2, 2, dtype=dtype)
+        self.table.weight.data.fill_(value)
+
+    @torch.no_grad()
+    def step(self, toward: float) -> None:
+        """Go a tenth of the way to a number."""
+        for parameter in self.parameters():
+            parameter += 0.1 * (toward - parameter)
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0, **settings: Any) -> Iterator[SyncerServer]:
+    tape = Tape(folder / "tape", time.time, keeps_pushes=True)
+    server = SyncerServer(
+        lambda contract: Syncer(contract, folder / "run", tape=tape), port=port, **settings
+    )
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        tape.close()
+
+
+def learner(model: nn.Module, server: SyncerServer | int, **settings: Any) -> LearnerEngine:
+    port = server if isinstance(server, int) else server.server.port
+    settings.setdefault("rounds", ROUNDS)
+    return LearnerEngine(model, syncer=f"127.0.0.1:{port}", **settings)
+
+
+def train(engine: LearnerEngine, model: Numbers, toward: float, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not until():
+        model.step(toward)
+        engine.step()
+        time.sleep(0.002)
+        assert time.monotonic() < deadline, "the learner does not get on"
+
+
+def idle(engine: LearnerEngine, until: Callable[[], bool]) -> None:
+    train(engine, Numbers(), 0.0, until)
+
+
+def received(engine: LearnerEngine) -> list[Tensor]:
+    assert engine.learner is not None
+    return engine.learner.received
+
+
+@pytest.mark.parametrize("codec", [None, BFloat16(), Int8(), E3M0()])
+def test_learners_meet_and_their_tape_is_repeated(tmp_path: Path, codec: Any) -> None:
+    write_certificate(tmp_path / "key.pem")
+    key = {"key_file": tmp_path / "key.pem"}
+    certificate = read_certificate(tmp_path / "key.pem")
+    models, found = {"a": Numbers(5.0), "b": Numbers(-5.0)}, {}
+    (tmp_path / "x").mkdir()
+    with serving(tmp_path / "x", certificate=certificate) as server:
+
+        def run(name: str, toward: float) -> None:
+            model = models[name]
+            engine = learner(model, server, name=name, compression=codec, **key)
+            with closing(engine):
+                engine.start()
+                train(engine, model, toward, lambda: server.status()["committed"] >= 40)
+                assert engine.statistics.rounds > 10
+                assert (engine.statistics.bytes_saved != 0) == (codec is not None)
+                engine.finish()
+                found[name] = torch.cat(engine._saved["received"].split(11))
+
+        threads = [threading.Thread(target=run, args=one) for one in (("a", 1.0), ("b", 3.0))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+        status = server.status()
+    assert status["learners"] == {}
+    assert status["late"] >= 1  # what was left when they ended
+    for name, model in models.items():
+        assert torch.equal(flat(model), found[name])  # what was received last
+        assert ((flat(model) > 0.8) & (flat(model) < 3.2)).all()
+    repeated = list(replay(tmp_path / "x/tape"))
+    assert len(repeated) == status["committed"]
+    assert {one.problem for one in repeated} == {None}
+
+
+def test_a_learner_goes_on_without_the_syncer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, port = Numbers(), free_ports()[0]
+    with serving(tmp_path, port) as server, closing(learner(model, server, name="a")) as engine:
+        engine.start()
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        before = engine.worker.steps
+        with caplog.at_level(logging.WARNING):
+            server.close()
+            train(engine, model, 1.0, lambda: engine.worker.steps >= before + 100)
+            with serving(tmp_path, port) as again:
+                rounds = engine.statistics.rounds
+                train(engine, model, 1.0, lambda: engine.statistics.rounds >= rounds + 6)
+                epoch = again.status()["epoch"]
+    assert epoch == 2
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if "cannot be reached" in text]) == 1
+    assert len([text for text in texts if "answers again, after" in text]) == 1
+
+
+def test_a_syncer_that_lost_its_folder_goes_on_from_what_a_learner_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, port = Numbers(), free_ports()[0]
+    with closing(learner(model, port, name="a")) as engine:
+        with serving(tmp_path, port):
+            engine.start()
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 12)
+        server = SyncerServer(lambda contract: Syncer(contract, first_epoch=10**9), port=port)
+        server.start()
+        with closing(server):
+            rounds = engine.statistics.rounds
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= rounds + 12)
+            assert (received(engine)[0] > 0.5).all()
+    assert "has lost its parameters" in caplog.text
+
+
+def test_nan_goes_back_to_what_was_received(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Numbers()
+    with serving(tmp_path) as server, closing(learner(model, server, name="a")) as engine:
+        engine.start()
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= 3)
+        model.values.data[3] = torch.nan
+        train(engine, model, 1.0, lambda: bool(torch.isfinite(flat(model)).all()))
+        assert not engine.worker.was_finite
+        rounds = engine.statistics.rounds
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= rounds + 6)
+        assert engine.worker.was_finite
+        assert server.status()["refused"] == 0
+    assert "NaN or infinity in the parameters of learner a" in caplog.text
+
+
+def test_narrow_parameters_without_progress_stay_as_they_are(tmp_path: Path) -> None:
+    """What bfloat16 loses of a fragment is not taken for progress."""
+    model, method = Numbers(dtype=torch.bfloat16), DecoupledDiLoCo(outer_lr=0.3)
+    with serving(tmp_path) as server, closing(learner(model, server, algorithm=method)) as engine:
+        engine.start()
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        still = engine.statistics.rounds + 9
+        idle(engine, lambda: engine.statistics.rounds >= still)
+        syncer = server.syncer
+        assert syncer is not None
+        before = [syncer.fetch(fragment) for fragment in range(3)]
+        assert any((one.params.bfloat16() != one.params).any() for one in before)
+        idle(engine, lambda: engine.statistics.rounds >= still + 9)
+        for fragment, (_, version, params) in enumerate(before):
+            assert syncer.fetch(fragment).version > version
+            assert torch.equal(syncer.fetch(fragment).params, params)
+
+
+def test_only_part_of_what_arrives_is_taken_with_mix(tmp_path: Path) -> None:
+    model = Numbers(4.0)
+    method = DecoupledDiLoCo(mix=0.5)
+    with serving(tmp_path) as server, closing(learner(model, server, algorithm=method)) as engine:
+        engine.start()
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= 20)
+        assert ((flat(model) > 0.9) & (flat(model) < 4.0)).all()
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    write_certificate(tmp_path / "key.pem")
+    write_certificate(tmp_path / "other.pem")
+    certificate = read_certificate(tmp_path / "key.pem")
+    with serving(tmp_path, certificate=certificate) as server:
+        first = learner(Numbers(), server, name="a", key_file=tmp_path / "key.pem")
+        with closing(first):
+            first.start()
+            rows: list[tuple[nn.Module, dict[str, Any], str]] = [
+                (make_model(), {}, r"parameters\.values is None there|parameters.*there and"),
+                (
+                    Numbers(),
+                    {"rounds": MergeSettings(fragments=2)},
+                    "settings.fragments is 2 there",
+                ),
+                (
+                    Numbers(dtype=torch.float32),
+                    {},
+                    r"parameters.values is \[\[7\], 'torch.float32'",
+                ),
+                (Numbers(), {"algorithm": DecoupledDiLoCo(0.5)}, "method.outer_lr is 0.5 there"),
+                (Numbers(), {"compression": "bf16"}, "compression is .*BFloat16.* there and None"),
+            ]
+            for model, settings, text in rows:
+                key = {"key_file": tmp_path / "key.pem", **settings}
+                other, error = learner(model, server, name="b", **key), f"refuses this .*{text}"
+                with closing(other), pytest.raises(RuntimeError, match=error):
+                    other.start()
+            other = learner(Numbers(), server, name="b", key_file=tmp_path / "other.pem")
+            with closing(other), pytest.raises(RuntimeError, match="have different key files"):
+                other.start()
+            assert first.learner is not None
+            newer = learner(Numbers(), server, name="a", key_file=tmp_path / "key.pem")
+            with closing(newer):
+                newer.start()
+                with pytest.raises(RuntimeError, match="A newer process .* is learner a"):
+                    train(first, Numbers(), 0.0, lambda: False)
+
+
+def test_a_syncer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = learner(Numbers(), free_ports()[0], name="a")
+    engine.worker.group.timeout_s = 0.5
+    with closing(engine), pytest.raises(RuntimeError, match=r"within 0 s \(.*Connection refused\)"):
+        engine.start()
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    for values, error in (
+        ({"syncer": "node7:abc"}, "syncer must be 'HOST:PORT'"),
+        ({"syncer": "node7:0"}, "syncer must be 'HOST:PORT'"),
+        ({"name": "a"}, "name='a' is of a learner of a syncer elsewhere"),
+        ({"compression": "sparse"}, "compression must be a codec that sends every value"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            DecoupledSettings(DecoupledDiLoCo(), **values)
+    with pytest.raises(ValueError, match="cannot hold functions"):
+        DecoupledSettings(DecoupledDiLoCo(outer_lr=lambda merge: 1.0), syncer="a")
+    with pytest.raises(ValueError, match="min_quorum=3 is more than the 2 workers"):
+        DecoupledSettings(DecoupledDiLoCo(), MergeSettings(min_quorum=3)).prepare(2)
+    with pytest.raises(ValueError, match="is one learner, and this one has 2 workers"):
+        DecoupledSettings(DecoupledDiLoCo(), syncer="a").prepare(2)
+    assert Address.of("[::1]:7") == ("::1", 7)
+
+
+# ------------------------------------------------------------------------------- jobs
+
+
+def test_a_learner_continues_from_its_state(tmp_path: Path) -> None:
+    model = Numbers()
+    with serving(tmp_path) as server:
+        with closing(learner(model, server, name="a")) as engine:
+            engine.start()
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 12)
+            state, steps = engine.state_dict(), engine.worker.steps
+        again = Numbers()
+        with closing(learner(again, server, name="a")) as engine:
+            engine.load_state_dict(state)
+            assert torch.equal(flat(again), flat(model))
+            engine.start()
+            assert engine.worker.steps == engine.learner.rounds.total_steps == steps
+            train(engine, again, 1.0, lambda: engine.statistics.rounds >= 24)
+            assert server.status()["refused"] == 0
+
+
+def train_in_job(rank: int, world: int, replica_size: int = 1) -> Any:
+    """Workers of one job, whose worker 0 runs the syncer."""
+    model = Numbers(float(rank))
+    group = WorkerGroup.create(timeout_s=30.0, replica_size=replica_size)
+    engine = LearnerEngine(model, rounds=ROUNDS, group=group)
+    engine.start()
+    toward = float(group.worker)
+    train(engine, model, toward, lambda: engine.worker.steps >= 150)
+    state = engine.state_dict()
+    rounds, inside = engine.statistics.rounds, flat(model)
+    engine.finish()
+    shown = flat(model)
+    engine.close()
+
+    model = Numbers(9.0)
+    group = WorkerGroup.create(timeout_s=30.0, replica_size=replica_size)
+    engine = LearnerEngine(model, rounds=ROUNDS, group=group)
+    engine.load_state_dict(state)
+    resumed = flat(model)
+    engine.start()
+    train(engine, model, toward, lambda: engine.worker.steps >= 200)
+    after = engine.statistics.rounds
+    counts = engine.learner.counts if engine.learner is not None else {"refused": 0}
+    engine.finish()
+    last = flat(model)
+    engine.close()
+    return rounds, inside, shown, resumed, after, counts["refused"], last
+
+
+def test_workers_of_a_job_and_their_resume(pool: Pool) -> None:
+    results = pool.run(train_in_job, world=3)
+    for rounds, inside, shown, resumed, after, refused, last in results:
+        assert rounds > 10
+        assert torch.equal(resumed, inside)
+        assert after > rounds
+        assert refused == 0
+        assert torch.equal(shown, results[0][2])  # the mean of all, in every worker
+        assert torch.equal(last, results[0][6])
+    mean = torch.stack([one[1] for one in results]).mean(0)
+    torch.testing.assert_close(results[0][2], mean)
+
+
+def test_ranks_of_a_worker_stay_together(pool: Pool) -> None:
+    results = pool.run(train_in_job, 2, world=4)
+    for first, second in ((0, 1), (2, 3)):
+        assert torch.equal(results[first][1], results[second][1])
+        assert results[first][0] == results[second][0] > 10
+    assert not torch.equal(results[0][1], results[2][1])
