@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_loco.algorithms import (
         SPARTA,
         Algorithm,
+        DecoupledDiLoCo,
         DelayedNesterov,
         DiLoCo,
         EagerDiLoCo,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_loco.strategies import (
         AsyncDiLoCoStrategy,
         AsyncModelAverageStrategy,
+        DecoupledDiLoCoStrategy,
         DelayedNesterovStrategy,
         DiLoCoStrategy,
         EagerDiLoCoStrategy,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
         SPARTAStrategy,
         StreamingDiLoCoStrategy,
     )
+    from lightning_loco.syncer import LearnerEngine
     from lightning_loco.topology import Topology, get_topology
 
 __all__ = [
@@ -66,6 +69,8 @@ __all__ = [
     "ClockEngine",
     "CommunicationMonitor",
     "ConsensusMonitor",
+    "DecoupledDiLoCo",
+    "DecoupledDiLoCoStrategy",
     "DelayedNesterov",
     "DelayedNesterovStrategy",
     "DiLoCo",
@@ -75,6 +80,7 @@ __all__ = [
     "Elastic",
     "GASLoC",
     "GASLoCStrategy",
+    "LearnerEngine",
     "Link",
     "LocalSGD",
     "LocalSGDStrategy",
@@ -114,6 +120,7 @@ _PACKAGES = (
     "parameter_server",
     "simulation",
     "strategies",
+    "syncer",
     "topology",
 )
 """Packages that define the public names."""

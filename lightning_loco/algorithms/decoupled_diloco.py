@@ -117,6 +117,9 @@ class DecoupledDiLoCo:
     mix: float = 0.0
     correction: StaleCorrection | None = None
 
+    exchange: ClassVar[Literal["syncer"]] = "syncer"
+    default_topology: ClassVar[None] = None
+
     granularity: ClassVar[int] = 1
     """Fragments of any length are merged; directions are those of the parts of tensors in them."""
 

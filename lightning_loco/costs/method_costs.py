@@ -229,6 +229,7 @@ def as_method(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
     row = METHODS[name]
     assert row.exchange != "pull"
+    assert row.exchange != "syncer"
     if (fragments, delay) != (None, None) and row.costs not in ("async", "streaming"):
         raise ValueError(f"{name} has neither fragments nor a delay. Drop them.")
     schedule: Schedule

@@ -36,7 +36,7 @@ class KnownMethod:
     title: str
     strategy: str
     algorithm: str | None
-    exchange: Literal["mean", "neighbors", "pull", "server"]
+    exchange: Literal["mean", "neighbors", "pull", "server", "syncer"]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     short_rounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: str | None = None
@@ -256,6 +256,35 @@ METHOD_TABLE = {
             "link": None,
         },
         settings="lightning_loco.gossip.settings.pairwise_gossip",
+    ),
+    "decoupled_diloco": KnownMethod(
+        title="Decoupled DiLoCo",
+        strategy="lightning_loco.strategies.decoupled_diloco.DecoupledDiLoCoStrategy",
+        algorithm="DecoupledDiLoCo",
+        exchange="syncer",
+        defaults={
+            "sync_every": 24,
+            "fragments": 24,
+            "delay": 2,
+            "min_quorum": 1,
+            "outer_lr": 1.0,
+            "outer_momentum": 0.0,
+            "nesterov": True,
+            "outer_optimizer": None,
+            "aggregate": "radial",
+            "weight": "tokens",
+            "mix": 0.0,
+            "correction": None,
+            "grace": 0.8,
+            "keep_late": True,
+            "syncer": None,
+            "key_file": None,
+            "name": None,
+            "count_tokens": None,
+            "compression": None,
+            "link": None,
+        },
+        settings="lightning_loco.syncer.settings.decoupled_diloco",
     ),
     "remote_optimizer": KnownMethod(
         title="Remote optimizer",

@@ -1,6 +1,7 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, WorkerArguments
+from lightning_loco.strategies.decoupled_diloco import DecoupledDiLoCoStrategy
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
 from lightning_loco.strategies.named import (
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncDiLoCoStrategy",
     "AsyncModelAverageStrategy",
     "CommonArguments",
+    "DecoupledDiLoCoStrategy",
     "DelayedNesterovStrategy",
     "DiLoCoStrategy",
     "EagerDiLoCoStrategy",

@@ -19,6 +19,7 @@ from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.stale_correction import StaleCorrection
 from lightning_loco.compression import Codec
+from lightning_loco.costs import LinkLike
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.arguments import CommonArguments
@@ -73,6 +74,7 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
             of samples.
         compression: Codec of pushes on the wire: ``"bf16"``, ``"int8"``, ``"e3m0"`` or another that
             sends every value. Default: no compression.
+        link: A slower link to the syncer to emulate, as in :class:`LocoStrategy`.
         common: The arguments that strategies with workers share, :class:`CommonArguments`.
 
     Raises:
@@ -113,6 +115,7 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         *,
         count_tokens: Callable[[Any], float] | None = None,
         compression: Codec | str | None = None,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         settings = decoupled_diloco(
@@ -133,10 +136,11 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
             syncer,
             key_file,
             name,
+            count_tokens,
             compression,
+            link,
         )
         self._init_with(settings, **common)
-        self.count_tokens = count_tokens or count_samples
 
     def engine_of(
         self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
@@ -182,7 +186,8 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count the tokens of the batch."""
-        self._learner.add_tokens(float(self.count_tokens(args[0] if args else None)))
+        count = self.settings.count_tokens or count_samples
+        self._learner.add_tokens(float(count(args[0] if args else None)))
         return super().training_step(*args, **kwargs)
 
 

@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
 from lightning_loco.compression import Codec
+from lightning_loco.costs import LinkLike, as_links
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -78,6 +80,7 @@ class LearnerEngine(LocalParticipant):
             worker 0.
         key_file: Key file of the run, written by ``lightning-loco keys FILE``.
         name: Unique name of this learner; with ``syncer`` only. Default: host name and process id.
+        link: Links to emulate, as in :func:`~lightning_loco.costs.as_links`. Default: none.
         group: The workers. Default: all ranks of the default process group, in new groups.
 
     Attributes:
@@ -108,6 +111,7 @@ class LearnerEngine(LocalParticipant):
         syncer: str | None = None,
         key_file: str | Path | None = None,
         name: str | None = None,
+        link: LinkLike | None = None,
         group: WorkerGroup | None = None,
     ) -> None:
         settings = DecoupledSettings(
@@ -117,6 +121,7 @@ class LearnerEngine(LocalParticipant):
             syncer,
             key_file,
             name,
+            link=as_links(link),
         )
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         self._set_up(model, settings, group)
@@ -254,7 +259,12 @@ class LearnerEngine(LocalParticipant):
             self.settings.learner_name(group.worker),
             int(group.clock.wall_time() * 1000),
             received,
-            SyncerClient(*address, self._certificate, self.settings.codec),
+            SyncerClient(
+                *address,
+                self._certificate,
+                self.settings.codec,
+                link=self.settings.link_of(group.worker, group.num_workers),
+            ),
             str(address),
             group.clock,
             self._as_stored if self._layout.is_rounded else None,
@@ -269,6 +279,7 @@ class LearnerEngine(LocalParticipant):
 
     def _read(self, fragment: int) -> Tensor:
         """Copy this worker's parameters of a fragment into the host's memory."""
+        reach("packing")
         part = self._slices[fragment]
         flat = torch.empty(len(part), dtype=self._layout.dtype, device="cpu")
         for chunk in self._chunks(fragment):
@@ -339,6 +350,8 @@ class LearnerEngine(LocalParticipant):
     def _write(self, boundary: Boundary) -> None:
         worker, statistics = self.worker, self.statistics
         worker.was_finite = not boundary.is_reset
+        if boundary.written:
+            reach("outer step")
         for fragment, params in boundary.written.items():
             shared = self._share(params)
             begin = self._slices[fragment].start

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_loco._util.background import BackgroundThread
 from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.robust import is_finite
 from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.learner_rounds import LearnerRounds
@@ -353,6 +354,7 @@ class Learner:
                 return
             try:
                 self._client.push(push, delta)
+                reach("after sending")
             except (Refused, OSError) as error:
                 if isinstance(error, OSError) or error.reason in _JOIN_AGAIN:
                     self._forget(push)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_loco import transport
 from lightning_loco._util.background import BackgroundThread
 from lightning_loco.compression import Codec
+from lightning_loco.costs import Link
 from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.merge_rounds import Due, Push, Refused, Reply, Version
 from lightning_loco.syncer.syncer import Fragment, Syncer
@@ -190,6 +191,8 @@ class SyncerClient:
         certificate: Certificate of the job. Default: no encryption.
         codec: Encodes pushes, as the contract says. Default: they are sent as they are.
         timeout_s: Longest time for a request and its reply, in seconds.
+        link: A slower link to emulate, without its jitter: messages take as long as on it. Default:
+            no emulation.
     """
 
     def __init__(
@@ -199,9 +202,11 @@ class SyncerClient:
         certificate: JobCertificate | None = None,
         codec: Codec | None = None,
         timeout_s: float = 60.0,
+        link: Link | None = None,
     ) -> None:
         self._client = Client(host, port, certificate)
-        self._codec, self._timeout_s = codec, timeout_s
+        self._codec, self._timeout_s, self._link = codec, timeout_s, link
+        self._is_aborted = threading.Event()
 
     def join(
         self, name: str, generation: int, steps: int, contract: Mapping[str, Any]
@@ -249,6 +254,7 @@ class SyncerClient:
 
     def abort(self) -> None:
         """Make the present request and all later ones fail at once. Thread-safe."""
+        self._is_aborted.set()
         self._client.abort()
 
     def _ask(self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b"") -> Any:
@@ -265,6 +271,9 @@ class SyncerClient:
         request = json.dumps({"kind": kind, **said}).encode()
         reply = self._client.request(request, body, timeout_s=self._timeout_s)
         header: dict[str, Any] = json.loads(reply.header)
+        if self._link is not None:
+            busy_s = self._link.seconds(len(body)) + self._link.seconds(reply.body_bytes)
+            self._is_aborted.wait(busy_s + 2 * self._link.latency_s)
         if "refused" in header:
             raise Refused(*header["refused"])
         return header, reply

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.stale_correction import StaleCorrection
 from lightning_loco.compression import CODECS, Codec, check_compression
+from lightning_loco.costs import Link, LinkLike, Links, as_links
 from lightning_loco.model.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.syncer.merge_rounds import MergeSettings
 from lightning_loco.transport import read_certificate
@@ -62,6 +63,8 @@ class DecoupledSettings:
         syncer: ``"HOST:PORT"`` of the syncer. Default: worker 0 of the job has one.
         key_file: Key file of the run, written by ``lightning-loco keys FILE``.
         name: Unique name of this learner; with ``syncer`` only. Default: host name and process id.
+        count_tokens: Returns the number of tokens in a batch. Default: the number of samples.
+        link: Links to emulate, between each worker and worker 0, or the syncer. Default: none.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -75,9 +78,10 @@ class DecoupledSettings:
     syncer: str | None = None
     key_file: str | Path | None = None
     name: str | None = None
+    count_tokens: Callable[[Any], float] | None = None
+    link: Links | None = None
 
     topology: ClassVar[None] = None
-    link: ClassVar[None] = None
     outer_device: ClassVar[None] = None
     granularity: ClassVar[int] = 1
     consensus_key: ClassVar[str] = "outer"
@@ -85,6 +89,10 @@ class DecoupledSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, DecoupledDiLoCo):
             raise TypeError(f"algorithm must be a DecoupledDiLoCo(), got {self.algorithm!r}.")
+        if not (self.count_tokens is None or callable(self.count_tokens)):
+            raise TypeError(
+                f"count_tokens must be a function of a batch, got {self.count_tokens!r}."
+            )
         check_compression(self.compression)
         if not isinstance(self.compression, str | Codec | None) or (
             self.codec is not None and self.codec.is_sparse
@@ -122,6 +130,12 @@ class DecoupledSettings:
             return f"worker{worker}"
         return self.name or f"{socket.gethostname()}-{os.getpid()}"
 
+    def link_of(self, worker: int, num_workers: int) -> Link | None:
+        """Return the link of a worker to the syncer; None without emulation, or beside it."""
+        if self.link is None or (self.syncer is None and worker == 0):
+            return None
+        return self.link.of_size(num_workers).between(worker, 0)
+
     def prepare(self, num_workers: int, seed: int = 0) -> DecoupledSettings:
         """Check the settings against the number of workers of this job, or raise ValueError."""
         if self.syncer is not None and num_workers > 1:
@@ -130,6 +144,8 @@ class DecoupledSettings:
                 "workers. Use devices=1, make its ranks one worker with replica_size, or leave "
                 "syncer out for a run within this job."
             )
+        if self.link is not None:
+            self.link.check(num_workers)
         if self.syncer is None and self.rounds.min_quorum > num_workers:
             raise ValueError(
                 f"min_quorum={self.rounds.min_quorum} is more than the {num_workers} workers of "
@@ -177,7 +193,9 @@ def decoupled_diloco(
     syncer: str | None,
     key_file: str | Path | None,
     name: str | None,
+    count_tokens: Callable[[Any], float] | None,
     compression: Codec | str | None,
+    link: LinkLike | None,
 ) -> DecoupledSettings:
     """Return the settings of :class:`~lightning_loco.DecoupledDiLoCoStrategy`."""
     algorithm = DecoupledDiLoCo(
@@ -186,4 +204,6 @@ def decoupled_diloco(
     rounds = MergeSettings(
         fragments, sync_every, min_quorum, delay=delay, grace=grace, keep_late=keep_late
     )
-    return DecoupledSettings(algorithm, rounds, compression, syncer, key_file, name)
+    return DecoupledSettings(
+        algorithm, rounds, compression, syncer, key_file, name, count_tokens, as_links(link)
+    )

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from lightning_loco import (
+    DecoupledDiLoCoStrategy,
+    PairwiseGossipStrategy,
+    RemoteOptimizerStrategy,
+)
 from lightning_loco.strategies import METHODS
 from tests.cases import CASES
 from tests.harness.cover import cover
@@ -113,6 +117,8 @@ class Fault(NamedTuple):
             return RemoteOptimizerStrategy(NUM_WORKERS, timeout_s=timeout_s)
         if self.method == "pairwise_gossip":
             return PairwiseGossipStrategy(1.0, timeout_s=timeout_s)
+        if self.method == "decoupled_diloco":
+            return DecoupledDiLoCoStrategy(5, 3, timeout_s=timeout_s)
         every = 10_000 if self.phase == "stop" else 5
         return CASES[self.method].strategy(every, timeout_s=timeout_s)
 

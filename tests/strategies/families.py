@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_loco import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
+    DecoupledDiLoCoStrategy,
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
@@ -230,7 +231,7 @@ METHODS: dict[str, tuple[Callable[..., LocoStrategy], dict[str, Any]]] = {
 ALL_METHODS = [name for name in REGISTERED if name != "remote_optimizer"]
 """Registered names of the methods in which every worker has an optimizer."""
 
-BY_TIME = ("async_model_average", "pairwise_gossip")
+BY_TIME = ("async_model_average", "pairwise_gossip", "decoupled_diloco")
 """Methods of which no two runs are equal."""
 
 
@@ -240,6 +241,8 @@ def strategy_of(method: str | Case, sync_every: int = 3, **arguments: Any) -> An
         return DDPStrategy()
     if method == "pairwise_gossip":
         return gossip(**{"timeout_s": 30, **arguments})
+    if method == "decoupled_diloco":
+        return DecoupledDiLoCoStrategy(sync_every, 3, **{"timeout_s": 30, **arguments})
     if method == "remote_optimizer":
         return remote(**{"timeout_s": 30, **arguments})
     case = CASES[method] if isinstance(method, str) else method
