@@ -109,6 +109,11 @@ class ExternalUpdates:
             self._engine.reset()
             self._last_prints = self._fingerprints()
 
+    def take_present(self) -> None:
+        """Take the present model, into which the engine has written, as not changed by hooks."""
+        if self._last_prints is not None:
+            self._last_prints = self._fingerprints()
+
     # ---------------------------------------------------------- between two epochs
 
     def on_batches_end(self) -> None:

@@ -177,12 +177,16 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         """Resume, and take the parameters of the run."""
         super().on_train_start()
         self._external_updates.broadcast_start()
+        self._start()
+
+    def _start(self) -> None:
         self._learner.start()
+        self._external_updates.take_present()
 
     def _resume(self) -> None:
         super()._resume()
         if self._learner.has_ended:  # such as a learning rate finder, which trains to the end
-            self._learner.start()
+            self._start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count the tokens of the batch."""
