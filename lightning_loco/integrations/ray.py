@@ -20,6 +20,7 @@ from lightning_loco._util.background import BackgroundThread
 from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.strategies import (
     AsyncModelAverageStrategy,
+    DecoupledDiLoCoStrategy,
     LocoModelParallelStrategy,
     LocoStrategy,
     PairwiseGossipStrategy,
@@ -201,6 +202,10 @@ class RayPairwiseGossipStrategy(RayLocoStrategy, PairwiseGossipStrategy):
     """What :class:`RayLocoStrategy` makes of a ``PairwiseGossipStrategy``."""
 
 
+class RayDecoupledDiLoCoStrategy(RayLocoStrategy, DecoupledDiLoCoStrategy):
+    """What :class:`RayLocoStrategy` makes of a ``DecoupledDiLoCoStrategy``."""
+
+
 class RayRemoteOptimizerStrategy(RayLocoStrategy, RemoteOptimizerStrategy):
     """What :class:`RayLocoStrategy` makes of a ``RemoteOptimizerStrategy``.
 
@@ -219,6 +224,7 @@ class RayRemoteOptimizerStrategy(RayLocoStrategy, RemoteOptimizerStrategy):
 
 _FAMILIES: dict[type[WorkerStrategy], type[RayLocoStrategy]] = {
     AsyncModelAverageStrategy: RayModelAverageStrategy,  # before its base class
+    DecoupledDiLoCoStrategy: RayDecoupledDiLoCoStrategy,
     LocoStrategy: RayRoundStrategy,
     PairwiseGossipStrategy: RayPairwiseGossipStrategy,
     RemoteOptimizerStrategy: RayRemoteOptimizerStrategy,
@@ -233,7 +239,7 @@ def _check(method: Any) -> None:
             "no ModelParallelStrategy of Lightning. Use a method with replica_size=..., whose "
             "workers hold the whole model on each rank, or start the ranks with torchrun."
         )
-    is_ours = isinstance(method, LocoStrategy | PairwiseGossipStrategy | RemoteOptimizerStrategy)
+    is_ours = isinstance(method, tuple(_FAMILIES))
     if not is_ours or isinstance(method, RayLocoStrategy):
         raise TypeError(
             "method must be a strategy of lightning_loco such as DiLoCoStrategy(sync_every=100), "

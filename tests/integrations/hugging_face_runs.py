@@ -22,6 +22,7 @@ METHODS = {
     "gasloc": lambda: loco.GASLoCStrategy(topology="complete", sync_every=6, momentum=0.3),
     "async_average": lambda: loco.AsyncModelAverageStrategy(interval_s=0.01),
     "pairwise_gossip": lambda: loco.PairwiseGossipStrategy(fetch_probability=0.5),
+    "decoupled": lambda: loco.DecoupledDiLoCoStrategy(sync_every=6, fragments=3),
 }
 
 

@@ -199,6 +199,7 @@ FAMILIES: dict[str, Callable[[], WorkerStrategy]] = {
     "in_epoch": NUMERIC["gasloc"],
     "gossip": lambda: loco.PairwiseGossipStrategy(fetch_probability=0.5),
     "average": lambda: loco.AsyncModelAverageStrategy(interval_s=0.05),
+    "decoupled": lambda: loco.DecoupledDiLoCoStrategy(sync_every=6, fragments=3),
     "remote": lambda: loco.RemoteOptimizerStrategy(num_workers=2),
     "of_two": lambda: loco.DiLoCoStrategy(sync_every=3, replica_size=2),
     "of_node": lambda: loco.DiLoCoStrategy(sync_every=3, replica_size="node"),

@@ -261,7 +261,10 @@ def train_other(rank: int, world: int, method: str) -> Any:
     return end[1]
 
 
-@pytest.mark.parametrize("method", ["async_model_average", "pairwise_gossip", "delayed_nesterov"])
+OTHERS = ["async_model_average", "pairwise_gossip", "delayed_nesterov", "decoupled_diloco"]
+
+
+@pytest.mark.parametrize("method", OTHERS)
 def test_methods_by_name(pool: Any, method: str) -> None:
     first, second = pool.run(train_other, method, world=2)
     assert torch.equal(first, second)

@@ -154,7 +154,7 @@ def test_other_evaluated_models(pool: Pool, tmp_path: Path) -> None:
 def other_methods(rank: int, world: int, folder: str) -> list[tuple[Tensor, int, int]]:
     join(rank, world)
     found = []
-    for name in ("async_average", "pairwise_gossip"):
+    for name in ("async_average", "pairwise_gossip", "decoupled"):
         trainer = make_trainer(METHODS[name](), folder, max_steps=20)
         trainer.train()
         statistics = trainer.loco.statistics
@@ -163,7 +163,7 @@ def other_methods(rank: int, world: int, folder: str) -> list[tuple[Tensor, int,
 
 
 @pytest.mark.recovery
-def test_averaging_by_the_clock_and_gossip(pool: Pool, tmp_path: Path) -> None:
+def test_methods_that_follow_the_clock(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(other_methods, str(tmp_path), world=2)
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one[0], two[0])

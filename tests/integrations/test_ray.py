@@ -110,7 +110,7 @@ def test_service_ranks(tmp_path: Path, victim: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["gossip", "average"])
+@pytest.mark.parametrize("name", ["gossip", "average", "decoupled"])
 def test_methods_that_follow_the_clock(tmp_path: Path, name: str) -> None:
     ray_runs.start(tmp_path, "resume_each", "2", name, "1")
     first, second = results(tmp_path, name)
@@ -163,6 +163,7 @@ METHODS: list[WorkerStrategy] = [
     loco.DiLoCoStrategy(sync_every=7, replica_size=2, timeout_s=9.0, summary=False),
     loco.AsyncModelAverageStrategy(interval_s=0.25, evaluate="local"),
     loco.PairwiseGossipStrategy(factor=0.4, find_unused_parameters=True),
+    loco.DecoupledDiLoCoStrategy(sync_every=48, fragments=4, compression="bf16"),
     loco.RemoteOptimizerStrategy(num_workers=2, num_servers=2, compression="bf16", overlap=False),
 ]
 
