@@ -15,6 +15,7 @@ from lightning_loco.algorithms.algorithm import State
 
 _MAIN = "syncer.json"
 _PREFIX = "fragment_"
+_KEYS = ("contract", "rounds", "files")
 
 
 class Saved(NamedTuple):
@@ -52,24 +53,34 @@ class Snapshot:
         Raises:
             ValueError: If a file is missing or cannot be read.
         """
-        path = self._folder / _MAIN
-        if not self._disk.exists(path):
+        if (main := self._read_main()) is None:
             return None
+        load = partial(torch.load, map_location="cpu", weights_only=True)
+        self._names = main["files"]
+        fragments = [self._read(name, load) for name in self._names]
+        return Saved(main["contract"], main["rounds"], fragments)
+
+    def load_contract(self) -> dict[str, Any] | None:
+        """Return the contract of what was saved last; None, and errors, as of :meth:`load`."""
+        main = self._read_main()
+        return None if main is None else main["contract"]
+
+    def _read_main(self) -> dict[str, Any] | None:
+        if not self._disk.exists(self._folder / _MAIN):
+            return None
+        main: dict[str, Any] = self._read(_MAIN, _load_main)
+        return main
+
+    def _read(self, name: str, read: Callable[[IO[bytes]], Any]) -> Any:
+        path = self._folder / name
         try:
             with self._disk.open(path) as file:
-                main = json.load(file)
-            fragments = []
-            for name in main["files"]:
-                path = self._folder / name
-                with self._disk.open(path) as file:
-                    fragments.append(torch.load(file, map_location="cpu", weights_only=True))
+                return read(file)
         except Exception as error:
             raise ValueError(
                 f"{path} of the syncer cannot be read: {error}. Copy the folder back from a "
                 "backup, or start a new run in another folder."
             ) from error
-        self._names = main["files"]
-        return Saved(main["contract"], main["rounds"], fragments)
 
     def save(
         self,
@@ -94,7 +105,7 @@ class Snapshot:
         names = [*self._names] or [""] * len(fragments)
         for fragment, text in merged.items():
             names[fragment] = f"{_PREFIX}{fragment}_{text}.pt"
-            self._write(names[fragment], partial(torch.save, fragments[fragment]))
+            self._write(names[fragment], partial(save_tensors, fragments[fragment]))
         main = {"contract": contract, "rounds": rounds, "files": names}
         staged = self._write(f"{_MAIN}.new", lambda file: file.write(json.dumps(main).encode()))
         disk.sync(self._folder)
@@ -115,3 +126,20 @@ class Snapshot:
             write(file)
             self._disk.sync_file(file)
         return path
+
+
+def _load_main(file: IO[bytes]) -> dict[str, Any]:
+    main: dict[str, Any] = json.load(file)
+    if missing := [key for key in _KEYS if key not in main]:
+        raise ValueError(f"it has no {missing[0]}")
+    return main
+
+
+def save_tensors(content: Any, file: IO[bytes]) -> None:
+    """Save as :func:`torch.save`, but raise OSError if the disk is full."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # After a failed write PyTorch cannot end the file either, and says only that.
+        cause = error.__context__
+        raise cause if isinstance(cause, OSError) else OSError(str(error)) from None

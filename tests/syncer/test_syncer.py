@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import torch
 from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import MergeSettings, Refused, Version
+from lightning_loco.syncer.snapshot import save_tensors
 from lightning_loco.syncer.syncer import Syncer
 from tests.syncer.world import SIZE, Network, World, contract_of
 
@@ -111,6 +113,12 @@ def test_a_damaged_folder_is_named(tmp_path: Path, damage: str) -> None:
         make(tmp_path)
 
 
+def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:
+    (tmp_path / "syncer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"syncer.json of the syncer cannot be read: it has no"):
+        make(tmp_path)
+
+
 def test_a_learner_with_another_model_is_refused(tmp_path: Path) -> None:
     syncer = make(tmp_path)
     own = syncer.contract.as_plain()
@@ -151,6 +159,21 @@ def test_a_full_disk_keeps_the_last_save_and_says_so(
     world.disk_is_full = False
     world.run(120.0)
     assert len(world.merges) > committed + 10
+
+
+class FullFile(io.BytesIO):
+    """A file on a disk that is full after some bytes."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        if self.tell() + len(data) > 1000:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_an_os_error() -> None:
+    """PyTorch makes a RuntimeError of it, which the syncer would not expect."""
+    with pytest.raises(OSError, match="No space left"):
+        save_tensors({"outer": torch.zeros(10_000)}, FullFile())
 
 
 def test_the_status_is_json(tmp_path: Path) -> None:
