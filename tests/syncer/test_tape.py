@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     problems = {one.round: one.problem for one in replay(tmp_path / "tape")}
     wrong = [number for number, problem in problems.items() if problem is not None]
     assert wrong == [number for number in problems if number in range(line["round"], 99, 2)]
+    assert all(one.differs == (one.problem is not None) for one in replay(tmp_path / "tape"))
     assert "instead of [0.125" in str(problems[line["round"]])
 
 
@@ -94,6 +96,53 @@ def test_the_last_line_of_a_killed_syncer_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / "tape/tape.jsonl").open("a") as file:
         file.write('{"event": "mer')
     assert len(list(replay(tmp_path / "tape"))) == syncer.rounds.committed
+    syncer = run(tmp_path, METHODS["default"])  # its lines are not appended to that one
+    found = list(replay(tmp_path / "tape"))
+    assert [one.problem for one in found] == [None] * syncer.rounds.committed
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("line", "it is not on the tape"),
+        ("file", "there is no .*round_1_3.pt"),
+        ("bytes", "round_1_3.pt cannot be read: "),
+    ],
+)
+def test_what_follows_a_missing_merge_does_not_differ(
+    tmp_path: Path, damage: str, problem: str
+) -> None:
+    syncer = run(tmp_path, METHODS["default"])
+    path, pushes = tmp_path / "tape/tape.jsonl", tmp_path / "tape/pushes/round_1_3.pt"
+    if damage == "line":
+        text = path.read_text().splitlines(keepends=True)
+        path.write_text("".join("7\n" if '"round": 3,' in line else line for line in text))
+    elif damage == "file":
+        pushes.unlink()
+    else:
+        pushes.write_bytes(b"PK")
+    found = {one.round: one for one in replay(tmp_path / "tape")}
+    assert not any(one.differs for one in found.values())
+    assert [*found] == list(range(1, syncer.rounds.committed + 1))
+    assert re.search(problem, str(found.pop(3).problem))
+    after = "it follows round 3, which is missing"
+    assert {one.problem for one in found.values() if one.fragment == 0 and one.round > 3} == {after}
+    assert {one.problem for one in found.values() if one.fragment or one.round < 3} == {None}
+
+
+@pytest.mark.parametrize("full", ["line", "pushes"])
+def test_the_tape_ends_at_a_full_disk_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full: str
+) -> None:
+    (tmp_path / "tape/pushes").mkdir(parents=True)
+    name = "tape.jsonl" if full == "line" else "pushes/round_1_2.pt"
+    (tmp_path / "tape" / name).symlink_to("/dev/full")
+    syncer = run(tmp_path, METHODS["default"])
+    assert syncer.rounds.committed > 4
+    (record,) = caplog.records
+    assert "ends here: [Errno 28] No space left on device" in record.getMessage()
+    if full == "pushes":
+        assert [one.problem for one in replay(tmp_path / "tape")] == [None]
 
 
 def test_refusals_are_recorded(tmp_path: Path) -> None:
