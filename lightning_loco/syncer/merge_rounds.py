@@ -187,6 +187,8 @@ class Learner:
         steps: Its local steps, as it has said last.
         stepped_at: When it said so; not later if it has made no step since.
         step_s: Moving average of the seconds of a local step; None before the second report.
+        counted_from: Its local steps before the first one that :meth:`merged_share` counts.
+        merged_steps: Local steps in merges since then, summed over the fragments.
     """
 
     generation: int
@@ -194,6 +196,21 @@ class Learner:
     steps: int
     stepped_at: float
     step_s: float | None = None
+    counted_from: int = 0
+    merged_steps: int = 0
+
+    def note_merged(self, steps: int) -> None:
+        """Note that a push is merged; its steps may be from before the learner has joined."""
+        self.counted_from = min(self.counted_from, self.steps - steps)
+        self.merged_steps += steps
+
+    def merged_share(self, fragments: int) -> float | None:
+        """Return the share of its local steps that are in merges; None before the first step.
+
+        The last ones are not yet in the merges of all fragments.
+        """
+        steps = self.steps - self.counted_from
+        return min(self.merged_steps / fragments / steps, 1.0) if steps > 0 else None
 
 
 @dataclasses.dataclass
@@ -315,7 +332,7 @@ class MergeRounds:
         known = self.learners.get(name)
         if known is not None and known.generation > generation:
             raise Refused("generation", f"A newer process than this one is learner {name}.")
-        self.learners[name] = Learner(generation, now, steps, now)
+        self.learners[name] = Learner(generation, now, steps, now, counted_from=steps)
         return Reply(self.epoch, (), self.versions())
 
     def leave(self, name: str, generation: int) -> None:
@@ -529,6 +546,11 @@ class MergeRounds:
         merging = None if self._merging is None else self._merging.due.round
         if number != merging:
             raise ValueError(f"Round {number} is not being merged, but {merging}.")
+        assert self._merging is not None
+        for push in self._merging.pushes:
+            learner = self.learners.get(push.learner)
+            if learner is not None and learner.generation == push.generation:
+                learner.note_merged(push.steps)
         fragment = self.open.pop(number).due.fragment
         self.committed, self._merging = number, None
         self._merge_s += _NEW * (now - self._merge_began - self._merge_s)

@@ -8,6 +8,7 @@ connection.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,10 @@ _MAX_TEXT_BYTES = 16 * 2**20
 """Longest contract or reply in JSON."""
 
 _LONGEST_WAIT_S = 1.0
+_LOGGED = ("contract", "finite", "generation")
+_MOST_LOG_LINES = 20
+
+log = logging.getLogger(__name__)
 
 
 class SyncerServer:
@@ -62,6 +67,7 @@ class SyncerServer:
         self._open_syncer = open_syncer
         self._opening = threading.Lock()
         self.syncer: Syncer | None = None
+        self._logged: set[tuple[str, str]] = set()
         self._answers: dict[str, Callable[[dict[str, Any], Request], None]] = {
             "join": self._join,
             "start": self._start,
@@ -116,10 +122,19 @@ class SyncerServer:
         try:
             answer(header, request)
         except Refused as error:
+            self._log(error, str(header.get("name") or header.get("push", [""])[0]))
             request.discard_body()
             request.reply(json.dumps({"refused": [error.reason, str(error)[:500]]}).encode())
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise MalformedMessage(f"a malformed request to {header['kind']}: {error}") from error
+
+    def _log(self, error: Refused, learner: str) -> None:
+        """Log what a user should know, once for each learner."""
+        key = (error.reason, learner)
+        if error.reason in _LOGGED and key not in self._logged:
+            self._logged.add(key)
+            if len(self._logged) <= _MOST_LOG_LINES:
+                log.warning("Refused: %s Later ones of this learner are only counted.", error)
 
     def _join(self, header: dict[str, Any], request: Request) -> None:
         contract = json.loads(_receive_text(request))

@@ -71,8 +71,10 @@ class Syncer:
 
     Attributes:
         rounds: The decisions.
-        counts: Numbers since the start: ``merges``, ``pushes``, ``late`` ones among them, and
-            ``refused`` ones.
+        counts: Numbers since the start: ``joins``, ``merges``, ``pushes``, ``late`` ones among
+            them, and requests that were ``refused``.
+        failure: Why a merge could not be computed, such as MemoryError. Nothing is merged or saved
+            any more: start it again.
 
     Raises:
         ValueError: If the folder is of another run; the message names the first difference.
@@ -105,7 +107,9 @@ class Syncer:
         self._unsaved: dict[int, str] = {}
         self._merging: Merge | None = None
         self._saves_again_at = 0.0
-        self.counts = dict.fromkeys(("merges", "pushes", "late", "refused"), 0)
+        self._is_closed = False
+        self.failure: Exception | None = None
+        self.counts = dict.fromkeys(("joins", "merges", "pushes", "late", "refused"), 0)
         self._states: list[State] = []
         self._published: list[Tensor] = []
         saved = None if self._snapshot is None else self._snapshot.load()
@@ -142,7 +146,11 @@ class Syncer:
                     raise ValueError(f"Fragment {fragment} has {len(one)} elements, not {length}.")
             self._states = [self._method.init(one.clone()) for one in params]
             self._unsaved = dict.fromkeys(range(len(params)), "start")
-            self._save(0)
+            try:
+                self._save(0)
+            except OSError as error:
+                log.error("The start of the run cannot be saved: %s. Learners try again.", error)
+                raise
             self._published = [one.clone() for one in params]
             self._record_start()
 
@@ -169,6 +177,8 @@ class Syncer:
             if (difference := first_difference(self._plain_contract, contract)) is not None:
                 raise Refused("contract", f"Learner {name} does not fit the syncer: {difference}.")
             reply = self.rounds.join(name, generation, steps, self._clock.now())
+            self.counts["joins"] += 1
+            log.info("Learner %s has joined; there are %d.", name, len(self.rounds.learners))
             self._record("join", learner=name, generation=generation, steps=steps)
             return reply
 
@@ -188,7 +198,10 @@ class Syncer:
     def leave(self, name: str, generation: int) -> None:
         """Do not expect a learner any more."""
         with self._lock:
+            before = len(self.rounds.learners)
             self.rounds.leave(name, generation)
+            if (left := len(self.rounds.learners)) < before:
+                log.info("Learner %s has left; there are %d.", name, left)
             self._record("leave", learner=name, generation=generation)
             self._advance()
 
@@ -244,13 +257,26 @@ class Syncer:
                 "epoch": rounds.epoch,
                 "committed": rounds.committed,
                 "learners": {
-                    name: {"steps": one.steps, "step_s": one.step_s, "seen_s": now - one.seen_at}
+                    name: {
+                        "steps": one.steps,
+                        "step_s": one.step_s,
+                        "seen_s": now - one.seen_at,
+                        "merged_share": one.merged_share(rounds.settings.fragments),
+                    }
                     for name, one in sorted(rounds.learners.items())
                 },
                 "open": {number: sorted(one.pushes) for number, one in sorted(rounds.open.items())},
                 "measured_sync_every": rounds.measured_sync_every,
                 **self.counts,
             }
+
+    def close(self) -> None:
+        """Save merges that are not saved, and merge nothing any more; OSError if that fails."""
+        with self._lock:
+            self._is_closed = True
+            if self._unsaved and self.has_started and self.failure is None:
+                merging = self._merging
+                self._save(self.rounds.committed if merging is None else merging.due.round)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -265,15 +291,35 @@ class Syncer:
 
     def _advance(self) -> None:
         """Open rounds; compute, save and publish the merges that are due."""
-        while (merge := self._merging or self.rounds.advance(self._clock.now())) is not None:
+        if self._is_closed or self.failure is not None:
+            return
+        while (merge := self._merging or self._next_merge()) is not None:
             if self._merging is None:
-                self._compute(merge)
+                try:
+                    self._compute(merge)
+                except Exception as error:
+                    self.failure = error  # a part of the merge may be in the fragment
+                    raise
             elif self._clock.now() < self._saves_again_at:
                 break
             if not self._commit(merge):
                 break
         waiting = self.rounds.waiting_pushes()
         self._deltas = {push: delta for push, delta in self._deltas.items() if push in waiting}
+
+    def _next_merge(self) -> Merge | None:
+        before = [*self.rounds.learners]
+        merge = self.rounds.advance(self._clock.now())
+        for name in before:
+            if name not in self.rounds.learners:
+                log.info(
+                    "Learner %s was silent for %g s and is not expected any more; there are %d.",
+                    name,
+                    self.rounds.settings.lease_s,
+                    len(self.rounds.learners),
+                )
+                self._record("forgotten", learner=name)
+        return merge
 
     def _compute(self, merge: Merge) -> None:
         self._merging, fragment = merge, merge.due.fragment

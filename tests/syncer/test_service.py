@@ -104,7 +104,9 @@ def test_learners_meet_between_their_targets(tmp_path: Path) -> None:
     assert again.rounds.committed == status["committed"]
 
 
-def test_refusals_arrive_with_their_reason(tmp_path: Path) -> None:
+def test_refusals_arrive_with_their_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(tmp_path) as server:
         client = client_of(server)
         assert client.status() == {}
@@ -134,6 +136,10 @@ def test_refusals_arrive_with_their_reason(tmp_path: Path) -> None:
             client.fetch(0, torch.empty(2, dtype=torch.float64))
         assert client.status()["refused"] == 4
         client.close()
+    assert [record.getMessage()[:43] for record in caplog.records] == [
+        "Refused: Learner b does not fit the syncer:",
+        "Refused: The push of a for round 1 holds Na",
+    ]
 
 
 @pytest.mark.parametrize(

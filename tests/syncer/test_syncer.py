@@ -189,6 +189,89 @@ def test_the_status_is_json(tmp_path: Path) -> None:
     assert status["learners"]["a"]["steps"] == 4
 
 
+def test_the_share_of_steps_that_are_merged(tmp_path: Path) -> None:
+    """Of steps that were made while there was no syncer, too; a push that is left out is not."""
+    syncer = make(tmp_path)
+    caller = Caller(syncer)
+
+    def share() -> float | None:
+        value: float | None = syncer.status()["learners"]["a"]["merged_share"]
+        return value
+
+    assert share() is None
+    caller.step(syncer, 1.0)
+    assert share() == 0.5  # of one of two fragments
+    for _ in range(9):
+        caller.step(syncer, 1.0)
+    assert share() == (10 + 9) / (2 * 10)
+    for _ in range(4):
+        caller.rounds.count(8.0)
+    syncer = make(tmp_path)
+    caller.follow(syncer)
+    assert share() is None
+    caller.step(syncer, 1.0)
+    assert share() == 5 / (2 * 5)
+    caller.step(syncer, 1.0)
+    assert share() == (5 + 7) / (2 * 7)
+    with pytest.raises(Refused, match="NaN"):
+        caller.step(syncer, math.nan)
+    assert share() == (5 + 7) / (2 * 8)
+
+
+def test_who_comes_and_goes_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(MergeSettings(1, 2, grace=0.0, lease_s=30.0), MEAN)
+    with caplog.at_level(logging.INFO):
+        for name in "ab":
+            world.start_learner(name, 1.0)
+        world.run(10.0)
+        world.learners["a"].is_alive = False
+        world.run(60.0)
+        assert world.syncer is not None
+        for _ in range(2):
+            world.syncer.syncer.leave("b", 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Learner a has joined; there are 1.",
+        "Learner b has joined; there are 2.",
+        "Learner a was silent for 30 s and is not expected any more; there are 1.",
+        "Learner b has left; there are 0.",
+    ]
+
+
+def test_close_saves_what_is_committed(tmp_path: Path) -> None:
+    syncer = make(tmp_path, save_every=100)
+    caller = Caller(syncer)
+    for _ in range(5):
+        caller.step(syncer, 1.0)
+    params = [syncer.fetch(fragment).params for fragment in range(2)]
+    syncer.close()
+    caller.step(syncer, 1.0)
+    assert syncer.rounds.committed == 5
+    again = make(tmp_path)
+    assert again.rounds.committed == 5
+    for fragment in range(2):
+        assert torch.equal(again.fetch(fragment).params, params[fragment])
+
+
+def test_a_merge_that_cannot_be_computed_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = make(tmp_path)
+    caller = Caller(syncer)
+    caller.step(syncer, 1.0)
+    full = MemoryError("no room")
+
+    def fail(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(DecoupledDiLoCo, "merge", fail)
+    with pytest.raises(MemoryError):
+        caller.step(syncer, 1.0)
+    assert syncer.failure is full
+    caller.step(syncer, 1.0)
+    syncer.close()
+    assert syncer.rounds.committed == make(tmp_path).rounds.committed == 1
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_every counts merges .* got 0"):
         make(tmp_path, save_every=0)
