@@ -266,7 +266,9 @@ class Syncer:
                     for name, one in sorted(rounds.learners.items())
                 },
                 "open": {number: sorted(one.pushes) for number, one in sorted(rounds.open.items())},
+                "min_quorum": rounds.settings.min_quorum,
                 "measured_sync_every": rounds.measured_sync_every,
+                "failure": None if self.failure is None else repr(self.failure),
                 **self.counts,
             }
 

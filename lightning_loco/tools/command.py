@@ -10,7 +10,6 @@ import argparse
 import importlib
 import math
 import os
-import socket
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NoReturn
 
 from lightning_loco._util.text import suggestion
 from lightning_loco.tools import report as report_command
+from lightning_loco.tools.addresses import check_bind, read_address
 from lightning_loco.tools.doctor import run as doctor_command
 from lightning_loco.tools.doctor.facts import describe_versions
 from lightning_loco.tools.plan import run as plan_command
@@ -25,7 +25,9 @@ from lightning_loco.tools.plan import run as plan_command
 MODULES = {
     "doctor": "lightning_loco.tools.doctor.run",
     "plan": "lightning_loco.tools.plan.run",
+    "replay": "lightning_loco.tools.replay",
     "report": "lightning_loco.tools.report",
+    "syncer": "lightning_loco.tools.syncer",
     "topology": "lightning_loco.tools.topology",
 }
 """Modules of commands: their ``run`` takes the arguments and returns the exit status."""
@@ -78,27 +80,100 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_syncer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the syncer, which imports PyTorch when it runs."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="the folder of the run: it is made, or the run in it is continued; for this run alone",
+    )
+    what.add_argument(
+        "--status",
+        metavar="HOST:PORT",
+        help="start nothing, but show the status of the syncer there; exit status 1 if it does not "
+        "answer",
+    )
+    parser.add_argument(
+        "--bind",
+        default="[::]:29600",
+        metavar="HOST:PORT",
+        help="address of this machine, and port; default %(default)s",
+    )
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="key file of the run (lightning-loco keys), for encrypted connections of learners "
+        "that have it; default: anybody can connect",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="merges between two saves; if the syncer is killed, up to N - 1 are lost; "
+        "default %(default)s",
+    )
+    parser.add_argument(
+        "--tape",
+        action="store_true",
+        help="write a line for each event to DIR/tape/tape.jsonl",
+    )
+    parser.add_argument(
+        "--keep-pushes",
+        action="store_true",
+        help="write the tape, and keep all pushes in DIR/tape/pushes, so that lightning-loco "
+        "replay can repeat the merges: as many bytes as the learners send",
+    )
+    parser.add_argument(
+        "--idle-exit",
+        type=float,
+        metavar="SECONDS",
+        help="end, with exit status 0, this long after the last learner has left or was silent "
+        "for too long; not before the first one; default: never",
+    )
+    parser.add_argument(
+        "--log-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time between two lines with the status; default %(default)g",
+    )
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a replay, which imports PyTorch when it runs."""
+    parser.add_argument(
+        "folder", metavar="DIR", help="the folder of a syncer, or the folder tape in it"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="print only the last line, with the counts"
+    )
+
+
 def check_lighthouse(args: argparse.Namespace) -> None:
     """Raise ValueError, which names the argument, if the lighthouse could not start with it."""
-    host, _, port = args.bind.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"--bind must be HOST:PORT, such as [::]:29510, got {args.bind!r}.")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except UnicodeError:
-        raise ValueError(f"--bind: {host!r} is no host name.") from None
-    except OSError as error:
-        raise ValueError(f"--bind cannot listen at {args.bind}: {error.strerror}.") from None
+    check_bind(args.bind, "[::]:29510")
     if args.min_workers < 1:
         raise ValueError(f"--min-workers must be at least 1, got {args.min_workers}.")
     for name in ("heartbeat_timeout", "join_timeout"):
         if not 0.001 <= (seconds := getattr(args, name)) < math.inf:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} must be finite, and at least 0.001 s, got {seconds:g}.")
+
+
+def check_syncer(args: argparse.Namespace) -> None:
+    """Raise ValueError, which names the argument, if the syncer could not start with it."""
+    if args.status is not None:
+        read_address("--status", args.status, "10.77.0.1:29600")
+    read_address("--bind", args.bind, "[::]:29600")
+    if args.save_every < 1:
+        raise ValueError(f"--save-every must be at least 1, got {args.save_every}.")
+    for name in ("idle_exit", "log_every"):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be positive and finite, got {seconds:g}.")
 
 
 def become_lighthouse(args: argparse.Namespace) -> NoReturn:
@@ -176,6 +251,26 @@ def main() -> int:
         "run, so keep it inside your network.",
     )
     add_lighthouse_arguments(lighthouse)
+    syncer = commands.add_parser(
+        "syncer",
+        help="merge what decoupled learners push, on a machine that they can reach",
+        description="Learners join and leave at any time, and only they open connections. The "
+        "first one brings the model and the settings. Each merge is saved in the folder before "
+        "learners get it, so a syncer that was stopped or killed continues when it is started "
+        "again. It computes on the CPU. SIGTERM and Ctrl-C save and end it. Exit status: 0 after "
+        "these and --idle-exit; 1 if the folder cannot be used, another syncer uses it, or "
+        "something cannot be saved; 2 if an argument cannot work.",
+    )
+    add_syncer_arguments(syncer)
+    replay = commands.add_parser(
+        "replay",
+        help="repeat the merges of a syncer from its tape, and show where a result differs",
+        description="Repeats each merge on the tape of lightning-loco syncer --keep-pushes, from "
+        "the recorded pushes and weights, and compares the result bit for bit. Exit status: 0 if "
+        "all are equal, 1 if one differs, 2 if there is no tape, 3 if none differs but some cannot "
+        "be repeated, because pushes were not kept or are missing.",
+    )
+    add_replay_arguments(replay)
     topology = commands.add_parser(
         "topology",
         help="show a graph of gossip: neighbours, spectral gap, chi, settings of GASLoC, picture",
@@ -210,6 +305,8 @@ def main() -> int:
         if args.command == "lighthouse":
             check_lighthouse(args)
             become_lighthouse(args)
+        if args.command == "syncer":
+            check_syncer(args)
         status: int = importlib.import_module(MODULES[args.command]).run(args)
     except (ValueError, FileNotFoundError) as error:
         commands.choices[args.command].error(str(error))
