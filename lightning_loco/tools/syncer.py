@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import ipaddress
 import logging
@@ -12,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOOK_S = 0.2
 _STATUS_TIMEOUT_S = 10.0
 _MOST_NAMED = 8
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 2**20
 _OWN_FILES = re.compile(r"syncer\.lock|syncer\.json\.new|tape|fragment_\d+_start\.pt")
 """What a syncer leaves that was killed before a run began."""
 
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s"
     )
+    _return_memory()
     folder = Path(args.folder)
     try:
         with locked(folder):
@@ -60,6 +64,16 @@ def run(args: argparse.Namespace) -> int:
     except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _return_memory() -> None:
+    """Have the C library return large blocks to the system.
+
+    The pushes of a run come in many threads, and glibc would keep what they have freed for each of
+    them: a multiple of what is in use.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 @contextmanager
