@@ -281,8 +281,8 @@ def test_learners_follow_after_their_folder_was_lost_and_the_syncer_ends_after_t
         syncer.signal(signal.SIGKILL)
         syncer.finish()
         shutil.rmtree(run.folder)
-        syncer = run.begin("--idle-exit=0.5")
         epochs = {learner.rounds.epoch for learner in run.learners}
+        syncer = run.begin("--idle-exit=0.5")
         until(lambda: all(one.rounds.epoch > max(epochs) for one in run.learners), "new epoch")
         run.go_on()
         run.leave()
@@ -373,8 +373,6 @@ def test_arguments_that_cannot_work(tmp_path: Path, subtests: pytest.Subtests) -
         ([], "one of the arguments --folder --status is required"),
         ([folder, "--status=here:1"], "argument --status: not allowed with argument --folder"),
         ([folder, "--bind=here"], "--bind must be HOST:PORT, such as [::]:29600, got 'here'."),
-        ([folder, "--bind=a..b:80"], "--bind: 'a..b' is no host name."),
-        ([folder, "--bind=192.0.2.1:80"], "--bind cannot listen at 192.0.2.1:80: Cannot assign"),
         (["--status=here"], "--status must be HOST:PORT, such as 10.77.0.1:29600, got 'here'."),
         ([folder, "--save-every=0"], "--save-every must be at least 1, got 0."),
         ([folder, "--idle-exit=nan"], "--idle-exit must be positive and finite, got nan."),
