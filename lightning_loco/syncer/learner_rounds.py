@@ -78,6 +78,8 @@ class LearnerRounds:
         if reply.epoch > self.epoch:
             self.epoch = reply.epoch
             self._answered.clear()
+            # Pushes that waited for their merge were lost with the syncer before.
+            self._pushed = [None] * len(self._pushed)
         self._asked, self._announced = reply.asked, reply.versions
         fetched = []
         for fragment, version in enumerate(reply.versions):

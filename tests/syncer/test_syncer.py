@@ -98,6 +98,21 @@ def test_what_was_not_saved_is_lost_and_learners_follow(tmp_path: Path) -> None:
     assert again.rounds.committed == 4
 
 
+def test_a_push_that_waited_when_the_syncer_ended_is_repeated(tmp_path: Path) -> None:
+    """Otherwise its progress would be gone once others have merged the fragment."""
+    syncer = make(tmp_path, min_quorum=2)
+    first, second = Caller(syncer, "a"), Caller(syncer, "b")
+    for _ in range(2):
+        first.step(syncer, 1.0)
+    assert syncer.status()["open"] == {1: ["a"]}
+    again = make(tmp_path, min_quorum=2)
+    for caller in (first, second):
+        caller.follow(again)
+    leftover = first.rounds.leftover(0, Version(2, 1))
+    assert leftover is not None
+    assert leftover.steps == 2
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(ValueError, match="is of another run: settings.min_quorum is 1 there and 2"):
