@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -193,6 +194,12 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         count = self.settings.count_tokens or count_samples
         self._learner.add_tokens(float(count(args[0] if args else None)))
         return super().training_step(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save or report, see the base class; a learner that is asked to stop also leaves."""
+        super().on_exception(exception)
+        if self.engine is not None and isinstance(exception, SIGTERMException):
+            self.engine.leave()
 
 
 def count_samples(batch: Any) -> float:

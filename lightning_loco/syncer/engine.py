@@ -407,13 +407,7 @@ class LearnerEngine(LocalParticipant):
         A learner of a syncer elsewhere sends it the progress that it has not sent, and leaves.
         """
         self.worker.check_trainable()
-        leaving = self.learner if self.settings.syncer is not None else None
-        limit_s = min(_LEAVE_S, self.worker.group.timeout_s)
-        if leaving is not None and not leaving.leave(self._read, limit_s):
-            log.warning(
-                "The last local steps of learner %s could not be sent: the syncer does not answer.",
-                leaving.rounds.name,
-            )
+        self.leave()
         self._saved = self._learner_state()
         if self.learner is not None:
             self.learner.close()
@@ -421,6 +415,20 @@ class LearnerEngine(LocalParticipant):
         self.write_consensus("the final consensus")
         self.has_ended = True
         self._disconnect()  # the syncer, which no learner asks any more
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Send a syncer elsewhere the progress that was not sent, and leave; else do nothing.
+
+        It does not wait longer than half a minute. The model must hold the local parameters.
+        """
+        if self.settings.syncer is None or self.learner is None:
+            return
+        if not self.learner.leave(self._read, min(_LEAVE_S, self.worker.group.timeout_s)):
+            log.warning(
+                "The last local steps of learner %s could not be sent: the syncer does not answer.",
+                self.learner.rounds.name,
+            )
 
     # ------------------------------------------------------------------------ state
 

@@ -245,7 +245,7 @@ class Learner:
         self._is_leaving.set()
         self._wake.set()
         deadline = self._clock.now() + timeout_s
-        while not self._has_left.wait(_TICK_S):
+        while not (self._has_left.wait(_TICK_S) or self._is_ending.is_set()):
             if self._error is not None or self._clock.now() > deadline:
                 return False
         return True
@@ -387,11 +387,13 @@ class Learner:
             )
         elif self._away_since is None and not self._is_ending.is_set():
             self._away_since = self._clock.now()
+            does = "goes on" if self._is_ready.is_set() else "waits for it"
             log.warning(
-                "The syncer at %s cannot be reached (%s). Learner %s goes on, and tries again.",
+                "The syncer at %s cannot be reached (%s). Learner %s %s, and tries again.",
                 self._address,
                 self._last_loss,
                 self.rounds.name,
+                does,
             )
 
     def _note_refusal(self, error: Refused) -> None:

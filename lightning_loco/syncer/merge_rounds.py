@@ -157,7 +157,7 @@ class MergeSettings:
     retry_s: float = 900.0
     lease_s: float = 90.0
     keep_late: bool = True
-    max_age: float = math.inf
+    max_age: int = 32
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -270,8 +270,9 @@ class MergeRounds:
         self._merging: Merge | None = None
         # Pushes that were late, for the next merge of their fragment.
         self._late: dict[int, list[Push]] = {}
-        # For a learner and a fragment, the generation and the base of the last push in a merge.
-        self._used: dict[tuple[str, int], tuple[int, Version]] = {}
+        # For a learner and a fragment, the base of the last push in a merge: also for the next
+        # process of the learner, which may continue from before that push, and of the syncer.
+        self._used: dict[tuple[str, int], Version] = {}
         # Mean local steps of the learners: all of them, and those since the last round was opened.
         self._progress = self._since_opening = 0.0
         self._merged_at_progress: dict[int, float] = {}
@@ -281,6 +282,9 @@ class MergeRounds:
             self.epoch = max(state["epoch"] + 1, first_epoch)
             self._epochs = [tuple(entry) for entry in state["epochs"]]
             self._epochs.append((self.committed + 1, self.epoch))
+            self._used = {
+                (name, fragment): Version(*base) for name, fragment, base in state["used"]
+            }
 
     def state_dict(self, merged: int | None = None) -> dict[str, Any]:
         """Return what a restarted syncer needs, to be saved with the fragments.
@@ -291,7 +295,13 @@ class MergeRounds:
             merged: The round whose merge is in the fragments, before it is committed.
         """
         committed = self.committed if merged is None else merged
-        return {"epoch": self.epoch, "committed": committed, "epochs": list(self._epochs)}
+        used = [[name, fragment, [*base]] for (name, fragment), base in self._used.items()]
+        return {
+            "epoch": self.epoch,
+            "committed": committed,
+            "epochs": list(self._epochs),
+            "used": used,
+        }
 
     # ---------------------------------------------------------------------- versions
 
@@ -449,7 +459,7 @@ class MergeRounds:
                 "base", f"{said} is relative to {base}, and fragment {fragment} is at {current}."
             )
         used = self._used.get((push.learner, fragment))
-        if used is not None and used[0] == push.generation and base.round <= used[1].round:
+        if used is not None and base.round <= used.round:
             raise Refused("base", f"{said} is relative to {base}, of which a push was merged.")
         age = self._merges_until(current.round) - self._merges_until(base.round)
         if age > self.settings.max_age:
@@ -503,7 +513,13 @@ class MergeRounds:
         ]
         pushes = sorted(late + in_time, key=lambda one: (one.learner, one.generation, one.base))
         for push in pushes:
-            self._used[push.learner, fragment] = (push.generation, push.base)
+            self._used[push.learner, fragment] = push.base
+        oldest = self._merges_until(one.due.round) - self.settings.max_age
+        self._used = {
+            key: base
+            for key, base in self._used.items()
+            if key[1] != fragment or self._merges_until(base.round) >= oldest
+        }
         return pushes
 
     def waiting_pushes(self) -> set[Push]:
@@ -571,5 +587,4 @@ class MergeRounds:
 
 def _is_same_progress(push: Push, other: Push) -> bool:
     """Whether one push has all that the other has: both begin at the same version."""
-    key = (push.learner, push.generation, push.base)
-    return key == (other.learner, other.generation, other.base)
+    return (push.learner, push.base) == (other.learner, other.base)

@@ -227,7 +227,7 @@ def test_a_killed_learner_returns_and_holds_nobody_up(tmp_path: Path) -> None:
     assert max(gaps) < 1.0  # it has not waited, also not for the one that was killed
     (end,) = [line for line in output.splitlines() if line.startswith("end")]
     assert float(end.split()[2]) < 1e-3
-    assert status["refused"] == 0
+    assert status["refused"] <= 3  # what was merged after the last checkpoint, once a fragment
     assert {one.problem for one in replay(tmp_path / "tape")} == {None}
 
 

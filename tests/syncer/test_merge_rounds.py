@@ -248,9 +248,27 @@ def test_progress_on_one_base_is_merged_once() -> None:
     assert merge is not None
     assert [(one.learner, one.steps) for one in merge.pushes] == [("b", 5)]
     rounds.commit(2, 2.0)
-    rounds.join("a", 2, 0, 3.0)  # another process, which has begun at the start: its own steps
-    (third,) = stepped(rounds, "b", 9, 3.0)[0]
-    push(rounds, "a", third, 3.0, generation=2, base=start)
+    for again in (rounds, MergeRounds(rounds.settings, rounds.state_dict())):
+        # Another process, which may continue from before the push; also after a restart.
+        again.join("a", 2, 0, 3.0)
+        again.join("b", 1, 2, 3.0)
+        (third,) = stepped(again, "b", 9, 4.0)[0]
+        assert refusal(again, "a", third, generation=2, base=start) == "base"
+        push(again, "a", third, 4.0, generation=2)
+
+
+def test_a_push_that_is_many_merges_old_is_refused() -> None:
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0, max_age=3)
+    joined(rounds, "a", "b")
+    for number in range(1, 7):
+        (due,) = stepped(rounds, "a", 2 * number, float(number))[0]
+        push(rounds, "a", due, float(number))
+        assert rounds.advance(float(number)) is not None
+        rounds.commit(number, float(number))
+    stepped(rounds, "b", 9, 8.0)
+    assert refusal(rounds, "b", Due(6, 0, 0), base=Version(1, 2)) == "base"
+    push(rounds, "b", Due(6, 0, 0), 8.0, base=Version(1, 3))
+    assert rounds.state_dict()["used"] == [["a", 0, [1, 5]]]
 
 
 def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
