@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
@@ -166,6 +167,13 @@ class LearnerEngine(LocalParticipant):
 
     def _divide(self, model: nn.Module) -> None:
         """Lay out the parameters in fragments of equal length, and make the contract."""
+        for name, parameter in self.worker.replica.parameters.items():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"Parameter {name!r} is divided among the ranks of a worker (FSDP2 or tensor "
+                    "parallelism), and learners exchange whole ones. Use a worker whose ranks "
+                    "hold the whole model (replica_size=...), or DiLoCo."
+                )
         names, tensors = self.worker.replica.layout.names, self.worker.replica.layout.tensors
         sizes = {name: tensor.numel() for name, tensor in zip(names, tensors, strict=True)}
         rounds = self.settings.rounds

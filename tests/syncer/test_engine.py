@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.compression import E3M0, BFloat16, Int8
@@ -339,3 +341,15 @@ def test_ranks_of_a_worker_stay_together(pool: Pool) -> None:
         assert torch.equal(results[first][1], results[second][1])
         assert results[first][0] == results[second][0] > 10
     assert not torch.equal(results[0][1], results[2][1])
+
+
+def divide_model(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    group = WorkerGroup.create(timeout_s=30.0, replica_size=world)
+    with pytest.raises(ValueError, match=r"'0.weight' is divided among the ranks .* replica_size"):
+        LearnerEngine(model, group=group)
+
+
+def test_a_model_that_is_divided_is_refused(pool: Pool) -> None:
+    pool.run(divide_model, world=2)
