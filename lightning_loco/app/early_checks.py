@@ -32,6 +32,7 @@ from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.engine.settings import RoundOptions, RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.parameter_server.roles import Tiers, check_ranks
+from lightning_loco.syncer.settings import DecoupledSettings
 from lightning_loco.topology import Topology
 
 SETTING_ERRORS = (
@@ -47,7 +48,7 @@ IMPORTED_EARLY = tuple(
 )
 """Modules that can be imported without Lightning; users' modules may need it."""
 
-EarlySettings = RoundSettings | PairwiseSettings
+EarlySettings = RoundSettings | PairwiseSettings | DecoupledSettings
 
 
 class SettingsError(ValueError):

@@ -23,6 +23,7 @@ from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.model.flat import FlatLayout
 from lightning_loco.model.participant import LocalParticipant, Participant
 from lightning_loco.schedules import Schedule, Staggered
+from lightning_loco.syncer.settings import DecoupledSettings
 
 MAX_SAMPLED = 8192
 """Elements from which the consensus distance at the end of training is estimated."""
@@ -70,6 +71,8 @@ def describe(engine: LocalParticipant, schedule: Schedule | None) -> str:
         workers = "workers that come and go"
     elif isinstance(settings, PairwiseSettings) and settings.peers:
         workers = f"node {settings.name} of {len(settings.peers)}"
+    elif isinstance(settings, DecoupledSettings) and settings.syncer is not None:
+        workers = f"learner {settings.learner_name(0)} of the syncer at {settings.syncer}"
     if group.replica_size > 1:
         workers += f" of {group.replica_size} ranks each"
     topology = getattr(settings, "topology", None)

@@ -161,6 +161,10 @@ class Syncer:
                 self._method, self.contract.tensors, rounds.epoch, rounds.committed, self._states
             )
 
+    def _say(self, text: str, *values: object) -> None:
+        """Log who comes and goes, but not the workers of a job: these are always there."""
+        log.log(logging.DEBUG if self._snapshot is None else logging.INFO, text, *values)
+
     def _record(self, event: str, **values: Any) -> None:
         if self._tape is not None:
             self._tape.write(event, **values)
@@ -178,7 +182,7 @@ class Syncer:
                 raise Refused("contract", f"Learner {name} does not fit the syncer: {difference}.")
             reply = self.rounds.join(name, generation, steps, self._clock.now())
             self.counts["joins"] += 1
-            log.info("Learner %s has joined; there are %d.", name, len(self.rounds.learners))
+            self._say("Learner %s has joined; there are %d.", name, len(self.rounds.learners))
             self._record("join", learner=name, generation=generation, steps=steps)
             return reply
 
@@ -201,7 +205,7 @@ class Syncer:
             before = len(self.rounds.learners)
             self.rounds.leave(name, generation)
             if (left := len(self.rounds.learners)) < before:
-                log.info("Learner %s has left; there are %d.", name, left)
+                self._say("Learner %s has left; there are %d.", name, left)
             self._record("leave", learner=name, generation=generation)
             self._advance()
 
@@ -314,7 +318,7 @@ class Syncer:
         merge = self.rounds.advance(self._clock.now())
         for name in before:
             if name not in self.rounds.learners:
-                log.info(
+                self._say(
                     "Learner %s was silent for %g s and is not expected any more; there are %d.",
                     name,
                     self.rounds.settings.lease_s,
