@@ -27,8 +27,8 @@ EXIT_TIMEOUT_S = 2.0
 class BackgroundThread(threading.Thread):
     """A daemon thread that an exiting process asks to end, and waits for with a timeout.
 
-    It runs ``work``, unless a subclass defines ``run``. An exiting process waits
-    ``exit_timeout_s``.
+    It runs ``work``, unless a subclass defines ``run``. An exiting process calls ``ask_to_end``, if
+    there is one, and waits ``exit_timeout_s``.
     """
 
     def __init__(
@@ -36,12 +36,15 @@ class BackgroundThread(threading.Thread):
         name: str,
         work: Callable[[], object] | None = None,
         exit_timeout_s: float = EXIT_TIMEOUT_S,
+        ask_to_end: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(name=name, target=work, daemon=True)
-        self._exit_timeout_s = exit_timeout_s
+        self._exit_timeout_s, self._ask_to_end = exit_timeout_s, ask_to_end
 
     def end_with_process(self) -> float:
         """Ask the thread to end as the process exits; return how many seconds to wait for it."""
+        if self._ask_to_end is not None:
+            self._ask_to_end()
         return self._exit_timeout_s
 
 

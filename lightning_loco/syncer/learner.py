@@ -141,7 +141,7 @@ class Learner:
         self._has_joined = False
         self._wake, self._is_ending = threading.Event(), threading.Event()
         self._is_ready, self._is_leaving, self._has_left = (threading.Event() for _ in range(3))
-        self._thread = BackgroundThread("loco-learner", self._run)
+        self._thread = BackgroundThread("loco-learner", self._run, ask_to_end=self._ask_to_end)
 
     # ------------------------------------------------------------- training thread
 
@@ -267,12 +267,15 @@ class Learner:
 
     def close(self) -> None:
         """Stop following the syncer; a second call does nothing."""
-        self._is_ending.set()
-        self._wake.set()
-        self._client.abort()
+        self._ask_to_end()
         if self._thread.is_alive():
             self._thread.join()
         self._client.close()
+
+    def _ask_to_end(self) -> None:
+        self._is_ending.set()
+        self._wake.set()
+        self._client.abort()
 
     # ------------------------------------------------------------------ background
 

@@ -78,7 +78,9 @@ class SyncerServer:
             "status": lambda header, request: _reply(request, self.status()),
         }
         self._is_ending = threading.Event()
-        self._timer = BackgroundThread("loco-syncer-timer", self._follow_the_clock)
+        self._timer = BackgroundThread(
+            "loco-syncer-timer", self._follow_the_clock, ask_to_end=self._is_ending.set
+        )
         self.server = Server(
             self._answer_learner,
             host=host,
