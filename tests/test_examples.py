@@ -132,6 +132,20 @@ def hugging_face(output: str) -> None:
     assert len(re.findall(r"on 2 workers, .* a round every 10 local steps", output)) == 2
 
 
+def decoupled_learners(output: str) -> None:
+    assert "b was killed after" in output
+    assert "b is back" in output
+    row = rf"^([a-d]) +\d+ +\d+ \( ?(\d+)%\) +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}$"
+    rows = re.findall(row, output, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["a", "b", "c", "d"]
+    for name, merged, before, while_b_was_away, _, loss in rows:
+        assert int(merged) > 60
+        assert name == "b" or float(while_b_was_away) > 0.7 * float(before)
+        assert float(loss) < 0.05  # the variance of the surface is 0.25
+    merges, equal = numbers(r"(\d+) merges: (\d+) equal bit for bit", output)
+    assert merges == equal > 20
+
+
 def ray_train(output: str) -> None:
     assert "from the start" in output
     assert "from the last report" in output
@@ -152,6 +166,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "10_late_joiner.py": late_joiner,
     "11_fabric.py": fabric,
     "12_hugging_face_lora.py": hugging_face,
+    "13_decoupled_learners.py": decoupled_learners,
     "ray_train.py": ray_train,
 }
 
