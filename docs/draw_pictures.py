@@ -223,6 +223,55 @@ def draw_pairwise_gossip(axes: Axes) -> None:
         arrow(axes, (end - 0.75, lane(peer)), (end, lane(reader)))
 
 
+def numbered(axes: Axes, x: float, y: float, part: int, is_open: bool) -> None:
+    """A part of the model: filled if it leaves a worker, open if it is written into one."""
+    axes.plot([x], [y], "o", color=MESSAGE, markersize=10, markeredgewidth=1.4,
+              markerfacecolor="white" if is_open else MESSAGE)  # fmt: skip
+    axes.text(x, y - 0.015, str(part), ha="center", va="center", fontsize=7.5,
+              color=MESSAGE if is_open else "white")  # fmt: skip
+
+
+def draw_decoupled_diloco(axes: Axes) -> None:
+    """Three parts in turn; what is asked for leaves at the end of a local step, at times late."""
+    below, parts, merge_s = -0.95, 3, 1.25
+    paces, victim, killed, again = (0.93, 0.88, 1.7, 2.9), 1, 4.1, 7.6
+    ends: list[list[float]] = [[] for _ in paces]
+    for worker, pace in enumerate(paces):
+        begin = 0.0
+        while begin + pace < END:
+            if worker == victim and begin + pace > killed and begin < again:
+                begin = again
+            steps(axes, worker, begin, 1, pace)
+            begin += pace
+            ends[worker].append(begin)
+    marks: dict[tuple[int, float], list[tuple[int, bool]]] = {}
+    for index in range(6):
+        asked, part = 0.7 + 1.95 * index, index % parts + 1
+        merged = asked + merge_s
+        axes.add_patch(Rectangle((asked, below - 0.22), merge_s, 0.44, color=MESSAGE))
+        axes.text(asked + merge_s / 2, below - 0.02, f"merge {part}", ha="center", va="center",
+                  fontsize=8, color="white")  # fmt: skip
+        for worker, own in enumerate(ends):
+            if worker == victim and killed - 1 < merged < again + paces[victim]:
+                continue
+            sent = next((end for end in own if end >= asked), None)
+            taken = next((end for end in own if end >= merged), None)
+            if sent is not None:
+                marks.setdefault((worker, sent), []).append((part, False))
+            if taken is not None:
+                marks.setdefault((worker, taken), []).append((part, True))
+    for part in range(1, parts + 1):
+        marks.setdefault((victim, again), []).append((part, True))
+    for (worker, time), found in marks.items():
+        for place, (part, is_open) in enumerate(found):
+            x = time + 0.25 * (place - (len(found) - 1) / 2)
+            numbered(axes, x, lane(worker), part, is_open)
+    axes.plot([killed], [lane(victim)], "x", color=TEXT, markersize=9, markeredgewidth=2)
+    axes.text((killed + again) / 2, lane(victim), "killed, started again", ha="center",
+              va="center", fontsize=9, color=TEXT)  # fmt: skip
+    axes.text(-0.12, below, "syncer", ha="right", va="center", fontsize=9, color=TEXT)
+
+
 Timeline = Callable[[Axes], None]
 
 PANELS = (
@@ -519,6 +568,7 @@ METHODS: dict[str, Callable[[Path], None]] = {
     "sparta": partial(draw_method, timeline=partial(draw_every_step, exchange=0.25)),
     "async_model_average": partial(draw_method, timeline=draw_async_model_average, below=1.2),
     "pairwise_gossip": partial(draw_method, timeline=draw_pairwise_gossip),
+    "decoupled_diloco": partial(draw_method, timeline=draw_decoupled_diloco, below=1.3),
 }
 PICTURES: dict[str, Callable[[Path], None]] = {
     "what_travels_when": draw,
