@@ -6,10 +6,10 @@ pseudo-gradients that they *push*, saves the result, and publishes it as the nex
 fragment, which the learners *fetch*. No learner waits for another one, or for the syncer.
 
 :class:`LearnerEngine` is the interface for training. On the side of a learner, from top to bottom:
-``engine`` uses the model, ``learner`` talks with the syncer in the background, and
-``learner_rounds`` has the counters. On the side of the syncer: ``service`` answers requests,
-``syncer`` merges and saves (``snapshot``, ``tape``), and ``merge_rounds`` decides. What both must
-agree on is the ``contract``.
+``engine`` uses the model, ``learner_thread`` asks the syncer in the background what ``learner``
+decides, and ``learner_rounds`` has the counters. On the side of the syncer: ``service`` answers
+requests, ``syncer`` merges and saves (``snapshot``, ``tape``), and ``merge_rounds`` decides. What
+both must agree on is the ``contract``.
 """
 
 from lightning_loco.syncer.contract import Contract

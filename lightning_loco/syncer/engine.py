@@ -42,6 +42,7 @@ from lightning_loco.model.worker import EarlierRun, Worker
 from lightning_loco.schedules.staggered import split_into_fragments
 from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.learner import Boundary, Learner
+from lightning_loco.syncer.learner_thread import LearnerThread
 from lightning_loco.syncer.merge_rounds import MergeSettings
 from lightning_loco.syncer.service import SyncerClient, SyncerServer
 from lightning_loco.syncer.settings import Address, DecoupledSettings
@@ -157,6 +158,7 @@ class LearnerEngine(LocalParticipant):
         self.statistics = self.worker.statistics
         self.shows_outer = settings.syncer is not None
         self.learner: Learner | None = None
+        self._thread: LearnerThread | None = None
         self.syncer_server: SyncerServer | None = None
         self._saved: dict[str, Any] = {}
         self._has_joined = self.has_ended = False
@@ -219,8 +221,9 @@ class LearnerEngine(LocalParticipant):
         with group.errors_shared(_START):
             if group.place == 0:
                 self.learner = self._make_learner(address)
-                self.learner.start()
-                self.learner.wait_until_ready(group.timeout_s)
+                self._thread = LearnerThread(self.learner, self._connect(address), group.clock)
+                self._thread.start()
+                self._thread.wait_until_ready(group.timeout_s)
         self._has_joined, self._saved = True, {}
         self._write(self._meet())
 
@@ -267,12 +270,6 @@ class LearnerEngine(LocalParticipant):
             self.settings.learner_name(group.worker),
             int(group.clock.wall_time() * 1000),
             received,
-            SyncerClient(
-                *address,
-                self._certificate,
-                self.settings.codec,
-                link=self.settings.link_of(group.worker, group.num_workers),
-            ),
             str(address),
             group.clock,
             self._as_stored if self._layout.is_rounded else None,
@@ -280,6 +277,11 @@ class LearnerEngine(LocalParticipant):
         if "rounds" in saved:
             learner.rounds.load_state_dict(saved["rounds"])
         return learner
+
+    def _connect(self, address: Address) -> SyncerClient:
+        group, settings = self.worker.group, self.settings
+        link = settings.link_of(group.worker, group.num_workers)
+        return SyncerClient(*address, self._certificate, settings.codec, link=link)
 
     def _chunks(self, fragment: int) -> list[Chunk]:
         part = self._slices[fragment]
@@ -417,9 +419,9 @@ class LearnerEngine(LocalParticipant):
         self.worker.check_trainable()
         self.leave()
         self._saved = self._learner_state()
-        if self.learner is not None:
-            self.learner.close()
-            self.learner = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = self.learner = None
         self.write_consensus("the final consensus")
         self.has_ended = True
         self._disconnect()  # the syncer, which no learner asks any more
@@ -430,12 +432,12 @@ class LearnerEngine(LocalParticipant):
 
         It does not wait longer than half a minute. The model must hold the local parameters.
         """
-        if self.settings.syncer is None or self.learner is None:
-            return
-        if not self.learner.leave(self._read, min(_LEAVE_S, self.worker.group.timeout_s)):
+        leaving = self._thread if self.settings.syncer is not None else None
+        limit_s = min(_LEAVE_S, self.worker.group.timeout_s)
+        if leaving is not None and not leaving.leave(self._read, limit_s):
             log.warning(
                 "The last local steps of learner %s could not be sent: the syncer does not answer.",
-                self.learner.rounds.name,
+                self.settings.learner_name(self.worker.group.worker),
             )
 
     # ------------------------------------------------------------------------ state
@@ -495,11 +497,11 @@ class LearnerEngine(LocalParticipant):
         return [] if fits else saved.dropped_by(self.settings.algorithm)
 
     def _disconnect(self) -> None:
-        learner, server = self.learner, self.syncer_server
+        thread, server = self._thread, self.syncer_server
         if server is not None and server.syncer is not None:
             self._first_epoch = server.syncer.rounds.epoch + 1
-        self.learner = self.syncer_server = None
-        for part in (learner, server):
+        self._thread = self.learner = self.syncer_server = None
+        for part in (thread, server):
             if part is not None:
                 part.close()
 

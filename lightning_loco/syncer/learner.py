@@ -1,18 +1,23 @@
-"""The background part of a learner: it asks the syncer what is due, receives, and sends."""
+"""What a learner does between local steps, and what it asks the syncer in the background.
+
+There are no threads and sockets here: :class:`~lightning_loco.syncer.learner_thread.LearnerThread`
+sends the requests, or the simulation.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_loco._util.background import BackgroundThread
 from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco._util.decisions import Decision
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.robust import is_finite
 from lightning_loco.syncer.contract import Contract
@@ -23,49 +28,34 @@ from lightning_loco.transport import CertificateRefused
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.25
-"""Longest pause between two polls, also if local steps take longer."""
+POLL_S = 0.25
+"""Longest pause between two exchanges, also if local steps take longer."""
 
-_SHORTEST_PAUSE_S = 0.01
-"""Shortest pause between two polls, so that short local steps do not make hundreds a second."""
+SHORTEST_PAUSE_S = 0.01
+"""Shortest pause between two, so that short local steps do not make hundreds a second."""
 
 _JOIN_AGAIN = ("epoch", "learner", "start")
 """Refusals of a syncer that was restarted, or has not heard of this learner for long."""
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 10.0
 
-_TICK_S = 0.1
-"""How long a wait of the training thread lasts at most before signals are handled."""
+class Do(enum.Enum):
+    """A request to the syncer: the name of a method of ``SyncerClient``, to call with arguments.
 
+    Attributes:
+        JOIN: Join; the reply also says whether the run has started.
+        START: Begin the run with these parameters, unless another learner has.
+        POLL: Report progress, and ask what is due.
+        PUSH: Send a pseudo-gradient.
+        FETCH: Receive a fragment into a vector of its length.
+        LEAVE: Say that the learner leaves.
+    """
 
-class Requests(Protocol):
-    """A connection to the syncer: a ``SyncerClient``, or one within this process."""
-
-    def join(
-        self, name: str, generation: int, steps: int, contract: Mapping[str, Any]
-    ) -> tuple[bool, Reply]:
-        """Join; return also whether the run has started."""
-
-    def start(self, params: Sequence[Tensor]) -> None:
-        """Begin the run with these parameters, unless another learner has."""
-
-    def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
-        """Report progress, and ask what is due."""
-
-    def push(self, push: Push, delta: Tensor) -> None:
-        """Send a pseudo-gradient."""
-
-    def fetch(self, fragment: int, into: Tensor) -> Fragment:
-        """Receive a fragment into a vector of its length."""
-
-    def leave(self, name: str, generation: int) -> None:
-        """Say that the learner leaves."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-    def abort(self) -> None:
-        """Make the present request and all later ones fail at once. Thread-safe."""
+    JOIN = "join"
+    START = "start"
+    POLL = "poll"
+    PUSH = "push"
+    FETCH = "fetch"
+    LEAVE = "leave"
 
 
 class Boundary(NamedTuple):
@@ -89,11 +79,11 @@ class Outgoing(NamedTuple):
 
 
 class Learner:
-    """Follows the syncer while this process trains; no call but :meth:`wait_until_ready` waits.
+    """Follows the syncer while this process trains; no call waits.
 
-    Between two local steps the training thread calls :meth:`count_step` and :meth:`at_boundary`. A
-    thread in the background does the rest: if the syncer does not answer, training goes on, and it
-    is asked again with growing pauses.
+    Between two local steps the training thread calls :meth:`count_step` and :meth:`at_boundary`.
+    In the background :meth:`exchange` is carried out again and again: right after :attr:`wake` was
+    called, but at least :data:`SHORTEST_PAUSE_S` and at most :data:`POLL_S` later.
 
     Args:
         contract: Of the run.
@@ -101,7 +91,6 @@ class Learner:
         generation: Of this process: larger than that of an earlier one of this name.
         received: The parameters of each fragment, ``(P,)`` on the CPU. A run that has not started
             begins with them. They are replaced, and never changed.
-        client: The connection to the syncer.
         address: Of the syncer, for messages.
         clock: The clock.
         as_stored: Returns the parameters of a fragment as the model stores them, which may be
@@ -112,6 +101,12 @@ class Learner:
         received: Each fragment as it was received last.
         counts: Numbers since the start: fragments ``received``, and pushes that were ``pushed`` or
             ``refused``.
+        address: Of the syncer.
+        wake: Called when there is something to exchange; set it to be told.
+        is_ready: Set when every fragment has arrived, or was received earlier.
+        has_left: Set when the syncer has been told that the learner leaves.
+        error: Why it cannot go on; None if it can.
+        last_loss: Why the syncer could not be reached the last time; empty before.
     """
 
     def __init__(
@@ -120,7 +115,6 @@ class Learner:
         name: str,
         generation: int,
         received: Sequence[Tensor],
-        client: Requests,
         address: str,
         clock: Clock = REAL_CLOCK,
         as_stored: Callable[[int, Tensor], Tensor] | None = None,
@@ -128,54 +122,31 @@ class Learner:
         self.rounds = LearnerRounds(name, generation, len(received))
         self.received = [*received]
         self.counts = dict.fromkeys(("received", "pushed", "refused"), 0)
+        self.address = address
+        self.wake: Callable[[], object] = bool
+        self.is_ready, self.has_left = threading.Event(), threading.Event()
+        self.error: str | None = None
+        self.last_loss = ""
         self._sent = 0, 0
-        self._contract, self._client, self._address = contract, client, address
-        self._clock, self._as_stored = clock, as_stored
+        self._contract, self._clock, self._as_stored = contract, clock, as_stored
         self._lock = threading.Lock()
         self._arrived: dict[int, Fragment] = {}
         self._outgoing: deque[Outgoing] = deque()
-        self._has_nan = False
-        self._error: str | None = None
+        self._has_nan = self._has_joined = self._is_leaving = False
         self._away_since: float | None = None
-        self._last_loss = ""
-        self._has_joined = False
-        self._wake, self._is_ending = threading.Event(), threading.Event()
-        self._is_ready, self._is_leaving, self._has_left = (threading.Event() for _ in range(3))
-        self._thread = BackgroundThread("loco-learner", self._run, ask_to_end=self._ask_to_end)
 
     # ------------------------------------------------------------- training thread
-
-    def start(self) -> None:
-        """Start to follow the syncer."""
-        self._thread.start()
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until every fragment has arrived, or was received earlier.
-
-        Raises:
-            RuntimeError: If that takes longer, or the syncer refuses this learner.
-        """
-        deadline = self._clock.now() + timeout_s
-        while not self._is_ready.wait(_TICK_S):
-            self._raise_error()
-            if self._clock.now() > deadline:
-                why = f" ({self._last_loss})" if self._last_loss else ""
-                raise RuntimeError(
-                    f"The syncer at {self._address} has not sent its parameters within "
-                    f"{timeout_s:.0f} s{why}. Start it with `lightning-loco syncer`, check the "
-                    "address and that its port can be reached from here, or raise timeout_s."
-                )
 
     @property
     def is_due(self) -> bool:
         """Whether :meth:`at_boundary` has something to do."""
-        return bool(self._arrived or self.rounds.is_asked or self._error or self._has_nan)
+        return bool(self._arrived or self.rounds.is_asked or self.error or self._has_nan)
 
     def count_step(self, tokens: float) -> None:
         """Count a local step."""
         with self._lock:
             self.rounds.count(tokens)
-        self._wake.set()
+        self.wake()
 
     def at_boundary(self, read: Callable[[int], Tensor]) -> Boundary:
         """Answer the syncer between two local steps.
@@ -186,14 +157,14 @@ class Learner:
         Raises:
             RuntimeError: If the syncer has refused this learner.
         """
-        self._raise_error()
+        self.raise_error()
         with self._lock:
             if self._has_nan:
                 return self._start_again()
             written = self._apply(read)
             for push in self.rounds.answers():
                 self._send(push, read(push.due.fragment))
-        self._wake.set()
+        self.wake()
         return Boundary(written)
 
     def _apply(self, read: Callable[[int], Tensor]) -> dict[int, Tensor]:
@@ -229,12 +200,13 @@ class Learner:
     def _send(self, push: Push, local: Tensor) -> None:
         self._outgoing.append(Outgoing(push, local, self.received[push.due.fragment]))
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise RuntimeError(self._error)
+    def raise_error(self) -> None:
+        """Raise RuntimeError if this learner cannot go on."""
+        if self.error is not None:
+            raise RuntimeError(self.error)
 
-    def leave(self, read: Callable[[int], Tensor], timeout_s: float) -> bool:
-        """Send the progress that was not sent, and leave; return whether that was in time.
+    def prepare_to_leave(self, read: Callable[[int], Tensor]) -> None:
+        """Send the progress that was not sent, and then leave, in the next exchange.
 
         The syncer merges it with the next merges of the fragments, if other learners go on.
         """
@@ -242,13 +214,8 @@ class Learner:
             for fragment, version in enumerate(self.rounds.received):
                 if version is not None and (push := self.rounds.leftover(fragment, version)):
                     self._send(push, read(fragment))
-        self._is_leaving.set()
-        self._wake.set()
-        deadline = self._clock.now() + timeout_s
-        while not (self._has_left.wait(_TICK_S) or self._is_ending.is_set()):
-            if self._error is not None or self._clock.now() > deadline:
-                return False
-        return True
+            self._is_leaving = True
+        self.wake()
 
     def count_sent(self) -> tuple[int, int]:
         """Return the bytes sent since the last call, and their number without compression."""
@@ -265,88 +232,60 @@ class Learner:
                 "rounds": self.rounds.state_dict(),
             }
 
-    def close(self) -> None:
-        """Stop following the syncer; a second call does nothing."""
-        self._ask_to_end()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._client.close()
-
-    def _ask_to_end(self) -> None:
-        self._is_ending.set()
-        self._wake.set()
-        self._client.abort()
-
     # ------------------------------------------------------------------ background
 
-    def _run(self) -> None:
-        retry_s = _FIRST_RETRY_S
-        while not (self._is_ending.is_set() or self._has_left.is_set() or self._error):
-            try:
-                self.exchange()
-            except OSError as error:
-                self._note_loss(error)
-                self._is_ending.wait(retry_s)
-                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
-                continue
-            except Exception as error:
-                log.exception("Learner %s cannot go on.", self.rounds.name)
-                self._error = f"The exchange with the syncer has failed: {error!r}."
-            retry_s = _FIRST_RETRY_S
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
-            self._is_ending.wait(_SHORTEST_PAUSE_S)
-
-    def exchange(self) -> None:
-        """Join if that is needed, send what waits, ask what is due, and fetch what is new.
-
-        OSError if the syncer cannot be reached.
-        """
+    def exchange(self) -> Decision[Do, None]:
+        """Join if that is needed, send what waits, ask what is due, and fetch what is new."""
         try:
             if self._has_joined:
-                self._send_waiting()
-            self._listen(self._poll() if self._has_joined else self._join())
-            if self._is_leaving.is_set():
-                self._client.leave(self.rounds.name, self.rounds.generation)
-                self._has_left.set()
+                yield from self._send_waiting()
+            reply = yield from (self._poll() if self._has_joined else self._join())
+            yield from self._listen(reply)
+            if self._is_leaving:
+                yield Do.LEAVE, (self.rounds.name, self.rounds.generation)
+                self.has_left.set()
         except Refused as error:
             self._note_refusal(error)
 
-    def _join(self) -> Reply:
+    def _join(self) -> Decision[Do, Reply]:
         rounds = self.rounds
         said = (rounds.name, rounds.generation, rounds.total_steps)
-        has_started, reply = self._client.join(*said, self._contract.as_plain())
+        reply: Reply
+        has_started, reply = yield Do.JOIN, (*said, self._contract.as_plain())
         if not has_started:
             if rounds.epoch > 0:
                 log.warning(
                     "The syncer at %s has lost its parameters: the run goes on from those that a "
                     "learner has received last.",
-                    self._address,
+                    self.address,
                 )
-            self._client.start(self.received)  # another learner may do so too: the first one counts
+            yield Do.START, (self.received,)  # another learner may do so too: the first one counts
         self._has_joined = True
         return reply
 
-    def _poll(self) -> Reply:
+    def _poll(self) -> Decision[Do, Reply]:
         rounds = self.rounds
-        return self._client.poll(rounds.name, rounds.generation, rounds.epoch, rounds.total_steps)
+        said = (rounds.name, rounds.generation, rounds.epoch, rounds.total_steps)
+        reply: Reply = yield Do.POLL, said
+        return reply
 
-    def _listen(self, reply: Reply) -> None:
+    def _listen(self, reply: Reply) -> Decision[Do, None]:
         if self._away_since is not None:
             away_s, self._away_since = self._clock.now() - self._away_since, None
-            log.warning("The syncer at %s answers again, after %.0f s.", self._address, away_s)
+            log.warning("The syncer at %s answers again, after %.0f s.", self.address, away_s)
         with self._lock:
             fetched = self.rounds.listen(reply)
         for fragment in fetched:
-            found = self._client.fetch(fragment, torch.empty_like(self.received[fragment]))
+            into = torch.empty_like(self.received[fragment])
+            found: Fragment = yield Do.FETCH, (fragment, into)
             with self._lock:
                 if self.rounds.is_news(found.epoch, fragment, found.version):
                     self._arrived[fragment] = found
         missing = [f for f, version in enumerate(self.rounds.received) if version is None]
         if all(fragment in self._arrived for fragment in missing):
-            self._is_ready.set()
+            self.is_ready.set()
 
-    def _send_waiting(self) -> None:
+    def _send_waiting(self) -> Decision[Do, None]:
         codec = self._contract.codec
         while (outgoing := self._next_outgoing()) is not None:
             push, local, received = outgoing
@@ -356,7 +295,7 @@ class Learner:
                 self._has_nan = True
                 return
             try:
-                self._client.push(push, delta)
+                yield Do.PUSH, (push, delta)
                 reach("after sending")
             except (Refused, OSError) as error:
                 if isinstance(error, OSError) or error.reason in _JOIN_AGAIN:
@@ -381,27 +320,27 @@ class Learner:
                 self.rounds.lost(lost.due)
             self._outgoing.clear()
 
-    def _note_loss(self, error: OSError) -> None:
-        self._last_loss = str(error) or type(error).__name__
+    def note_loss(self, error: OSError) -> None:
+        """Note that an exchange has ended because the syncer could not be reached."""
+        self.last_loss = str(error) or type(error).__name__
         if isinstance(error, CertificateRefused) and self.rounds.epoch == 0:
-            self._error = (
-                f"The syncer at {self._address} and this learner have different key files: "
+            self.error = (
+                f"The syncer at {self.address} and this learner have different key files: "
                 f"{error}. Copy the syncer's to this machine."
             )
-        elif self._away_since is None and not self._is_ending.is_set():
+        elif self._away_since is None:
             self._away_since = self._clock.now()
-            does = "goes on" if self._is_ready.is_set() else "waits for it"
             log.warning(
                 "The syncer at %s cannot be reached (%s). Learner %s %s, and tries again.",
-                self._address,
-                self._last_loss,
+                self.address,
+                self.last_loss,
                 self.rounds.name,
-                does,
+                "goes on" if self.is_ready.is_set() else "waits for it",
             )
 
     def _note_refusal(self, error: Refused) -> None:
         if error.reason in _JOIN_AGAIN:
             self._has_joined = False
-            self._wake.set()
+            self.wake()
         else:
-            self._error = f"The syncer at {self._address} refuses this learner: {error}"
+            self.error = f"The syncer at {self.address} refuses this learner: {error}"
