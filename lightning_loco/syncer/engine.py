@@ -149,13 +149,31 @@ class LearnerEngine(LocalParticipant):
         optimized: Iterable[Tensor] | None = None,
     ) -> None:
         try:
-            self.worker, self.settings = Worker.join(model, lambda: settings, group, optimized)
+            worker, settings = Worker.join(model, lambda: settings, group, optimized)
             with group.errors_shared("the set-up"):
-                self._divide(model)
+                self._take(worker, settings)
         except BaseException as error:
             group.close(error)
             raise
-        self.statistics = self.worker.statistics
+
+    @classmethod
+    def of_worker(cls, worker: Worker, settings: DecoupledSettings) -> LearnerEngine:
+        """Make an engine of a worker that is set up already, as the simulation does.
+
+        Its learner is from :meth:`make_learner`; :meth:`begin` takes the place of :meth:`start`.
+
+        Args:
+            worker: Nothing about it is compared with the other workers.
+            settings: Prepared.
+        """
+        engine = cls.__new__(cls)
+        engine._take(worker, settings)  # noqa: SLF001
+        return engine
+
+    def _take(self, worker: Worker, settings: DecoupledSettings) -> None:
+        self.worker, self.settings = worker, settings
+        self._divide(worker.replica.model)
+        self.statistics = worker.statistics
         self.shows_outer = settings.syncer is not None
         self.learner: Learner | None = None
         self._thread: LearnerThread | None = None
@@ -220,10 +238,16 @@ class LearnerEngine(LocalParticipant):
         address = self._find_syncer()
         with group.errors_shared(_START):
             if group.place == 0:
-                self.learner = self._make_learner(address)
-                self._thread = LearnerThread(self.learner, self._connect(address), group.clock)
+                generation = int(group.clock.wall_time() * 1000)
+                learner = self.make_learner(generation, str(address))
+                self._thread = LearnerThread(learner, self._connect(address), group.clock)
                 self._thread.start()
                 self._thread.wait_until_ready(group.timeout_s)
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take the parameters of the run, which have arrived; all workers must call it."""
         self._has_joined, self._saved = True, {}
         self._write(self._meet())
 
@@ -260,23 +284,29 @@ class LearnerEngine(LocalParticipant):
         path = self.settings.key_file
         return None if path is None else read_certificate(path)
 
-    def _make_learner(self, address: Address) -> Learner:
+    def make_learner(self, generation: int, address: str) -> Learner:
+        """Make the part in the background, which nothing carries out yet.
+
+        Args:
+            generation: Of this process: larger than that of an earlier one of this learner.
+            address: Of the syncer, for messages.
+        """
         saved, group = self._saved, self.worker.group
         received = [self._read(fragment) for fragment in range(len(self._slices))]
         if "received" in saved:
             received = list(saved["received"].split([len(part) for part in self._slices]))
-        learner = Learner(
+        self.learner = Learner(
             self.contract,
             self.settings.learner_name(group.worker),
-            int(group.clock.wall_time() * 1000),
+            generation,
             received,
-            str(address),
+            address,
             group.clock,
             self._as_stored if self._layout.is_rounded else None,
         )
         if "rounds" in saved:
-            learner.rounds.load_state_dict(saved["rounds"])
-        return learner
+            self.learner.rounds.load_state_dict(saved["rounds"])
+        return self.learner
 
     def _connect(self, address: Address) -> SyncerClient:
         group, settings = self.worker.group, self.settings
