@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,8 +15,10 @@ from lightning_loco.engine.fragment_sync import HasArrived
 from lightning_loco.model.ownership import find_ownership
 from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.worker import Settings, Worker, exchanged_parameters, make_replica
-from lightning_loco.simulation.messages import Hub
+from lightning_loco.simulation.goodput import Counted
 from lightning_loco.simulation.timeline import Timeline
+from lightning_loco.syncer.merge_rounds import Merge
+from lightning_loco.syncer.syncer import Syncer
 
 
 class Family(ABC):
@@ -33,16 +36,16 @@ class Family(ABC):
     Attributes:
         participants: The participant of each worker.
         has_rounds: Whether there are rounds.
+        syncer: The syncer of decoupled learners, and ``merges``, those that it has published.
         sync_every: Local steps between rounds of worker 0; None if time decides.
         wakeups: Times and receivers of messages that arrive, since the list was last cleared.
-        hub: Where messages of a round wait for each other; only there workers come and go.
         join_s: How long each worker that comes back waits for the state of the run.
     """
 
     participants: Sequence[LocalParticipant]
     has_rounds = True
     sync_every: int | None = None
-    hub: Hub | None = None
+    syncer: Syncer | None = None
 
     def __init__(
         self,
@@ -57,7 +60,12 @@ class Family(ABC):
         self.seed, self.admit = seed, admit
         self.wakeups: list[tuple[float, int]] = []
         self.join_s = [0.0] * len(workers)
+        self.merges: list[Merge] = []
         self.participants = self.make_participants(workers)
+
+    def begin(self, worker: int) -> Iterator[HasArrived]:
+        """Take part in the run, before the first local step."""
+        return iter(())
 
     @abstractmethod
     def make_participants(self, workers: Sequence[Worker]) -> Sequence[LocalParticipant]:
@@ -74,6 +82,31 @@ class Family(ABC):
     def drain(self, worker: int, num_rounds: int) -> Iterator[HasArrived]:
         """Begin the missing rounds up to ``num_rounds``, and apply all pending ones."""
         return iter(())
+
+    def lose(self, worker: int, now_s: float) -> None:  # noqa: B027
+        """A worker has died."""
+
+    def notice(self, worker: int, now_s: float) -> None:  # noqa: B027
+        """The other workers have noticed that it is dead."""
+
+    def welcome(self, worker: int, now_s: float) -> None:  # noqa: B027
+        """A worker that is back waits until it is admitted."""
+
+    def rejoin(self, worker: int) -> Iterator[HasArrived]:
+        """Take part in the run again, before the next local step, once it is admitted."""
+        return self.begin(worker)
+
+    def counted_steps(self, worker: int) -> Counted | None:
+        """Return the local steps whose progress was merged; None if that is not known."""
+        return None
+
+    @property
+    def background_s(self) -> float:
+        """Time of what happens next without a worker; infinite if nothing does."""
+        return math.inf
+
+    def run_background(self, until_s: float) -> None:  # noqa: B027
+        """Do what happens without a worker until then."""
 
     def finish_run(self, end_s: float) -> None:  # noqa: B027
         """Send what is due until the end of a run."""

@@ -69,6 +69,22 @@ class Rounds(Family):
         index = self.participants[worker].worker.round_index
         return index if by_clock else super().rounds_of(worker)
 
+    def lose(self, worker: int, now_s: float) -> None:
+        """Take no messages of a worker any more."""
+        self.hub.lose(worker, now_s)
+
+    def notice(self, worker: int, now_s: float) -> None:
+        """Repeat rounds without a worker; RuntimeError if no other one has the state."""
+        self.hub.leave(worker, now_s)
+        if not self.hub.present:
+            raise RuntimeError(
+                f"All workers are dead at {now_s:g} s, and the state of the run is lost."
+            )
+
+    def rejoin(self, worker: int) -> Iterator[HasArrived]:
+        """Take part in the round that begins, with weight 0, and then wait for the state."""
+        return self.participants[worker].round_in_parts()
+
     def begin_round(self, worker: int) -> Iterator[HasArrived]:
         """Begin a round of a worker whose parameters may have changed without local steps."""
         for fragment in self.participants[worker].fragments:

@@ -24,15 +24,24 @@ from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure
 from lightning_loco.simulation.family import Family, make_worker
+from lightning_loco.simulation.goodput import Goodput
+from lightning_loco.simulation.learners import Learners
 from lightning_loco.simulation.messages import VirtualClock
 from lightning_loco.simulation.pulls import Pulls
 from lightning_loco.simulation.rounds import Rounds
 from lightning_loco.simulation.timeline import LossPoint, Timeline, TimelineEvent, WorkerCosts
+from lightning_loco.syncer.merge_rounds import Merge
+from lightning_loco.syncer.settings import DecoupledSettings
+from lightning_loco.syncer.syncer import Syncer
 
-SimulatedSettings = RoundSettings | PairwiseSettings
+SimulatedSettings = RoundSettings | PairwiseSettings | DecoupledSettings
 """The settings of a method that can be simulated."""
 
-FAMILIES: dict[type, Any] = {RoundSettings: Rounds, PairwiseSettings: Pulls}
+FAMILIES: dict[type, Any] = {
+    RoundSettings: Rounds,
+    PairwiseSettings: Pulls,
+    DecoupledSettings: Learners,
+}
 """The family of each kind of settings."""
 
 Part = HasArrived | None
@@ -214,7 +223,8 @@ class Simulation:
             for failure in failures
             for kind, time_s in failure.events()
         ]
-        self._unfinished: list[Iterator[Part]] = [iter(()) for _ in models]
+        self._unfinished: list[Iterator[Part]] = [*map(self._family.begin, range(num_workers))]
+        self._joining = set(range(num_workers))
         self._waiting: dict[int, HasArrived] = {}
         self._interrupted: dict[int, HasArrived] = {}  # waits that the last call has not ended
         self._waiting_since = [0.0] * num_workers
@@ -313,6 +323,7 @@ class Simulation:
     ) -> Iterator[Part]:
         participant, clock = self.participants[worker], self._clocks[worker]
         yield from self._finish_round(worker)
+        self._joining.discard(worker)
         while not is_over(worker):
             if step_s := self._step_s(worker):
                 began_s = clock.time_s
@@ -396,7 +407,7 @@ class Simulation:
         def plan(time_s: float, worker: int, kind: EventKind) -> None:
             heapq.heappush(events, self._event(time_s, worker, kind))
 
-        while events:
+        while self._has_event(events, end_s):
             event = heapq.heappop(events)
             now_s, _, worker, kind, life = event
             clock = self._clocks[worker]
@@ -422,7 +433,7 @@ class Simulation:
                     if not self._waiting[worker]():
                         continue
                     del self._waiting[worker]
-                    self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
+                    self._add_wait(worker, now_s)
                 for part in itertools.islice(parts[worker], 1):
                     if part is None:
                         plan(clock.time_s, worker, "run")
@@ -430,45 +441,63 @@ class Simulation:
                         self._waiting[worker] = part
                         self._waiting_since[worker] = clock.time_s
                         self._family.wakeups.append((clock.time_s, worker))
-            for time_s, other in self._family.wakeups:
-                plan(time_s, other, "arrival")
-            self._family.wakeups.clear()
+            self._plan_wakeups(events)
+
+    def _plan_wakeups(self, events: list[_Event]) -> None:
+        for time_s, worker in self._family.wakeups:
+            heapq.heappush(events, self._event(time_s, worker, "arrival"))
+        self._family.wakeups.clear()
+
+    def _has_event(self, events: list[_Event], end_s: float) -> bool:
+        """Do what happens in the background before the next event; return whether there is one."""
+        family = self._family
+        while events or self._waiting:
+            due_s = family.background_s
+            if events and events[0].time_s < due_s:
+                family.run_background(events[0].time_s)
+                return True
+            if not events and (due_s > end_s or due_s == math.inf):
+                return False
+            family.run_background(due_s)
+            self._plan_wakeups(events)
+        return False
+
+    def _add_wait(self, worker: int, now_s: float) -> None:
+        kind: Literal["join", "wait"] = "join" if worker in self._joining else "wait"
+        self._timeline.add(worker, kind, self._waiting_since[worker], now_s)
 
     # --------------------------------------------------------------------- failures
 
     def _fail(self, worker: int, kind: EventKind, now_s: float) -> None:
         """Handle an event of a failure."""
-        hub = self._family.hub
-        assert hub is not None
+        family = self._family
         if kind == "death":
             self._alive.discard(worker)
             self._returned.discard(worker)
             self._lives[worker] += 1
             self._clocks[worker].time_s = now_s
             if (self._waiting.pop(worker, None) or self._interrupted.pop(worker, None)) is not None:
-                self._timeline.add(worker, "wait", self._waiting_since[worker], now_s)
+                self._add_wait(worker, now_s)
             self._unfinished[worker] = iter(())
-            hub.lose(worker, now_s)
+            family.lose(worker, now_s)
         elif kind == "noticed":
-            hub.leave(worker, now_s)
-            if not hub.present:
-                raise RuntimeError(
-                    f"All workers are dead at {now_s:g} s, and the state of the run is lost."
-                )
+            family.notice(worker, now_s)
         elif kind == "return":
             self._timeline.add(worker, "away", self._clocks[worker].time_s, now_s)
             self._clocks[worker].advance_to(now_s)
             self._returned.add(worker)
+            self._joining.add(worker)
 
     def _join(self, worker: int) -> Iterator[Part]:
-        """Wait for the next round, and take part in it with weight 0."""
+        """Wait until the worker is admitted, and for the state of the run."""
         clock = self._clocks[worker]
+        self._family.welcome(worker, clock.time_s)
         yield lambda: worker in self._alive
-        self._unfinished[worker] = self.participants[worker].round_in_parts()
+        self._unfinished[worker] = self._family.rejoin(worker)
         yield from self._finish_round(worker)
         began_s = clock.time_s
         clock.advance_to(began_s + self._family.join_s[worker])
-        self._timeline.add(worker, "wait", began_s, clock.time_s)
+        self._timeline.add(worker, "join", began_s, clock.time_s)
 
     def _admit(self, now_s: float) -> list[int]:
         """Return the workers that have come back and are to join in the round that begins."""
@@ -501,9 +530,32 @@ class Simulation:
                 self._clocks[worker].time_s,
                 seconds["compute"],
                 seconds["wait"],
+                seconds["join"],
+                seconds["away"],
             )
             for worker, seconds in enumerate(self._timeline.seconds)
         ]
+
+    @property
+    def syncer(self) -> Syncer | None:
+        """The syncer of decoupled learners; None for other methods."""
+        return self._family.syncer
+
+    @property
+    def merges(self) -> Sequence[Merge]:
+        """The merges that the syncer has published, in their order; none for other methods."""
+        return self._family.merges
+
+    @property
+    def goodput(self) -> list[Goodput]:
+        """What the time of each decoupled learner was for; empty for other methods."""
+        found = []
+        for costs in self.costs:
+            counted = self._family.counted_steps(costs.worker)
+            if counted is None or costs.time_s == 0:
+                return []
+            found.append(Goodput.of(costs, counted))
+        return found
 
     def params(self) -> list[Tensor]:
         """Return a flat copy of each worker's parameters, ``(P,)``."""

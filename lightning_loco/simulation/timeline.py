@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-Kind = Literal["compute", "wait", "send", "away"]
-"""Local steps; waiting for others or for a link; a message on its way; dead."""
+Kind = Literal["compute", "wait", "join", "send", "away"]
+"""Local steps; waiting for others or a link; waiting for the parameters of the run, at the start
+or after a return; a message on its way; dead."""
 
 
 class TimelineEvent(NamedTuple):
@@ -59,6 +60,8 @@ class WorkerCosts:
         time_s: Its time, in seconds from the start of the simulation.
         compute_s: Seconds in local steps.
         wait_s: Seconds of waiting for other workers or for a link.
+        join_s: Seconds of waiting for the parameters of the run.
+        away_s: Seconds for which it was dead.
     """
 
     worker: int
@@ -68,6 +71,8 @@ class WorkerCosts:
     time_s: float
     compute_s: float
     wait_s: float
+    join_s: float = 0.0
+    away_s: float = 0.0
 
     @property
     def utilisation(self) -> float:
@@ -91,7 +96,7 @@ class Timeline:
         self.events: list[TimelineEvent] = []
         self.losses: list[LossPoint] = []
         self.seconds: list[dict[Kind, float]] = [
-            dict.fromkeys(("compute", "wait", "send", "away"), 0.0) for _ in range(num_workers)
+            dict.fromkeys(get_args(Kind), 0.0) for _ in range(num_workers)
         ]
         self._open: dict[int, int] = {}
 

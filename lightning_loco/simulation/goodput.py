@@ -1,0 +1,103 @@
+"""How much of the learners' time was progress that has entered a merge."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from lightning_loco.simulation.timeline import WorkerCosts
+from lightning_loco.syncer.learner_rounds import LearnerRounds
+from lightning_loco.syncer.merge_rounds import Merge, Push, Version
+from lightning_loco.syncer.syncer import Syncer
+
+
+class Counted(NamedTuple):
+    """Local steps, as means over the fragments.
+
+    Attributes:
+        merged: Those whose progress has entered a merge.
+        pending: Those whose progress may still do so.
+    """
+
+    merged: float
+    pending: float
+
+
+class Goodput(NamedTuple):
+    """Shares of a worker's time, from 0 to 1, which add up to 1.
+
+    Attributes:
+        merged: Local steps whose progress has entered a merge. A local step moves all fragments,
+            so a part of it may have entered one.
+        pending: Local steps that may still enter one.
+        lost: Other local steps: a fragment that has arrived has overwritten them, or the worker
+            has died after them.
+        waiting: Waiting for other workers or for a link.
+        joining: Waiting for the parameters of the run.
+        away: Dead.
+    """
+
+    merged: float
+    pending: float
+    lost: float
+    waiting: float
+    joining: float
+    away: float
+
+    @classmethod
+    def of(cls, costs: WorkerCosts, counted: Counted) -> Goodput:
+        """Return the shares of a worker's time; ValueError if it has none."""
+        if costs.time_s == 0:
+            raise ValueError(f"Worker {costs.worker} has no time yet.")
+        step_s = costs.compute_s / costs.steps if costs.steps else 0.0
+        merged, pending = (step_s * steps / costs.time_s for steps in counted)
+        others = [s / costs.time_s for s in (costs.wait_s, costs.join_s, costs.away_s)]
+        return cls(merged, pending, 1.0 - merged - pending - sum(others), *others)
+
+
+Base = tuple[str, int, int, Version]
+"""Learner, generation, fragment, and the version that progress is relative to."""
+
+
+class MergedSteps:
+    """Counts the local steps whose progress has entered merges, as means over the fragments.
+
+    Of the local steps between a push and its result ``mix`` keeps a share, which is not counted.
+
+    Args:
+        fragments: Number of fragments.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self._merged: dict[str, int] = defaultdict(int)
+        self._bases: set[Base] = set()
+
+    def add(self, merge: Merge) -> None:
+        """Note a merge."""
+        for push in merge.pushes:
+            self._merged[push.learner] += push.steps
+            self._bases.add(_base_of(push))
+
+    def of_learner(self, name: str, rounds: LearnerRounds | None, syncer: Syncer) -> Counted:
+        """Return the local steps of a learner, all its processes together.
+
+        Args:
+            name: Of the learner.
+            rounds: The counters of its process; None if it is dead.
+            syncer: The syncer, whose waiting pushes may be merged.
+        """
+        pending: dict[Base, int] = defaultdict(int)
+        for push in syncer.rounds.waiting_pushes():
+            if push.learner == name:
+                base = _base_of(push)
+                pending[base] = max(pending[base], push.steps)
+        for fragment, version in enumerate(rounds.received if rounds is not None else ()):
+            if rounds is not None and version is not None:
+                pending[name, rounds.generation, fragment, version] = rounds.steps[fragment]
+        open_steps = sum(steps for base, steps in pending.items() if base not in self._bases)
+        return Counted(self._merged[name] / self._fragments, open_steps / self._fragments)
+
+
+def _base_of(push: Push) -> Base:
+    return push.learner, push.generation, push.due.fragment, push.base
