@@ -37,7 +37,7 @@ from lightning_loco.costs.method_costs import ENCODINGS, Costs, StepTimes, as_me
 from lightning_loco.model.worker import exchanged_parameters
 from lightning_loco.report.page import write_report
 from lightning_loco.report.record import Curve, RunRecord
-from lightning_loco.simulation import Simulation
+from lightning_loco.simulation import Goodput, Simulation
 from lightning_loco.topology import Topology
 
 MAX_EVENTS = 20_000
@@ -205,7 +205,7 @@ def run_simulation(cfg: DictConfig) -> float:
             100 * state.utilisation,
         )
     folder, ddp = Path(cfg.run_dir), run.costs_of_ddp(progress[-1])
-    text = table(name, progress[-1], ddp)
+    text = "\n".join([table(name, progress[-1], ddp), *merge_lines(run.simulation)])
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
     write_files(folder, progress, run.simulation)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -238,6 +238,19 @@ def table(name: str, end: Progress, ddp: Costs) -> str:
     )
 
 
+def merge_lines(simulation: Simulation) -> list[str]:
+    """Return lines on the merges of a syncer, and on what the time of its learners was for."""
+    if (found := simulation.merge_summary) is None:
+        return []
+    mean = Goodput(*(float(np.mean(shares)) for shares in zip(*simulation.goodput, strict=True)))
+    shares = ", ".join(f"{share:.1%} {name}" for name, share in mean._asdict().items() if share)
+    return [
+        f"{found.merges} merges: of each fragment every {found.sync_every:.1f} local steps, with "
+        f"{found.pushes:.1f} pushes of age {found.age:.2f}",
+        f"time of a worker: {shares}",
+    ]
+
+
 def _row(
     name: str, loss: str, time_s: float, bytes_sent: float, rounds: int, utilisation: float
 ) -> tuple[str, ...]:
@@ -248,12 +261,17 @@ def _row(
 def write_files(folder: Path, progress: list[Progress], simulation: Simulation) -> None:
     """Write the progress and the costs of each worker, as CSV and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
+    goodput, merges = simulation.goodput, simulation.merge_summary
     for file, rows in (
         ("simulation.csv", [dataclasses.asdict(state) for state in progress]),
         (
             "workers.csv",
             [
-                {**dataclasses.asdict(one), "utilisation": one.utilisation}
+                {
+                    **dataclasses.asdict(one),
+                    "utilisation": one.utilisation,
+                    **(goodput[one.worker]._asdict() if goodput else {}),
+                }
                 for one in simulation.costs
             ],
         ),
@@ -263,6 +281,7 @@ def write_files(folder: Path, progress: list[Progress], simulation: Simulation) 
             writer.writeheader()
             writer.writerows(rows)
     last = {**dataclasses.asdict(progress[-1]), "num_workers": simulation.num_workers}
+    last |= {} if merges is None else {"merges": merges._asdict()}
     (folder / "report.json").write_text(json.dumps(last, indent=2) + "\n", encoding="utf-8")
 
 
@@ -303,5 +322,6 @@ def record_of(
             "simulation.step_s and the links.",
             f"DDP would need {format_seconds(float(ddp.time_s.max()))} for the same number of "
             "local steps.",
+            *merge_lines(simulation),
         ],
     )

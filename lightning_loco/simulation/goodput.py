@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_loco.simulation.timeline import WorkerCosts
@@ -53,6 +54,31 @@ class Goodput(NamedTuple):
         merged, pending = (step_s * steps / costs.time_s for steps in counted)
         others = [s / costs.time_s for s in (costs.wait_s, costs.join_s, costs.away_s)]
         return cls(merged, pending, 1.0 - merged - pending - sum(others), *others)
+
+
+class MergeSummary(NamedTuple):
+    """The merges of a run.
+
+    Attributes:
+        merges: How many there were.
+        sync_every: Local steps of a worker between two merges of a fragment: a mean.
+        pushes: Pushes in a merge: a mean.
+        age: Merges of a fragment since the version that a push is relative to: a mean.
+    """
+
+    merges: int
+    sync_every: float
+    pushes: float
+    age: float
+
+    @classmethod
+    def of(cls, merges: Sequence[Merge], steps: Sequence[int], fragments: int) -> MergeSummary:
+        """Summarize merges while workers made these local steps; ValueError without a merge."""
+        if not merges:
+            raise ValueError("There were no merges. Simulate a longer time.")
+        ages = [age for merge in merges for age in merge.ages]
+        every = sum(steps) / len(steps) * fragments / len(merges)
+        return cls(len(merges), every, len(ages) / len(merges), sum(ages) / len(ages))
 
 
 Base = tuple[str, int, int, Version]

@@ -24,7 +24,7 @@ from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure
 from lightning_loco.simulation.family import Family, make_worker
-from lightning_loco.simulation.goodput import Goodput
+from lightning_loco.simulation.goodput import Goodput, MergeSummary
 from lightning_loco.simulation.learners import Learners
 from lightning_loco.simulation.messages import VirtualClock
 from lightning_loco.simulation.pulls import Pulls
@@ -312,6 +312,9 @@ class Simulation:
 
         self._interleave(train, end_s, come_back)
         self._ended_s = end_s if end_s < math.inf else max(self.time_s)
+        dead = set(range(self.num_workers)) - self._alive - self._returned
+        for worker in dead if end_s < math.inf else ():
+            self._be_away(worker, end_s)
         self._family.finish_run(self._ended_s)
 
     def _step_s(self, worker: int) -> float:
@@ -483,10 +486,13 @@ class Simulation:
         elif kind == "noticed":
             family.notice(worker, now_s)
         elif kind == "return":
-            self._timeline.add(worker, "away", self._clocks[worker].time_s, now_s)
-            self._clocks[worker].advance_to(now_s)
+            self._be_away(worker, now_s)
             self._returned.add(worker)
             self._joining.add(worker)
+
+    def _be_away(self, worker: int, until_s: float) -> None:
+        self._timeline.add(worker, "away", self._clocks[worker].time_s, until_s)
+        self._clocks[worker].advance_to(until_s)
 
     def _join(self, worker: int) -> Iterator[Part]:
         """Wait until the worker is admitted, and for the state of the run."""
@@ -545,6 +551,15 @@ class Simulation:
     def merges(self) -> Sequence[Merge]:
         """The merges that the syncer has published, in their order; none for other methods."""
         return self._family.merges
+
+    @property
+    def merge_summary(self) -> MergeSummary | None:
+        """Number, pace and pushes of the merges; None without a merge, or for other methods."""
+        if not self.merges:
+            return None
+        made = [costs.steps for costs in self.costs]
+        fragments = len(self.syncer.contract.lengths) if self.syncer is not None else 1
+        return MergeSummary.of(self.merges, made, fragments)
 
     @property
     def goodput(self) -> list[Goodput]:

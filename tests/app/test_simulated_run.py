@@ -6,6 +6,7 @@ import copy
 import csv
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,37 @@ def test_all_methods_write_the_same_files(tmp_path: Path) -> None:
     assert {kind for _, kind, *_ in record.events} == {"compute", "send"}
 
 
+def test_decoupled_learners_report_their_merges(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    choice = ["algorithm=decoupled_diloco", "link=wan", "num_workers=3", f"run_dir={tmp_path}"]
+    run_simulation(
+        config(
+            *choice,
+            "simulation.spread=0.8",
+            "simulation.max_steps=60",
+            "simulation.mean_between_failures_s=4",
+            "simulation.mean_away_s=1",
+            "algorithm.fragments=3",
+            "algorithm.sync_every=6",
+        )
+    )
+    lines = (tmp_path / "report.txt").read_text().splitlines()
+    assert lines[1].startswith("DecoupledDiLoCo")
+    assert re.fullmatch(
+        r"\d+ merges: of each fragment every \d+\.\d local steps, with \d\.\d pushes of age .*",
+        lines[3],
+    )
+    assert re.search(r"time of a worker: .*% merged.*% lost.*% joining.*% away", lines[4])
+    merges = json.loads((tmp_path / "report.json").read_text())["merges"]
+    assert merges["merges"] > 10
+    assert merges["sync_every"] == pytest.approx(6, rel=0.5)
+    with (tmp_path / "workers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["steps"] for row in rows}) > 1
+    assert all(0 < float(row["merged"]) < 1 for row in rows)
+    assert lines[4] in (tmp_path / "report.html").read_text()
+
+
 def test_pairwise_gossip_is_that_of_its_simulation() -> None:
     """It gives the numbers of ``Simulation`` with the data and optimizers of a real run."""
     choice = [*PAIRWISE, "link=wan", "simulation.spread=0.5", "simulation.jitter=0.1"]
@@ -293,6 +325,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path, subtests: pytest.Subtests)
             [*PAIRWISE, "simulation.mean_between_failures_s=9"],
             "PairwiseGossip is simulated with",
         ),
+        (["algorithm=decoupled_diloco", "algorithm.syncer=h:1"], "^algorithm: .*Drop syncer"),
         ([*PAIRWISE, "num_workers=1"], "^algorithm: .*at least two"),
         ([*PAIRWISE, "compression=int4"], "^algorithm: .* too roughly for gossip"),
         (["algorithm=diloco", "+trainer.gradient_clip_algorithm=max"], WRONG_CLIPPING),
