@@ -229,6 +229,20 @@ def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
+def test_decoupled_learners_are_compared_with_rounds(tmp_path: Path) -> None:
+    output = run("decoupled", "--quick", "--out", str(tmp_path / "decoupled.json"))
+    for part in output.split("killed every"):
+        for method in ("diloco", "async_diloco", "decoupled"):
+            numbers = [float(cell) for cell in cells(part, method)[1:] if cell]
+            loss, shares = numbers[0], numbers[-8:-2]
+            assert 2.0 < loss < math.log(256)
+            assert sum(shares) == pytest.approx(100, abs=0.4)
+            assert min(shares) >= 0
+    assert float(cells(output, "decoupled")[-2]) > 2 * float(cells(output, "diloco")[-2])
+
+
+@pytest.mark.soak
+@pytest.mark.process
 def test_defaults_are_compared_with_workers_alone() -> None:
     output = run("defaults", "--quick", "--only", "diloco", "eager_diloco", "remote_optimizer")
     row = cells(output, "diloco")

@@ -159,13 +159,16 @@ class Simulation:
     ) -> Simulation:
         """Create a simulation with any schedule, compression and merge policy, or without rounds.
 
+        With ``DecoupledSettings`` there is a syncer beside worker 0; see :attr:`syncer`,
+        :attr:`merge_summary` and :attr:`goodput`.
+
         With ``PairwiseSettings``, workers fetch the parameters of random peers before local steps,
         and blend them in after the first local step at whose end they have arrived. ``links``
         default to the links in the settings.
 
         Raises:
             ValueError: If the schedule follows the clock, or there are no rounds, and no
-                ``speeds``; if there are ``failures`` without rounds; or as in the class.
+                ``speeds``; if there are ``failures`` in pairwise gossip; or as in the class.
         """
         simulation = cls.__new__(cls)
         simulation._set_up(  # noqa: SLF001
