@@ -232,18 +232,17 @@ class Training(NamedTuple):
             torch.nn.utils.vector_to_parameters(params, model.parameters())
             return validate(model, data)
 
-        costs, syncer = simulation.costs, simulation.syncer
+        costs = simulation.costs
         mean = loss_of(simulation.consensus())
         found = {"loss": mean, "mean_loss": mean}
-        if syncer is None:
+        if simulation.syncer is None:
             goodput = [
                 Goodput.of(one, count.count(engine))
                 for one, count, engine in zip(costs, counts, simulation.participants, strict=True)
             ]
         else:
             goodput = simulation.goodput
-            fragments = range(len(syncer.contract.lengths))
-            found["loss"] = loss_of(torch.cat([syncer.fetch(one).params for one in fragments]))
+            found["loss"] = loss_of(simulation.outer())
         summary = simulation.merge_summary
         return {
             **found,

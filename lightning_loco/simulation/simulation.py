@@ -254,7 +254,8 @@ class Simulation:
     @property
     def round_index(self) -> int:
         """Number of rounds that all living workers have begun."""
-        return min(self.participants[worker].worker.round_index for worker in self._alive)
+        begun = [self.participants[worker].worker.round_index for worker in self._alive]
+        return min(begun, default=0)
 
     @property
     def steps(self) -> list[int]:
@@ -580,8 +581,18 @@ class Simulation:
         return [one.worker.replica.layout.new_flat() for one in self.participants]
 
     def consensus(self) -> Tensor:
-        """Return the consensus parameters ``(P,)``: the mean over the living workers."""
-        return self._living_params().mean(0)
+        """Return the consensus parameters ``(P,)``: the mean over the living workers.
+
+        If all learners of a syncer are dead, it is :meth:`outer`.
+        """
+        return self._living_params().mean(0) if self._alive else self.outer()
+
+    def outer(self) -> Tensor:
+        """Return the parameters ``(P,)`` of the syncer; RuntimeError if there is none."""
+        if (syncer := self.syncer) is None:
+            raise RuntimeError(f"{type(self.algorithm).__name__} has no syncer. Use consensus().")
+        fragments = range(len(syncer.contract.lengths))
+        return torch.cat([syncer.fetch(fragment).params for fragment in fragments])
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the workers' parameters to their mean."""
@@ -589,8 +600,8 @@ class Simulation:
         return math.sqrt(float((params - params.mean(0)).square().sum(1).mean()))
 
     def _living_params(self) -> Tensor:
-        params = self.params()
-        return torch.stack([params[worker] for worker in sorted(self._alive)])
+        params, present = self.params(), (self._alive - self._joining) or self._alive
+        return torch.stack([params[worker] for worker in sorted(present)])
 
 
 def make_step_times(

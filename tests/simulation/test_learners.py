@@ -139,6 +139,18 @@ def test_the_run_goes_on_after_all_were_dead() -> None:
     assert {len(merge.pushes) for merge in simulation.merges[-6:]} == {2}
 
 
+def test_the_consensus_leaves_out_who_is_dead_or_joins() -> None:
+    failures = [Failure(0, 10.5), Failure(1, 20.5, 30.0)]
+    run = Run([1.0, 1.0], links=Link(1000.0, 1.0), failures=failures).go(15.0)
+    assert torch.equal(run.simulation.consensus(), run.simulation.params()[1])
+    run.go(10.0)
+    assert torch.equal(run.simulation.consensus(), run.simulation.outer())  # all are dead
+    assert run.simulation.round_index == 0
+    run.go(30.0)
+    assert torch.equal(run.simulation.consensus(), run.simulation.params()[1])
+    assert run.simulation.costs[0].away_s == pytest.approx(55.0 - 10.5)
+
+
 def test_without_a_quorum_nothing_is_merged_and_learners_go_on() -> None:
     rounds = MergeSettings(FRAGMENTS, 6, min_quorum=2, lease_s=10.0)
     run = Run([1.0, 1.0], rounds, failures=[Failure(1, 30.5, 100.0)]).go(60.0)
