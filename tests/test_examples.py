@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.programs import Program
-from tests.harness.slurm import TINY, TINY_STEPS, fake_cluster
+from tests.harness.programs import Program, free_ports
+from tests.harness.slurm import COMMAND, TINY, TINY_STEPS, fake_cluster
 from tests.harness.sources import ROOT
 from tests.integrations import ray_runs
 
@@ -353,6 +354,32 @@ def test_a_job_of_the_elastic_array_is_preempted_and_returns(
     reports = [tmp_path / f"outputs/slurm-{number}-0/report.json" for number in ("101", "102")]
     losses = [json.loads(report.read_text())["val_loss"] for report in reports]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_a_learner_of_the_array_is_preempted_and_returns(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    program, address = [sys.executable, str(COMMAND)], f"127.0.0.1:{free_ports()[0]}"
+    batch = ["bash", str(EXAMPLES / "slurm" / "learners_array.sbatch")]
+    job = {**remote_job(cluster, tasks=1), "SYNCER": address, "SLURM_ARRAY_TASK_ID": "3"}
+    del job["MASTER_PORT"]  # Lightning's port depends on the job
+    run([*program, "keys", "job.pem"], tmp_path)
+    serve = ["syncer", "--folder=run", "--key-file=job.pem", "--bind", address]
+    with Program([*program, *serve], tmp_path) as syncer:
+        changes, when = f"{TINY} trainer.max_steps", "outputs/*/checkpoints/last.ckpt"
+        run(batch, tmp_path, **job, CHANGES=f"{changes}=100000", SIGNAL_WHEN_THERE_IS=when)
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 123456\n"
+        saved = tmp_path / "outputs/slurm-123456-0/hpc_ckpt_1.ckpt"
+        step = torch.load(saved)["global_step"]
+        output = run(batch, tmp_path, **job, CHANGES=f"{changes}={step + 8}")
+        assert f"Restored all states from the checkpoint at {saved}" in output
+        syncer.signal(signal.SIGTERM)
+        code, log = syncer.finish()
+    assert code == 0, log
+    assert log.count("Learner w3 has joined; there are 1.") == 2
+    assert log.count("Learner w3 has left; there are 0.") == 2
 
 
 @pytest.mark.parametrize("script", [BATCH_SCRIPT, BATCH_SCRIPT_OF_NODES, REMOTE / "train.sbatch"])
