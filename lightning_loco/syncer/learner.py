@@ -119,7 +119,8 @@ class Learner:
         clock: Clock = REAL_CLOCK,
         as_stored: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
-        self.rounds = LearnerRounds(name, generation, len(received))
+        keeps_progress = contract.method.keep_progress
+        self.rounds = LearnerRounds(name, generation, len(received), keeps_progress)
         self.received = [*received]
         self.counts = dict.fromkeys(("received", "pushed", "refused"), 0)
         self.address = address
@@ -132,6 +133,8 @@ class Learner:
         self._lock = threading.Lock()
         self._arrived: dict[int, Fragment] = {}
         self._outgoing: deque[Outgoing] = deque()
+        # With keep_progress, the parameters of the last push since a fragment was received.
+        self._at_push: dict[int, Tensor] = {}
         self._has_nan = self._has_joined = self._is_leaving = False
         self._away_since: float | None = None
 
@@ -172,12 +175,16 @@ class Learner:
         for fragment, (epoch, version, params) in sorted(self._arrived.items()):
             if not self.rounds.is_news(epoch, fragment, version):
                 continue
-            leftover = self.rounds.leftover(fragment, version)
-            mixes = method.mix > 0 and self.rounds.received[fragment] is not None
-            if leftover is not None:
+            if (leftover := self.rounds.leftover(fragment, version)) is not None:
                 self._send(leftover, read(fragment))
-            own = read(fragment) if mixes else None
-            written[fragment] = params if own is None else method.continue_from(params, own)
+            pushed = self._at_push.pop(fragment, None)
+            if not self.rounds.has_pushed(fragment):
+                pushed = None
+            is_first = self.rounds.received[fragment] is None
+            if is_first or (method.mix == 0 and pushed is None):
+                written[fragment] = params
+            else:
+                written[fragment] = method.continue_from(params, read(fragment), pushed)
             stored = params if self._as_stored is None else self._as_stored(fragment, params)
             self.received[fragment] = stored
             self.rounds.receive(fragment, version)
@@ -195,10 +202,14 @@ class Learner:
         while self._outgoing:
             self.rounds.lost(self._outgoing.popleft().push.due)
         self.rounds.drop_progress()
+        self._at_push.clear()
         return Boundary(dict(enumerate(self.received)), is_reset=True)
 
     def _send(self, push: Push, local: Tensor) -> None:
-        self._outgoing.append(Outgoing(push, local, self.received[push.due.fragment]))
+        fragment = push.due.fragment
+        self._outgoing.append(Outgoing(push, local, self.received[fragment]))
+        if self._contract.method.keep_progress:
+            self._at_push[fragment] = local
 
     def raise_error(self) -> None:
         """Raise RuntimeError if this learner cannot go on."""
