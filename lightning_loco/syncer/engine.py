@@ -364,8 +364,11 @@ class LearnerEngine(LocalParticipant):
     @torch.no_grad()
     def make_round(self) -> None:
         """Write the fragments that have arrived into the model, and answer what is due."""
-        boundary, self._boundary = self._boundary, None
-        self._write(self._meet() if boundary is None else boundary)
+        boundary, self._boundary = self._boundary or self._meet(), None
+        self._write(boundary)
+        if boundary.written and not boundary.is_reset:
+            self.worker.steps_since_round = 0
+            self.statistics.rounds += len(boundary.written)
 
     @torch.no_grad()
     def _meet(self) -> Boundary:
@@ -388,8 +391,7 @@ class LearnerEngine(LocalParticipant):
         return Boundary(written, bool(first[-1]))
 
     def _write(self, boundary: Boundary) -> None:
-        worker, statistics = self.worker, self.statistics
-        worker.was_finite = not boundary.is_reset
+        self.worker.was_finite = not boundary.is_reset
         if boundary.written:
             reach("outer step")
         for fragment, params in boundary.written.items():
@@ -397,12 +399,9 @@ class LearnerEngine(LocalParticipant):
             begin = self._slices[fragment].start
             for chunk in self._chunks(fragment):
                 chunk.unpack(shared[chunk.start - begin : chunk.stop - begin])
-        if boundary.written:
-            worker.steps_since_round = 0
-            statistics.rounds += len(boundary.written)
         if self.learner is not None:
             sent, whole = self.learner.count_sent()
-            statistics.count_compressed(sent, whole)
+            self.statistics.count_compressed(sent, whole)
 
     def _share(self, params: Tensor) -> Tensor:
         """Return the first rank's vector on all ranks of this worker."""

@@ -34,6 +34,9 @@ POLL_S = 0.25
 SHORTEST_PAUSE_S = 0.01
 """Shortest pause between two, so that short local steps do not make hundreds a second."""
 
+_MOST_RESETS = 10
+"""Most resets in a row after which a learner goes on."""
+
 _JOIN_AGAIN = ("epoch", "learner", "start")
 """Refusals of a syncer that was restarted, or has not heard of this learner for long."""
 
@@ -136,6 +139,7 @@ class Learner:
         # With keep_progress, the parameters of the last push since a fragment was received.
         self._at_push: dict[int, Tensor] = {}
         self._has_nan = self._has_joined = self._is_leaving = False
+        self._resets = 0
         self._away_since: float | None = None
 
     # ------------------------------------------------------------- training thread
@@ -158,7 +162,8 @@ class Learner:
             read: Returns a copy of this learner's parameters of a fragment, ``(P,)`` on the CPU.
 
         Raises:
-            RuntimeError: If the syncer has refused this learner.
+            RuntimeError: If the syncer has refused this learner, or its parameters had NaN again
+                and again.
         """
         self.raise_error()
         with self._lock:
@@ -199,6 +204,13 @@ class Learner:
             self.rounds.name,
         )
         self._has_nan = False
+        self._resets += 1
+        if self._resets > _MOST_RESETS:
+            raise RuntimeError(
+                f"The parameters of learner {self.rounds.name} had NaN or infinity {self._resets} "
+                "times in a row. The state of its optimizer may hold them: start it again from a "
+                "checkpoint, with a lower learning rate or clipped gradients."
+            )
         while self._outgoing:
             self.rounds.lost(self._outgoing.popleft().push.due)
         self.rounds.drop_progress()
@@ -316,6 +328,7 @@ class Learner:
                 log.debug("%s", error)
             else:
                 self.counts["pushed"] += 1
+                self._resets = 0
                 num_bytes = codec.num_bytes(len(delta)) if codec else delta.nbytes
                 with self._lock:
                     self._sent = self._sent[0] + num_bytes, self._sent[1] + delta.nbytes

@@ -169,14 +169,24 @@ def test_nan_goes_back_to_what_was_received(
     with serving(tmp_path) as server, closing(learner(model, server, name="a")) as engine:
         engine.start()
         train(engine, model, 1.0, lambda: engine.statistics.rounds >= 3)
-        model.values.data[3] = torch.nan
-        train(engine, model, 1.0, lambda: bool(torch.isfinite(flat(model)).all()))
-        assert not engine.worker.was_finite
+        # In every step: a fragment that arrives may replace NaN before it is noticed.
+        train(engine, model, torch.nan, lambda: not engine.worker.was_finite)
+        assert torch.isfinite(flat(model)).all()
         rounds = engine.statistics.rounds
         train(engine, model, 1.0, lambda: engine.statistics.rounds >= rounds + 6)
         assert engine.worker.was_finite
         assert server.status()["refused"] == 0
     assert "NaN or infinity in the parameters of learner a" in caplog.text
+
+
+def test_nan_again_and_again_ends_the_learner(tmp_path: Path) -> None:
+    """As if the state of the optimizer held it."""
+    model = Numbers()
+    with serving(tmp_path) as server, closing(learner(model, server, name="a")) as engine:
+        engine.start()
+        with pytest.raises(RuntimeError, match="learner a had NaN or infinity 11 times in a row"):
+            train(engine, model, torch.nan, lambda: False)
+        assert engine.statistics.rounds == 0
 
 
 def test_narrow_parameters_without_progress_stay_as_they_are(tmp_path: Path) -> None:
