@@ -84,8 +84,6 @@ class DecoupledDiLoCo:
             ``"equal"``.
         mix: Share :math:`\alpha` in [0, 1] of the local parameters; with 0 the received fragment
             replaces them.
-        keep_progress: Whether a learner keeps the local steps that it has made since it pushed, in
-            place of a share of its parameters: see :meth:`continue_from`. It needs ``mix=0``.
         correction: Changes stale pseudo-gradients before they are merged, such as
             :class:`~lightning_loco.algorithms.HeLoCo`.
 
@@ -117,7 +115,6 @@ class DecoupledDiLoCo:
     aggregate: Literal["radial", "mean"] = "radial"
     weight: Literal["tokens", "steps", "equal"] = "tokens"
     mix: float = 0.0
-    keep_progress: bool = False
     correction: StaleCorrection | None = None
 
     exchange: ClassVar[Literal["syncer"]] = "syncer"
@@ -134,11 +131,6 @@ class DecoupledDiLoCo:
         """Check types, names and ranges."""
         check_outer_sgd(self.outer_lr, self.outer_momentum)
         Mix(self.mix)
-        if self.keep_progress and self.mix:
-            raise ValueError(
-                f"keep_progress=True keeps all local steps since the push, and mix={self.mix} a "
-                "share of the parameters. Use mix=0, or keep_progress=False."
-            )
         for name, known in (("aggregate", AGGREGATES), ("weight", WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -190,27 +182,8 @@ class DecoupledDiLoCo:
         """
         return torch.sub(received, local)
 
-    def continue_from(
-        self, received: Tensor, local: Tensor, pushed: Tensor | None = None
-    ) -> Tensor:
-        r"""Return the parameters with which a learner continues, in a new tensor.
-
-        With ``keep_progress`` and :math:`\theta_i'` pushed they are
-        :math:`\Theta + \theta_i - \theta_i'`: what was pushed is the syncer's, and what was learned
-        since is not lost. Otherwise they are a mix of both.
-
-        Args:
-            received: The fragment that has arrived.
-            local: This learner's parameters of it; may be overwritten.
-            pushed: Those of its last push since it received the fragment; None without.
-
-        Example:
-            >>> method = DecoupledDiLoCo(keep_progress=True)
-            >>> method.continue_from(torch.tensor([5.0]), torch.tensor([2.5]), torch.tensor([2.0]))
-            tensor([5.5000])
-        """
-        if self.keep_progress:
-            return received.clone() if pushed is None else local.sub_(pushed).add_(received)
+    def continue_from(self, received: Tensor, local: Tensor) -> Tensor:
+        """Return the parameters with which a learner continues; ``local`` may be overwritten."""
         return Mix(self.mix).merge(received, local, None)
 
     def weights(self, pushes: Sequence[Push]) -> list[float]:

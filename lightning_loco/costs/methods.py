@@ -274,7 +274,6 @@ METHOD_TABLE = {
             "aggregate": "radial",
             "weight": "tokens",
             "mix": 0.0,
-            "keep_progress": False,
             "correction": None,
             "grace": 0.8,
             "keep_late": True,

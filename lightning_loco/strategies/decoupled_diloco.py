@@ -61,8 +61,6 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         weight: Of a push: ``"tokens"`` squared by steps, ``"steps"``, or ``"equal"``.
         mix: Share in [0, 1] of the local parameters when a fragment arrives; with 0 it replaces
             them.
-        keep_progress: Keep the local steps made since a push when its result arrives, in place of
-            overwriting them; with ``mix=0``.
         correction: Of stale pushes, such as :class:`~lightning_loco.algorithms.HeLoCo`.
         grace: Share in [0, 1] of what is left of ``delay`` that the syncer waits.
         keep_late: Whether a push that comes too late for its merge is in the next one. False is the
@@ -109,7 +107,6 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         aggregate: Literal["radial", "mean"] = "radial",
         weight: Literal["tokens", "steps", "equal"] = "tokens",
         mix: float = 0.0,
-        keep_progress: bool = False,
         correction: StaleCorrection | None = None,
         grace: float = 0.8,
         keep_late: bool = True,
@@ -134,7 +131,6 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
             aggregate,
             weight,
             mix,
-            keep_progress,
             correction,
             grace,
             keep_late,

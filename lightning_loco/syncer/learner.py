@@ -122,8 +122,7 @@ class Learner:
         clock: Clock = REAL_CLOCK,
         as_stored: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
-        keeps_progress = contract.method.keep_progress
-        self.rounds = LearnerRounds(name, generation, len(received), keeps_progress)
+        self.rounds = LearnerRounds(name, generation, len(received))
         self.received = [*received]
         self.counts = dict.fromkeys(("received", "pushed", "refused"), 0)
         self.address = address
@@ -136,8 +135,6 @@ class Learner:
         self._lock = threading.Lock()
         self._arrived: dict[int, Fragment] = {}
         self._outgoing: deque[Outgoing] = deque()
-        # With keep_progress, the parameters of the last push since a fragment was received.
-        self._at_push: dict[int, Tensor] = {}
         self._has_nan = self._has_joined = self._is_leaving = False
         self._resets = 0
         self._away_since: float | None = None
@@ -180,16 +177,12 @@ class Learner:
         for fragment, (epoch, version, params) in sorted(self._arrived.items()):
             if not self.rounds.is_news(epoch, fragment, version):
                 continue
-            if (leftover := self.rounds.leftover(fragment, version)) is not None:
+            leftover = self.rounds.leftover(fragment, version)
+            mixes = method.mix > 0 and self.rounds.received[fragment] is not None
+            if leftover is not None:
                 self._send(leftover, read(fragment))
-            pushed = self._at_push.pop(fragment, None)
-            if not self.rounds.has_pushed(fragment):
-                pushed = None
-            is_first = self.rounds.received[fragment] is None
-            if is_first or (method.mix == 0 and pushed is None):
-                written[fragment] = params
-            else:
-                written[fragment] = method.continue_from(params, read(fragment), pushed)
+            own = read(fragment) if mixes else None
+            written[fragment] = params if own is None else method.continue_from(params, own)
             stored = params if self._as_stored is None else self._as_stored(fragment, params)
             self.received[fragment] = stored
             self.rounds.receive(fragment, version)
@@ -214,14 +207,10 @@ class Learner:
         while self._outgoing:
             self.rounds.lost(self._outgoing.popleft().push.due)
         self.rounds.drop_progress()
-        self._at_push.clear()
         return Boundary(dict(enumerate(self.received)), is_reset=True)
 
     def _send(self, push: Push, local: Tensor) -> None:
-        fragment = push.due.fragment
-        self._outgoing.append(Outgoing(push, local, self.received[fragment]))
-        if self._contract.method.keep_progress:
-            self._at_push[fragment] = local
+        self._outgoing.append(Outgoing(push, local, self.received[push.due.fragment]))
 
     def raise_error(self) -> None:
         """Raise RuntimeError if this learner cannot go on."""

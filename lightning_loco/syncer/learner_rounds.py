@@ -21,7 +21,6 @@ class LearnerRounds:
         name: Of the learner.
         generation: Of its process.
         fragments: Number of fragments.
-        keeps_progress: Whether local steps since a push are kept when a version arrives.
 
     Attributes:
         epoch: Of the syncer that it has joined last; 0 before.
@@ -31,9 +30,7 @@ class LearnerRounds:
         total_steps: All its local steps.
     """
 
-    def __init__(
-        self, name: str, generation: int, fragments: int, keeps_progress: bool = False
-    ) -> None:
+    def __init__(self, name: str, generation: int, fragments: int) -> None:
         self.name = name
         self.generation = generation
         self.epoch = 0
@@ -44,11 +41,8 @@ class LearnerRounds:
         self._asked: tuple[Due, ...] = ()
         self._announced: tuple[Version, ...] = ()
         self._answered: set[Due] = set()
-        self._keeps_progress = keeps_progress
-        # The version to which the last push of each fragment was relative, and what was in it.
+        # The version to which the last push of each fragment was relative.
         self._pushed: list[Version | None] = [None] * fragments
-        self._steps_pushed = [0] * fragments
-        self._tokens_pushed = [0.0] * fragments
         # The epoch of the syncer that has said last that ``received`` is what it has.
         self._said_by = [0] * fragments
 
@@ -112,24 +106,15 @@ class LearnerRounds:
         that was received.
         """
         base = self.received[fragment]
-        if base is None or self.steps[fragment] == 0 or self.has_pushed(fragment):
+        if base is None or self.steps[fragment] == 0 or self._pushed[fragment] == base:
             return None
         return self._push(Due(version.round, fragment, 0))
 
-    def has_pushed(self, fragment: int) -> bool:
-        """Whether there was a push, which was not lost, since the fragment was received."""
-        base = self.received[fragment]
-        return base is not None and self._pushed[fragment] == base
-
     def receive(self, fragment: int, version: Version) -> int:
         """Note that a fragment is applied; return how many local steps it replaces."""
-        steps, kept, tokens = self.steps[fragment], 0, 0.0
-        if self._keeps_progress and self.has_pushed(fragment):
-            kept = steps - self._steps_pushed[fragment]
-            tokens = self.tokens[fragment] - self._tokens_pushed[fragment]
         self.received[fragment], self._said_by[fragment] = version, self.epoch
-        self.steps[fragment], self.tokens[fragment] = kept, tokens
-        return steps - kept
+        steps, self.steps[fragment], self.tokens[fragment] = self.steps[fragment], 0, 0.0
+        return steps
 
     def drop_progress(self) -> None:
         """Note that all fragments are again as they were received."""
@@ -162,7 +147,6 @@ class LearnerRounds:
         base, steps, tokens = self.received[fragment], self.steps[fragment], self.tokens[fragment]
         assert base is not None
         self._pushed[fragment] = base
-        self._steps_pushed[fragment], self._tokens_pushed[fragment] = steps, tokens
         return Push(self.name, self.generation, self.epoch, due, base, steps, tokens)
 
     def lost(self, due: Due) -> None:

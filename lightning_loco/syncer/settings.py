@@ -187,7 +187,6 @@ def decoupled_diloco(
     aggregate: Literal["radial", "mean"],
     weight: Literal["tokens", "steps", "equal"],
     mix: float,
-    keep_progress: bool,
     correction: StaleCorrection | None,
     grace: float,
     keep_late: bool,
@@ -200,15 +199,7 @@ def decoupled_diloco(
 ) -> DecoupledSettings:
     """Return the settings of :class:`~lightning_loco.DecoupledDiLoCoStrategy`."""
     algorithm = DecoupledDiLoCo(
-        outer_lr,
-        outer_momentum,
-        nesterov,
-        outer_optimizer,
-        aggregate,
-        weight,
-        mix,
-        keep_progress,
-        correction,
+        outer_lr, outer_momentum, nesterov, outer_optimizer, aggregate, weight, mix, correction
     )
     rounds = MergeSettings(
         fragments, sync_every, min_quorum, delay=delay, grace=grace, keep_late=keep_late

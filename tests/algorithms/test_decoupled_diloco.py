@@ -316,14 +316,3 @@ def test_pushes_without_progress_are_refused(push: Push) -> None:
         DecoupledDiLoCo().weights([Push(1, 8.0), push])
     with pytest.raises(ValueError, match="no push"):
         DecoupledDiLoCo().weights([])
-
-
-def test_a_learner_keeps_what_it_has_learned_since_its_push() -> None:
-    method = DecoupledDiLoCo(keep_progress=True)
-    received, pushed = torch.tensor([5.0, 1.0]), torch.tensor([2.0, 2.0])
-    local = torch.tensor([2.5, 1.0])
-    assert method.continue_from(received, local, pushed).tolist() == [5.5, 0.0]
-    assert method.continue_from(received, local).tolist() == [5.0, 1.0]
-    assert received.tolist() == [5.0, 1.0]
-    with pytest.raises(ValueError, match="keep_progress=True keeps all .* mix=0.5 a share"):
-        DecoupledDiLoCo(mix=0.5, keep_progress=True)

@@ -184,12 +184,10 @@ class LearnerProcess:
         self, world: World, name: str, generation: int, step_s: float, toward: float
     ) -> None:
         self.world, self.step_s, self.toward = world, step_s, toward
-        keeps = world.method.keep_progress
-        self.rounds = LearnerRounds(name, generation, world.settings.fragments, keeps)
+        self.rounds = LearnerRounds(name, generation, world.settings.fragments)
         zeros = torch.zeros(world.settings.fragments, SIZE, dtype=torch.float64)
         self.local, self.received = zeros, zeros.clone()
         self.arrived: dict[int, tuple[int, Any, Tensor]] = {}
-        self.at_push: dict[int, Tensor] = {}
         self.is_alive, self.is_training = True, True
         self.replaced = 0
         self.boundary()
@@ -204,10 +202,9 @@ class LearnerProcess:
                 continue
             if (leftover := rounds.leftover(fragment, version)) is not None:
                 self._send_push(leftover)
-            pushed = self.at_push.pop(fragment, None) if rounds.has_pushed(fragment) else None
             if rounds.received[fragment] is not None:  # else there is nothing to mix it with
                 own = self.local[fragment].clone()
-                self.local[fragment] = self.world.method.continue_from(params, own, pushed)
+                self.local[fragment] = self.world.method.continue_from(params, own)
             else:
                 self.local[fragment] = params
             self.received[fragment] = params
@@ -222,7 +219,6 @@ class LearnerProcess:
 
     def _send_push(self, push: Push) -> None:
         fragment = push.due.fragment
-        self.at_push[fragment] = self.local[fragment].clone()
         delta = self.world.method.propose(self.local[fragment], self.received[fragment])
         self._send(lambda syncer: syncer.push(push, delta.clone()))
 
