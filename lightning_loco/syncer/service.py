@@ -183,7 +183,7 @@ class SyncerServer:
         _reply(request, None)
 
     def _receive_vector(self, request: Request, length: int) -> Tensor:
-        vector = torch.empty(length, dtype=self._opened.contract.dtype)
+        vector = torch.empty(length, dtype=self._opened.contract.dtype, device="cpu")
         request.receive_into(_bytes_of(vector))
         return vector
 
@@ -191,9 +191,10 @@ class SyncerServer:
         contract = self._opened.contract
         if contract.codec is None:
             return self._receive_vector(request, length)
-        wire = torch.empty(contract.codec.num_bytes(length), dtype=torch.uint8)
+        wire = torch.empty(contract.codec.num_bytes(length), dtype=torch.uint8, device="cpu")
         request.receive_into(_bytes_of(wire))
-        return contract.codec.decode(wire, torch.empty(length, dtype=contract.dtype))
+        values = torch.empty(length, dtype=contract.dtype, device="cpu")
+        return contract.codec.decode(wire, values)
 
 
 class SyncerClient:
