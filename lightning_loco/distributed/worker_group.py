@@ -164,7 +164,7 @@ class WorkerGroup:
                 "multiple of it."
             )
         if num_ranks == 1:
-            return cls(worker=0, num_workers=1)
+            return cls(worker=0, num_workers=1, timeout_s=timeout_s)
         worker, place = divmod(dist.get_rank(), replica_size)
         group = cls(
             worker,
