@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -250,6 +251,7 @@ class MergeRounds:
         committed: The last committed round; 0 if there is none.
         learners: Those that are there, by name.
         open: The open rounds, by number.
+        speaking: How many messages of a learner are arriving: then it is not silent.
         measured_sync_every: Local steps between the last two merges of a fragment; None before.
     """
 
@@ -264,6 +266,7 @@ class MergeRounds:
         self.committed = 0
         self.learners: dict[str, Learner] = {}
         self.open: dict[int, OpenRound] = {}
+        self.speaking: Counter[str] = Counter()
         self.measured_sync_every: float | None = None
         # The epoch of the rounds from a number on, in increasing order.
         self._epochs = [(0, first_epoch)]
@@ -344,6 +347,13 @@ class MergeRounds:
             raise Refused("generation", f"A newer process than this one is learner {name}.")
         self.learners[name] = Learner(generation, now, steps, now, counted_from=steps)
         return Reply(self.epoch, (), self.versions())
+
+    def stop_speaking(self, name: str, now: float) -> None:
+        """Note that a message of a learner has arrived, or has broken off."""
+        self.speaking[name] -= 1
+        self.speaking += Counter()  # without zeros
+        if name in self.learners:
+            self.learners[name].seen_at = now
 
     def leave(self, name: str, generation: int) -> None:
         """Do not expect a learner any more; what it has pushed stays."""
@@ -488,7 +498,7 @@ class MergeRounds:
         It is called after every event, and at :meth:`next_time`.
         """
         for name, learner in list(self.learners.items()):
-            if now - learner.seen_at >= self.settings.lease_s:
+            if now - learner.seen_at >= self.settings.lease_s and name not in self.speaking:
                 del self.learners[name]
         for one in self.open.values():
             self._try_again_or_close(one, now)
@@ -577,7 +587,11 @@ class MergeRounds:
 
     def next_time(self) -> float | None:
         """Return when :meth:`advance` has something to do if there is no event before."""
-        times = [one.seen_at + self.settings.lease_s for one in self.learners.values()]
+        times = [
+            one.seen_at + self.settings.lease_s
+            for name, one in self.learners.items()
+            if name not in self.speaking
+        ]
         for one in self.open.values():
             if not one.is_closed:
                 retry_at = one.tried_at + self.settings.retry_s

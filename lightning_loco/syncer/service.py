@@ -28,6 +28,9 @@ from lightning_loco.transport import Client, JobCertificate, MalformedMessage, R
 _MAX_TEXT_BYTES = 16 * 2**20
 """Longest contract or reply in JSON."""
 
+_SLOWEST_BYTES_PER_S = 125_000
+"""Of a link that learners may have, 1 Mbit/s: the timeout grows with what is sent on it."""
+
 _LONGEST_WAIT_S = 1.0
 _LOGGED = ("contract", "finite", "generation")
 _MOST_LOG_LINES = 20
@@ -170,7 +173,9 @@ class SyncerServer:
         lengths = syncer.contract.lengths
         if not 0 <= push.due.fragment < len(lengths):
             raise ValueError(f"no fragment {push.due.fragment}")
-        syncer.push(push, self._receive_delta(request, lengths[push.due.fragment]))
+        with syncer.hearing(push.learner):
+            delta = self._receive_delta(request, lengths[push.due.fragment])
+        syncer.push(push, delta)
         _reply(request, None)
 
     def _fetch(self, header: dict[str, Any], request: Request) -> None:
@@ -208,7 +213,7 @@ class SyncerClient:
         port: Its port.
         certificate: Certificate of the job. Default: no encryption.
         codec: Encodes pushes, as the contract says. Default: they are sent as they are.
-        timeout_s: Longest time for a request and its reply, in seconds.
+        timeout_s: Longest time for a request and its reply, in seconds; longer for large ones.
         link: A slower link to emulate, without its jitter: messages take as long as on it. Default:
             no emulation.
     """
@@ -254,7 +259,7 @@ class SyncerClient:
         epoch, version = header["fragment"]
         if reply.body_bytes != into.nbytes:
             raise MalformedMessage(f"{reply.body_bytes} bytes for a fragment of {into.nbytes}")
-        reply.receive_into(_bytes_of(into), timeout_s=self._timeout_s)
+        reply.receive_into(_bytes_of(into), timeout_s=self._longest_s(into.nbytes))
         return Fragment(epoch, Version(*version), into)
 
     def leave(self, name: str, generation: int) -> None:
@@ -275,6 +280,9 @@ class SyncerClient:
         self._is_aborted.set()
         self._client.abort()
 
+    def _longest_s(self, num_bytes: int) -> float:
+        return self._timeout_s + num_bytes / _SLOWEST_BYTES_PER_S
+
     def _ask(self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b"") -> Any:
         _, reply = self._request(kind, said, body)
         if reply.body_bytes > _MAX_TEXT_BYTES:
@@ -287,7 +295,7 @@ class SyncerClient:
         self, kind: str, said: Mapping[str, Any], body: bytes | memoryview = b""
     ) -> tuple[dict[str, Any], transport.Reply]:
         request = json.dumps({"kind": kind, **said}).encode()
-        reply = self._client.request(request, body, timeout_s=self._timeout_s)
+        reply = self._client.request(request, body, timeout_s=self._longest_s(len(body)))
         header: dict[str, Any] = json.loads(reply.header)
         if self._link is not None:
             busy_s = self._link.seconds(len(body)) + self._link.seconds(reply.body_bytes)

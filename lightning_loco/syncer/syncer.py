@@ -216,6 +216,17 @@ class Syncer:
                 self.rounds.epoch, self.rounds.version(fragment), self._published[fragment]
             )
 
+    @contextmanager
+    def hearing(self, name: str) -> Iterator[None]:
+        """Take a learner for one that is there while its push arrives, however long that takes."""
+        with self._lock:
+            self.rounds.speaking[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.rounds.stop_speaking(name, self._clock.now())
+
     def push(self, push: Push, delta: Tensor) -> None:
         """Take the pseudo-gradient of a learner, which it must not change any more.
 

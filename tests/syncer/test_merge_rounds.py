@@ -108,6 +108,22 @@ def test_a_silent_learner_is_not_expected_after_its_lease() -> None:
         rounds.poll("b", 1, 1, 1, 16.0)
 
 
+def test_a_learner_is_not_silent_while_its_push_arrives() -> None:
+    rounds = syncer(lease_s=5.0)
+    joined(rounds, "a", "b")
+    rounds.speaking["a"] += 2
+    rounds.advance(99.0)
+    assert rounds.learners.keys() == {"a"}
+    assert rounds.next_time() is None
+    rounds.stop_speaking("a", 99.0)
+    rounds.stop_speaking("a", 100.0)
+    rounds.stop_speaking("b", 100.0)
+    assert not rounds.speaking
+    assert rounds.next_time() == 105.0
+    rounds.advance(105.0)
+    assert not rounds.learners
+
+
 def test_without_a_quorum_pushes_are_asked_for_again() -> None:
     rounds = syncer(min_quorum=2, retry_s=30.0, lease_s=1e6)
     joined(rounds, "a", "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from lightning_loco.transport import (
     read_certificate,
     write_certificate,
 )
+from lightning_loco.transport.connection import _MAGIC, _PREFIX
 from tests.syncer.world import SIZE, contract_of
 
 METHOD = DecoupledDiLoCo()
@@ -203,4 +205,26 @@ def test_the_clock_alone_ends_a_wait(tmp_path: Path) -> None:
         client.join("a", 1, 1, contract)
         assert client.poll("a", 1, 1, 1).asked[0].attempt > 0
         assert json.dumps(client.status())
+        client.close()
+
+
+def test_a_push_on_a_slow_link_is_merged(tmp_path: Path) -> None:
+    """It takes longer than the lease of its learner, which can ask for nothing until then."""
+    settings = MergeSettings(2, 2, grace=0.0, lease_s=0.5)
+    with serving(tmp_path) as server:
+        client = client_of(server)
+        client.join("a", 1, 0, contract_of(METHOD, settings).as_plain())
+        client.start([ZEROS] * 2)
+        (due, *_) = client.poll("a", 1, 1, 1).asked
+        push = Push("a", 1, 1, due, Version(1, 0), 1, 8.0)
+        header = json.dumps({"kind": "push", "push": push}).encode()
+        body = bytes(8 * SIZE)
+        message = _PREFIX.pack(_MAGIC, len(header), len(body)) + header + body
+        with socket.create_connection(("127.0.0.1", server.server.port)) as slow:
+            slow.sendall(message[:-4])
+            threading.Event().wait(1.5)
+            assert client.status()["learners"].keys() == {"a"}
+            slow.sendall(message[-4:])
+            assert b"refused" not in slow.recv(1000)
+        assert client.status()["merges"] == 1
         client.close()
