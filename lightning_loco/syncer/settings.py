@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -23,6 +24,9 @@ from lightning_loco.transport import read_certificate
 
 DEFAULT_PORT = 29600
 """Port of a syncer whose address has none."""
+
+_LONGEST_NAME = 300
+"""Of a learner, in bytes of JSON: the header of a push has 1,024."""
 
 _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
 
@@ -103,6 +107,7 @@ class DecoupledSettings:
             )
         if self.syncer is not None:
             Address.of(self.syncer)
+            _check_name(self.name)
             method = self.algorithm
             if callable(method.outer_lr) or method.outer_optimizer is not None:
                 raise ValueError(
@@ -173,6 +178,19 @@ class DecoupledSettings:
             "compression": plain(self.codec),
             "syncer": self.syncer,
         }
+
+
+def _check_name(name: str | None) -> None:
+    """Raise ValueError for a name that no message, or no line of a log, could hold."""
+    if name is None:
+        return
+    fits = isinstance(name, str) and name and name.isprintable()
+    if not fits or len(json.dumps(name)) > _LONGEST_NAME:
+        shown = name if len(str(name)) < _LONGEST_NAME else f"{str(name)[:20]}..."
+        raise ValueError(
+            "name must have at least one character, all printable, and at most "
+            f"{_LONGEST_NAME} bytes as JSON, got {shown!r}."
+        )
 
 
 def decoupled_diloco(
