@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 30.0
 """Longest wait at the end of training for the last pushes to arrive, in seconds."""
 
+_MANY = 3
+"""Merges of a fragment that a learner misses at the end of training before a warning."""
+
 _START = "the start of the run"
 _SHARING = "sharing received fragments between the ranks of a worker"
 
@@ -183,7 +186,7 @@ class LearnerEngine(LocalParticipant):
         self._first_epoch = 1
         self._tokens = 0.0
         self._boundary: Boundary | None = None
-        self._agreed_after = 0
+        self._agreed_after = self._started_after = 0
 
     def _divide(self, model: nn.Module) -> None:
         """Lay out the parameters in fragments of equal length, and make the contract."""
@@ -249,6 +252,7 @@ class LearnerEngine(LocalParticipant):
     def begin(self) -> None:
         """Take the parameters of the run, which have arrived; all workers must call it."""
         self._has_joined, self._saved = True, {}
+        self._started_after = self.worker.steps
         self._write(self._meet())
 
     def _find_syncer(self) -> Address:
@@ -447,6 +451,7 @@ class LearnerEngine(LocalParticipant):
         """
         self.worker.check_trainable()
         self.leave()
+        self._warn_of_missing_steps()
         self._saved = self._learner_state()
         if self._thread is not None:
             self._thread.close()
@@ -464,9 +469,28 @@ class LearnerEngine(LocalParticipant):
         leaving = self._thread if self.settings.syncer is not None else None
         limit_s = min(_LEAVE_S, self.worker.group.timeout_s)
         if leaving is not None and not leaving.leave(self._read, limit_s):
+            error = None if self.learner is None else self.learner.error
             log.warning(
-                "The last local steps of learner %s could not be sent: the syncer does not answer.",
+                "The last local steps of learner %s could not be sent. %s",
                 self.settings.learner_name(self.worker.group.worker),
+                error or "The syncer does not answer.",
+            )
+
+    def _warn_of_missing_steps(self) -> None:
+        """Warn if what was received last, which becomes the model, has little of the training."""
+        if self.learner is None or not self.shows_outer:
+            return
+        rounds, made = self.learner.rounds, self.worker.steps - self._started_after
+        has_nothing = made > 0 and min(rounds.steps) >= made
+        if has_nothing or max(rounds.steps) > _MANY * self.settings.rounds.sync_every:
+            log.warning(
+                "The last %d local steps of learner %s are not in its model, which is what it has "
+                "received last: %s. The syncer was away, the link is slow, or merges wait for "
+                "min_quorum=%d learners: see `lightning-loco syncer --status`.",
+                max(rounds.steps),
+                rounds.name,
+                "nothing since its start" if has_nothing else "some of it long ago",
+                self.settings.rounds.min_quorum,
             )
 
     # ------------------------------------------------------------------------ state

@@ -220,11 +220,17 @@ class Learner:
     def prepare_to_leave(self, read: Callable[[int], Tensor]) -> None:
         """Send the progress that was not sent, and then leave, in the next exchange.
 
+        Call it again until :attr:`has_left`: pushes may be lost.
+
         The syncer merges it with the next merges of the fragments, if other learners go on.
         """
         with self._lock:
-            for fragment, version in enumerate(self.rounds.received):
-                if version is not None and (push := self.rounds.leftover(fragment, version)):
+            if self._has_nan:
+                self._start_again()
+            for fragment in self.rounds.unsent:
+                version = self.rounds.received[fragment]
+                assert version is not None
+                if (push := self.rounds.leftover(fragment, version)) is not None:
                     self._send(push, read(fragment))
             self._is_leaving = True
         self.wake()
@@ -253,7 +259,7 @@ class Learner:
                 yield from self._send_waiting()
             reply = yield from (self._poll() if self._has_joined else self._join())
             yield from self._listen(reply)
-            if self._is_leaving:
+            if self._is_leaving and not (self._outgoing or self.rounds.unsent):
                 yield Do.LEAVE, (self.rounds.name, self.rounds.generation)
                 self.has_left.set()
         except Refused as error:
@@ -286,8 +292,11 @@ class Learner:
             away_s, self._away_since = self._clock.now() - self._away_since, None
             log.warning("The syncer at %s answers again, after %.0f s.", self.address, away_s)
         with self._lock:
-            fetched = self.rounds.listen(reply)
-        for fragment in fetched:
+            news = self.rounds.listen(reply)
+        for fragment in news:
+            arrived = self._arrived.get(fragment)
+            if arrived is not None and arrived[:2] == (reply.epoch, reply.versions[fragment]):
+                continue  # it waits for the end of a long local step
             into = torch.empty_like(self.received[fragment])
             found: Fragment = yield Do.FETCH, (fragment, into)
             with self._lock:
@@ -355,5 +364,10 @@ class Learner:
         if error.reason in _JOIN_AGAIN:
             self._has_joined = False
             self.wake()
+        elif error.reason == "generation" and self.rounds.epoch == 0:
+            # The clock has been set back since an earlier process: the one that starts is newer.
+            self.rounds.generation *= 2
+            self.wake()
         else:
-            self.error = f"The syncer at {self.address} refuses this learner: {error}"
+            does = " Learners need different names." if error.reason == "generation" else ""
+            self.error = f"The syncer at {self.address} refuses this learner: {error}{does}"

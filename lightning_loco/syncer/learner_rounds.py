@@ -105,10 +105,18 @@ class LearnerRounds:
         None without progress, or if it was pushed. At the end of training, ``version`` is the one
         that was received.
         """
-        base = self.received[fragment]
-        if base is None or self.steps[fragment] == 0 or self._pushed[fragment] == base:
+        if fragment not in self.unsent:
             return None
         return self._push(Due(version.round, fragment, 0))
+
+    @property
+    def unsent(self) -> list[int]:
+        """The fragments with progress of which nothing was pushed."""
+        return [
+            fragment
+            for fragment, base in enumerate(self.received)
+            if base is not None and self.steps[fragment] > 0 and self._pushed[fragment] != base
+        ]
 
     def receive(self, fragment: int, version: Version) -> int:
         """Note that a fragment is applied; return how many local steps it replaces."""

@@ -66,16 +66,18 @@ class LearnerThread:
                 raise RuntimeError(
                     f"The syncer at {learner.address} has not sent its parameters within "
                     f"{timeout_s:.0f} s{why}. Start it with `lightning-loco syncer`, check the "
-                    "address and that its port can be reached from here, or raise timeout_s."
+                    "address, that its port can be reached from here, and that both have the same "
+                    "key file or none, or raise timeout_s."
                 )
 
     def leave(self, read: Callable[[int], Tensor], timeout_s: float) -> bool:
         """Send the progress that was not sent, and leave; return whether that was in time."""
         learner, deadline = self._learner, self._clock.now() + timeout_s
-        learner.prepare_to_leave(read)
-        while not (learner.has_left.wait(_TICK_S) or self._is_ending.is_set()):
+        while not (learner.has_left.is_set() or self._is_ending.is_set()):
             if learner.error is not None or self._clock.now() > deadline:
                 return False
+            learner.prepare_to_leave(read)
+            learner.has_left.wait(_TICK_S)
         return True
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_loco._util.clock import Clock
 from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.compression import E3M0, BFloat16, Int8
 from lightning_loco.distributed import WorkerGroup
@@ -26,7 +28,7 @@ from lightning_loco.syncer.settings import Address, DecoupledSettings
 from lightning_loco.syncer.syncer import Syncer
 from lightning_loco.syncer.tape import Tape, replay
 from lightning_loco.transport import read_certificate, write_certificate
-from tests.harness.limits import LONG_S
+from tests.harness.limits import LONG_S, wait_until
 from tests.harness.pool import Pool
 from tests.harness.programs import free_ports
 from tests.harness.small_model import flat, make_model
@@ -145,6 +147,84 @@ def test_a_learner_goes_on_without_the_syncer(
     assert len([text for text in texts if "answers again, after" in text]) == 1
 
 
+def test_what_was_not_sent_is_sent_when_the_syncer_answers_again(tmp_path: Path) -> None:
+    """Also at the end of training, to a syncer that was away or was restarted."""
+    model, port = Numbers(), free_ports()[0]
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(learner(model, port, name="a")))
+        with serving(tmp_path, port):
+            engine.start()
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        steps = engine.worker.steps
+        train(engine, model, 1.0, lambda: engine.worker.steps >= steps + 10)
+        ended = threading.Thread(target=engine.finish)
+        ended.start()
+        assert engine.learner is not None
+        wait_until(engine.learner._is_leaving.is_set)
+        server = stack.enter_context(serving(tmp_path, port))
+        ended.join(LONG_S)
+        status = server.status()
+    assert status["learners"] == {}
+    assert status["late"] == ROUNDS.fragments
+
+
+def test_nan_at_the_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Numbers()
+    with serving(tmp_path) as server, closing(learner(model, server, name="a")) as engine:
+        engine.start()
+        train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        assert engine.learner is not None
+        engine.learner.rounds.count(1.0)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        engine.finish()
+        assert torch.isfinite(flat(model)).all()
+        assert server.status()["learners"] == {}
+    assert "NaN or infinity in the parameters of learner a" in caplog.text
+    assert "could not be sent" not in caplog.text
+
+
+def test_a_fragment_is_fetched_once_during_a_long_local_step(tmp_path: Path) -> None:
+    fast, slow = Numbers(), Numbers()
+    with (
+        serving(tmp_path) as server,
+        closing(learner(fast, server, name="fast")) as one,
+        closing(learner(slow, server, name="slow")) as other,
+    ):
+        one.start()
+        other.start()
+        train(one, fast, 1.0, lambda: one.statistics.rounds >= 12)
+        assert server.syncer is not None
+        fetch, fetched = server.syncer.fetch, []
+
+        def count(fragment: int) -> Any:
+            found = fetch(fragment)
+            fetched.append((fragment, found.version))
+            return found
+
+        server.syncer.fetch = count  # type: ignore[method-assign]
+        train(one, fast, 1.0, lambda: one.statistics.rounds >= 18)
+        time.sleep(1.5)  # several polls of both
+    assert len(fetched) <= 2 * len(set(fetched))
+
+
+def test_a_model_that_has_nothing_of_the_training_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for min_quorum in (1, 2):
+        rounds, model = dataclasses.replace(ROUNDS, min_quorum=min_quorum), Numbers()
+        caplog.clear()
+        with (
+            serving(tmp_path / str(min_quorum)) as server,
+            closing(learner(model, server, rounds=rounds)) as engine,
+        ):
+            engine.start()
+            train(engine, model, 1.0, lambda: engine.worker.steps >= 40)
+            engine.finish()
+        assert (flat(model) == 0).all() == (min_quorum == 2)
+        assert ("nothing since its start" in caplog.text) == (min_quorum == 2)
+
+
 def test_a_syncer_that_lost_its_folder_goes_on_from_what_a_learner_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,9 +338,25 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
                     train(first, Numbers(), 0.0, lambda: False)
 
 
+def test_the_clock_of_a_learner_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that starts is newer than the one before, whatever the clock says."""
+    with serving(tmp_path) as server:
+        with closing(learner(Numbers(), server, name="a")) as killed:
+            killed.start()
+        monkeypatch.setattr(Clock, "wall_time", lambda self: time.time() - 3600)
+        model = Numbers()
+        with closing(learner(model, server, name="a")) as engine:
+            engine.start()
+            rounds = engine.statistics.rounds
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= rounds + 6)
+            assert server.status()["merges"] > 0
+
+
 def test_a_syncer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = learner(Numbers(), free_ports()[0], name="a")
-    engine.worker.group.timeout_s = 0.5
+    group = WorkerGroup.create(timeout_s=0.5)
+    engine = learner(Numbers(), free_ports()[0], name="a", group=group)
     with closing(engine), pytest.raises(RuntimeError, match=r"within 0 s \(.*Connection refused\)"):
         engine.start()
 
@@ -269,6 +365,10 @@ def test_wrong_settings(tmp_path: Path) -> None:
     for values, error in (
         ({"syncer": "node7:abc"}, "syncer must be 'HOST:PORT'"),
         ({"syncer": "node7:0"}, "syncer must be 'HOST:PORT'"),
+        *(
+            ({"syncer": "a", "name": name}, "name must have at least one character")
+            for name in ("", "a\nb", "\ud800", 300 * "a", 100 * "习", 3)
+        ),
         ({"name": "a"}, "name='a' is of a learner of a syncer elsewhere"),
         ({"compression": "sparse"}, "compression must be a codec that sends every value"),
     ):
