@@ -245,7 +245,8 @@ class LearnerEngine(LocalParticipant):
                 learner = self.make_learner(generation, str(address))
                 self._thread = LearnerThread(learner, self._connect(address), group.clock)
                 self._thread.start()
-                self._thread.wait_until_ready(group.timeout_s)
+                stop = self.worker.stop
+                self._thread.wait_until_ready(group.timeout_s, lambda: stop.requested is not None)
         self.begin()
 
     @torch.no_grad()

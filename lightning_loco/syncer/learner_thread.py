@@ -52,15 +52,21 @@ class LearnerThread:
         """Start to follow the syncer."""
         self._thread.start()
 
-    def wait_until_ready(self, timeout_s: float) -> None:
+    def wait_until_ready(self, timeout_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Wait until every fragment has arrived, or was received earlier.
 
         Raises:
-            RuntimeError: If that takes longer, or the syncer refuses this learner.
+            RuntimeError: If that takes longer, the syncer refuses this learner, or it is asked to
+                stop.
         """
         learner, deadline = self._learner, self._clock.now() + timeout_s
         while not learner.is_ready.wait(_TICK_S):
             learner.raise_error()
+            if is_asked_to_stop():
+                raise RuntimeError(
+                    f"Learner {learner.rounds.name} was asked to stop before the syncer at "
+                    f"{learner.address} had sent its parameters, so there is nothing to save."
+                )
             if self._clock.now() > deadline:
                 why = f" ({learner.last_loss})" if learner.last_loss else ""
                 raise RuntimeError(

@@ -361,6 +361,15 @@ def test_a_syncer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.start()
 
 
+def test_a_learner_that_waits_for_the_syncer_can_be_stopped() -> None:
+    with closing(learner(Numbers(), free_ports()[0], name="a")) as engine:
+        timer = threading.Timer(0.3, engine.request_stop, ["SIGTERM"])
+        timer.start()
+        with pytest.raises(RuntimeError, match="Learner a was asked to stop before the syncer at"):
+            engine.start()
+        timer.join()
+
+
 def test_wrong_settings(tmp_path: Path) -> None:
     for values, error in (
         ({"syncer": "node7:abc"}, "syncer must be 'HOST:PORT'"),
