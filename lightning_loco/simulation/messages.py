@@ -170,6 +170,7 @@ class HubRound:
     ) -> None:
         """Add a copy of the message of a worker."""
         hub = self._hub
+        self._gone.discard(worker)  # it may be back before the end of the round in which it died
         self.messages[worker], self._weights[worker] = bucket.wire.clone(), weight
         if not self._lengths:
             parts = [chunk.message for chunk in bucket.chunks]

@@ -164,6 +164,16 @@ def test_a_worker_joins_when_the_others_stop_to_wait_for_a_dead_one() -> None:
         assert_close(run.value(worker), full(1.5))
 
 
+def test_a_worker_is_back_before_the_round_in_which_it_died_has_ended() -> None:
+    """Worker 3 dies at 11 s, when it waits for worker 0, which needs 20 s, and is back at 17 s."""
+    failures = [Failure(3, at_s=11.0, back_s=17.0)]
+    run = Run(LocalSGD(), failures, speeds=[0.5, 1.0, 1.0, 1.0]).go(3)
+    assert [worker for worker, _ in run.returned] == [3]
+    assert_close(run.returned[0][1], full(added_by([0, 1, 2])))  # with weight 0
+    for worker in range(4):
+        assert_close(run.value(worker), full(added_by([0, 1, 2]) + 2 * added_by([0, 1, 2, 3])))
+
+
 def test_draining_admits_no_worker() -> None:
     models = points()
     simulation = Simulation(
