@@ -33,6 +33,9 @@ Reason = Literal[
 _NEW = 0.5
 """Share of the newest value in a moving average."""
 
+_MOST = 3.0
+"""How many times longer than before a local step is taken to be: the rest is a validation, say."""
+
 
 class Refused(Exception):
     """A request that the syncer does not accept.
@@ -382,7 +385,10 @@ class MergeRounds:
         if made > 0:
             step_s = (now - learner.stepped_at) / made
             before = learner.step_s
-            learner.step_s = step_s if before is None else before + _NEW * (step_s - before)
+            if before is None:
+                learner.step_s = step_s
+            else:
+                learner.step_s = before + _NEW * (min(step_s, _MOST * before) - before)
             learner.steps, learner.stepped_at = steps, now
             share = made / len(self.learners)
             self._progress += share

@@ -83,6 +83,20 @@ def test_more_pushes_are_waited_for_as_long_as_there_is_slack() -> None:
     assert len(merge.pushes) == 1
 
 
+def test_a_pause_of_a_learner_is_not_taken_for_a_long_step() -> None:
+    """After its validation of ten minutes, nothing waits minutes for one that validates then."""
+    rounds = syncer(delay=2, lease_s=1e6)
+    joined(rounds, "a", "b", "c")
+    for step in range(1, 9):
+        stepped(rounds, "abc", step, float(step))
+    now = 600.0
+    (due,) = stepped(rounds, "a", 9, now)[0][:1]
+    push(rounds, "a", due, now)
+    waits_until = rounds.next_time()
+    assert waits_until is not None
+    assert waits_until < now + 3.0
+
+
 def test_a_learner_that_has_left_is_not_waited_for() -> None:
     rounds = syncer(delay=3)
     joined(rounds, "a", "b")
