@@ -74,11 +74,20 @@ class Boundary(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A pseudo-gradient that is to be sent: the difference of two vectors that do not change."""
+    """A pseudo-gradient that is to be sent: the difference of two vectors that do not change.
+
+    Attributes:
+        push: What is said of it.
+        local: The parameters of the learner.
+        received: Those that it had received before.
+        is_leftover: Whether the model does not have this progress any more, so that no later push
+            has it.
+    """
 
     push: Push
     local: Tensor
     received: Tensor
+    is_leftover: bool = False
 
 
 class Learner:
@@ -180,7 +189,7 @@ class Learner:
             leftover = self.rounds.leftover(fragment, version)
             mixes = method.mix > 0 and self.rounds.received[fragment] is not None
             if leftover is not None:
-                self._send(leftover, read(fragment))
+                self._send(leftover, read(fragment), is_leftover=True)
             own = read(fragment) if mixes else None
             written[fragment] = params if own is None else method.continue_from(params, own)
             stored = params if self._as_stored is None else self._as_stored(fragment, params)
@@ -204,13 +213,13 @@ class Learner:
                 "times in a row. The state of its optimizer may hold them: start it again from a "
                 "checkpoint, with a lower learning rate or clipped gradients."
             )
-        while self._outgoing:
-            self.rounds.lost(self._outgoing.popleft().push.due)
+        self._forget_waiting()
         self.rounds.drop_progress()
         return Boundary(dict(enumerate(self.received)), is_reset=True)
 
-    def _send(self, push: Push, local: Tensor) -> None:
-        self._outgoing.append(Outgoing(push, local, self.received[push.due.fragment]))
+    def _send(self, push: Push, local: Tensor, is_leftover: bool = False) -> None:
+        received = self.received[push.due.fragment]
+        self._outgoing.append(Outgoing(push, local, received, is_leftover))
 
     def raise_error(self) -> None:
         """Raise RuntimeError if this learner cannot go on."""
@@ -309,18 +318,23 @@ class Learner:
     def _send_waiting(self) -> Decision[Do, None]:
         codec = self._contract.codec
         while (outgoing := self._next_outgoing()) is not None:
-            push, local, received = outgoing
-            delta = self._contract.method.propose(local, received)
+            push = outgoing.push
+            if outgoing.is_leftover:  # it may have waited for a syncer that was restarted
+                push = push._replace(epoch=self.rounds.epoch)
+            delta = self._contract.method.propose(outgoing.local, outgoing.received)
             if not is_finite(delta):
-                self._forget(push)
-                self._has_nan = True
+                with self._lock:
+                    self.rounds.lost(push.due)
+                    self._has_nan = True
                 return
             try:
                 yield Do.PUSH, (push, delta)
                 reach("after sending")
             except (Refused, OSError) as error:
                 if isinstance(error, OSError) or error.reason in _JOIN_AGAIN:
-                    self._forget(push)
+                    with self._lock:
+                        self._outgoing.appendleft(outgoing)
+                        self._forget_waiting()
                     raise
                 self.counts["refused"] += 1
                 log.debug("%s", error)
@@ -335,12 +349,12 @@ class Learner:
         with self._lock:
             return self._outgoing.popleft() if self._outgoing else None
 
-    def _forget(self, push: Push) -> None:
-        """Note that a push and all that wait are lost: what is due then is answered again."""
-        with self._lock:
-            for lost in (push, *(one.push for one in self._outgoing)):
-                self.rounds.lost(lost.due)
-            self._outgoing.clear()
+    def _forget_waiting(self) -> None:
+        """Drop the pushes that wait: what is due then is answered again. Others stay."""
+        for one in self._outgoing:
+            if not one.is_leftover:
+                self.rounds.lost(one.push.due)
+        self._outgoing = deque(one for one in self._outgoing if one.is_leftover)
 
     def note_loss(self, error: OSError) -> None:
         """Note that an exchange has ended because the syncer could not be reached."""

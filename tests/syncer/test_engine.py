@@ -22,7 +22,7 @@ from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.compression import E3M0, BFloat16, Int8
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.syncer.engine import LearnerEngine
-from lightning_loco.syncer.merge_rounds import MergeSettings
+from lightning_loco.syncer.merge_rounds import Due, MergeSettings
 from lightning_loco.syncer.service import SyncerServer
 from lightning_loco.syncer.settings import Address, DecoupledSettings
 from lightning_loco.syncer.syncer import Syncer
@@ -160,12 +160,37 @@ def test_what_was_not_sent_is_sent_when_the_syncer_answers_again(tmp_path: Path)
         ended = threading.Thread(target=engine.finish)
         ended.start()
         assert engine.learner is not None
-        wait_until(engine.learner._is_leaving.is_set)
+        wait_until(lambda: engine.learner._is_leaving)
         server = stack.enter_context(serving(tmp_path, port))
         ended.join(LONG_S)
         status = server.status()
     assert status["learners"] == {}
     assert status["late"] == ROUNDS.fragments
+
+
+def test_progress_that_was_replaced_is_sent_after_a_failure(tmp_path: Path) -> None:
+    """It waits for a syncer that is away or was restarted, behind a push that is lost."""
+    model, port = Numbers(), free_ports()[0]
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(learner(model, port, name="a")))
+        with serving(tmp_path, port):
+            engine.start()
+            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        part = engine.learner
+        assert part is not None
+        with part._lock:
+            waits = part.rounds.epoch
+            for fragment in range(ROUNDS.fragments):
+                version = part.rounds.received[fragment]
+                assert version is not None
+                part.rounds.count(8.0)
+                push = part.rounds._push(Due(version.round, fragment, 0))
+                part._send(push, engine._read(fragment), is_leftover=fragment > 0)
+                part.rounds.receive(fragment, version)
+        server = stack.enter_context(serving(tmp_path, port))
+        wait_until(lambda: server.status().get("late", 0) >= ROUNDS.fragments - 1)
+        assert part.rounds.epoch > waits
+        assert not part._outgoing
 
 
 def test_nan_at_the_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
