@@ -219,14 +219,12 @@ LONG = (
 )
 
 
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.recovery
 @pytest.mark.parametrize(
     ("seed", "events", "pause", "rounds"),
-    [
-        (0, SHORT, 5, 25),
-        *(pytest.param(seed, LONG, 12, 240, marks=pytest.mark.soak) for seed in range(1, 5)),
-    ],
+    [(0, SHORT, 5, 25), *((seed, LONG, 12, 240) for seed in range(1, 5))],
 )
 def test_nothing_is_lost_that_has_no_name(
     tmp_path: Path, seed: int, events: Sequence[str], pause: int, rounds: int
