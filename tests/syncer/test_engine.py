@@ -445,6 +445,7 @@ def train_in_job(rank: int, world: int, replica_size: int = 1) -> Any:
     engine.start()
     toward = float(group.worker)
     train(engine, model, toward, lambda: engine.worker.steps >= 150)
+    engine.sync_point("the save")  # or the syncer is saved before what a learner receives later
     state = engine.state_dict()
     rounds, inside = engine.statistics.rounds, flat(model)
     engine.finish()
