@@ -16,7 +16,7 @@ from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, params
 
 # Methods without rounds, which have separate tests.
-WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
+WITHOUT_ROUNDS = {"pairwise_gossip", "decoupled_diloco", "remote_optimizer"}
 # The module of each common test, by its name in `rows(...)` and in the field `not_in`.
 TESTS = {
     "laws": "tests.algorithms.test_common",

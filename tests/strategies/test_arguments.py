@@ -87,7 +87,10 @@ def test_every_strategy_takes_the_common_arguments(subtests: pytest.Subtests) ->
             expected = RoundArguments
             if METHOD_TABLE[name].exchange == "server":
                 expected = WorkerArguments
-            elif kind in (AsyncModelAverageStrategy, PairwiseGossipStrategy):
+            elif (
+                METHOD_TABLE[name].exchange in ("pull", "syncer")
+                or kind is AsyncModelAverageStrategy
+            ):
                 expected = CommonArguments
                 assert "link" in argument_names(kind)
             assert table_of(kind) is expected

@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_loco import Link, PairwiseEngine
+from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.distributed.statistics import Spans
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import argument_names
@@ -15,7 +16,12 @@ from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, make_loader
 
-WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
+WITH_WORKERS = [
+    name
+    for name, kind in METHODS.items()
+    # Learners exchange in the background: tests/syncer/test_service.py.
+    if issubclass(kind, EngineStrategy) and METHOD_TABLE[name].exchange != "syncer"
+]
 LINK = Link(1000, 0.01)
 STEPS = 13
 OPTIONS = {"sync_every": 6, "fragments": 2, "fetch_probability": 1.0}

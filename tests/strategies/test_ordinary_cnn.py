@@ -23,7 +23,7 @@ from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import bytes_of_ddp
 from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool
-from tests.strategies.families import fit_with
+from tests.strategies.families import BY_TIME, fit_with
 
 EPOCHS = 5
 CLASSES = 4
@@ -203,7 +203,7 @@ def test_defaults_on_a_first_run(pool: Pool, subtests: pytest.Subtests) -> None:
             for result in results:
                 assert 0 < result["sent"] <= 1.02 * result["of ddp"]
             advice = results[0]["advice"]
-            if name in ("sparta", "async_model_average", "pairwise_gossip", "remote_optimizer"):
+            if name in ("sparta", "remote_optimizer", *BY_TIME):
                 assert not advice
             else:
                 assert len(advice) == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune
 
-from lightning_loco import PairwiseEngine
+from lightning_loco import LearnerEngine, PairwiseEngine
 from tests.cases import Case, rows, without_variants
 from tests.harness.cover import cover
 from tests.harness.pool import Pool, make_trainer
@@ -42,6 +42,8 @@ class TeacherModule(TinyModule):
         engine = self.trainer.strategy.engine
         while isinstance(engine, PairwiseEngine) and not engine.check_due():
             time.sleep(0.001)  # so that this step ends with a blend
+        if isinstance(engine, LearnerEngine):
+            time.sleep(0.05)  # so that fragments arrive
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

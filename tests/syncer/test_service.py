@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import DecoupledDiLoCo
+from lightning_loco.costs import Link
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import Due, MergeSettings, Push, Refused, Version
 from lightning_loco.syncer.service import SyncerClient, SyncerServer
@@ -139,10 +142,25 @@ def test_refusals_arrive_with_their_reason(
             client.fetch(0, torch.empty(2, dtype=torch.float64))
         assert client.status()["refused"] == 4
         client.close()
-    assert [record.getMessage()[:43] for record in caplog.records] == [
+    texts = (record.getMessage() for record in caplog.records if record.levelno > logging.INFO)
+    assert [text[:43] for text in texts] == [
         "Refused: Learner b does not fit the syncer:",
         "Refused: The push of a for round 1 holds Na",
     ]
+
+
+def test_messages_take_as_long_as_on_an_emulated_link(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        near = client_of(server)
+        near.join("a", 1, 0, CONTRACT)
+        near.start([ZEROS, ZEROS])
+        link = Link(mbit_per_s=0.001, latency_s=0.05)  # 24 bytes in 0.19 s
+        far = SyncerClient("127.0.0.1", server.server.port, timeout_s=20.0, link=link)
+        began = time.monotonic()
+        far.fetch(0, torch.empty(SIZE, dtype=torch.float64))
+        assert time.monotonic() - began >= 0.29
+        far.close()
+        near.close()
 
 
 @pytest.mark.parametrize(
