@@ -86,7 +86,7 @@ class Contract(NamedTuple):
                 _DTYPES[value["dtype"]],
                 _read_codec(value["compression"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"The contract cannot be read: {error!r}.") from error
 
 

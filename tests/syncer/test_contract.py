@@ -50,6 +50,7 @@ def test_a_contract_is_read_as_it_was_written(correction: Any, codec: Codec | No
         ({"compression": ["Codec", {}]}, "cannot be read: TypeError"),
         ({"compression": ["ErrorFeedback", {}]}, "is no codec"),
         ({"compression": ["as_compression", {}]}, "cannot be read"),
+        ({"compression": ["OfAnotherVersion", {}]}, "cannot be read: AttributeError"),
     ],
 )
 def test_what_is_no_contract(changed: dict[str, Any], error: str) -> None:
