@@ -236,7 +236,13 @@ class LearnerProcess:
         if what is Do.PUSH and codec is not None:
             push, delta = arguments
             arguments = push, codec.decode(codec.encode(delta), torch.empty_like(delta))
-        return getattr(syncer, what.value)(*arguments)
+        requests: dict[Do, Callable[..., Any]] = {
+            Do.START: syncer.start,
+            Do.POLL: syncer.poll,
+            Do.PUSH: syncer.push,
+            Do.LEAVE: syncer.leave,
+        }
+        return requests[what](*arguments)
 
     def _pause(self) -> None:
         learner = self._learner

@@ -203,7 +203,7 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
 
 
 def count_samples(batch: Any) -> float:
-    """Return the number of samples in a batch; 1 if it cannot be told.
+    """Return the number of samples in a batch; 1 if it is not known.
 
     Example:
         >>> import torch

@@ -297,9 +297,10 @@ class LearnerEngine(LocalParticipant):
             address: Of the syncer, for messages.
         """
         saved, group = self._saved, self.worker.group
-        received = [self._read(fragment) for fragment in range(len(self._slices))]
         if "received" in saved:
             received = list(saved["received"].split([len(part) for part in self._slices]))
+        else:
+            received = [self._read(fragment) for fragment in range(len(self._slices))]
         self.learner = Learner(
             self.contract,
             self.settings.learner_name(group.worker),
@@ -535,7 +536,7 @@ class LearnerEngine(LocalParticipant):
         self.start()
 
     def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Load as much as fits of an earlier run; with other workers the syncer starts anew."""
+        """Load as much as fits of an earlier run; with other workers, from its saved model."""
         is_same = saved.is_of(self.settings.algorithm) and saved.has_same_workers
         state = dict(saved.state)
         fits = is_same and state["learner"].get("lengths") == [len(part) for part in self._slices]

@@ -42,7 +42,7 @@ _JOIN_AGAIN = ("epoch", "learner", "start")
 
 
 class Do(enum.Enum):
-    """A request to the syncer: the name of a method of ``SyncerClient``, to call with arguments.
+    """A request to the syncer; its arguments are those of the method of ``SyncerClient``.
 
     Attributes:
         JOIN: Join; the reply also says whether the run has started.
@@ -114,9 +114,9 @@ class Learner:
         counts: Numbers since the start: fragments ``received``, and pushes that were ``pushed`` or
             ``refused``.
         address: Of the syncer.
-        wake: Called when there is something to exchange; set it to be told.
+        wake: Called when there is something to exchange; does nothing unless it is set.
         is_ready: Set when every fragment has arrived, or was received earlier.
-        has_left: Set when the syncer has been told that the learner leaves.
+        has_left: Set when the syncer does not expect the learner any more.
         error: Why it cannot go on; None if it can.
         last_loss: Why the syncer could not be reached the last time; empty before.
     """

@@ -87,8 +87,8 @@ class Tape:
         except OSError as error:
             self._has_ended = True
             log.error(
-                "The tape in %s ends here: %s. The run goes on without it. Make room and start the "
-                "syncer again to go on with the tape.",
+                "The tape in %s ends here: %s. The run goes on without it. Free disk space, "
+                "and start the syncer again to continue the tape.",
                 self._folder,
                 error,
             )

@@ -1,4 +1,4 @@
-"""``lightning-loco syncer``: merges what decoupled learners push, until it is told to stop."""
+"""``lightning-loco syncer``: merges what decoupled learners push, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 from lightning_loco._util.text import format_seconds
 from lightning_loco.syncer.contract import Contract
 from lightning_loco.syncer.service import SyncerClient, SyncerServer
+from lightning_loco.syncer.settings import Address
 from lightning_loco.syncer.snapshot import Snapshot
 from lightning_loco.syncer.syncer import Syncer
 from lightning_loco.syncer.tape import Tape
@@ -141,8 +142,7 @@ class Command:
                 "change the run. Write one with `lightning-loco keys FILE`, copy it to all "
                 "machines, and pass --key-file FILE here and key_file=FILE to the learners."
             )
-        shown = f"[{host}]" if ":" in host else host
-        log.info("The syncer listens at %s:%d.", shown, self._server.server.port)
+        log.info("The syncer listens at %s.", Address(host, self._server.server.port))
 
     def _saved_syncer(self) -> Syncer | None:
         """Return the syncer of the run in the folder; None if there is no run."""

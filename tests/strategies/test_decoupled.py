@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_loco import DecoupledDiLoCoStrategy
 from lightning_loco.strategies.decoupled_diloco import count_samples
-from lightning_loco.syncer import Syncer, SyncerServer, Tape, replay
+from lightning_loco.syncer import replay
 from tests.harness.pool import Pool
 from tests.harness.programs import Program
 from tests.harness.small_model import ValidatedModule, flat, loss_of, make_loader
 from tests.strategies.families import fit_with, saved_weights
+from tests.syncer.test_engine import serving
 
 
 class Slow(Callback):
@@ -119,20 +119,6 @@ def test_workers_of_two_ranks(pool: Pool, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------ jobs of their own
-
-
-@contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[SyncerServer]:
-    tape = Tape(folder / "tape", time.time, keeps_pushes=True)
-    server = SyncerServer(
-        lambda contract: Syncer(contract, folder / "syncer", tape=tape), **settings
-    )
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
-        tape.close()
 
 
 SCRIPT = """
