@@ -18,7 +18,12 @@ from lightning_loco.app.early_checks import (
     errors_for,
     inner_sizes,
 )
-from lightning_loco.strategies import LocoModelParallelStrategy, LocoStrategy
+from lightning_loco.strategies import (
+    DecoupledDiLoCoStrategy,
+    DecoupledModelParallelStrategy,
+    LocoModelParallelStrategy,
+    LocoStrategy,
+)
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
@@ -40,13 +45,15 @@ def build_strategy(cfg: DictConfig) -> Strategy:
     if sizes is None:
         return strategy
     with errors_for("inner"):
-        if not isinstance(strategy, LocoStrategy):
-            name = type(strategy).__name__.removesuffix("Strategy")
-            raise ValueError(
-                f"{name} cannot shard the model inside a worker. Drop inner.data_parallel_size, or "
-                "choose algorithm=diloco, gasloc or another one with rounds."
-            )
-        return LocoModelParallelStrategy(strategy, *sizes)
+        if isinstance(strategy, DecoupledDiLoCoStrategy):
+            return DecoupledModelParallelStrategy(strategy, *sizes)
+        if isinstance(strategy, LocoStrategy):
+            return LocoModelParallelStrategy(strategy, *sizes)
+        name = type(strategy).__name__.removesuffix("Strategy")
+        raise ValueError(
+            f"{name} cannot shard the model inside a worker. Drop inner.data_parallel_size, or "
+            "choose algorithm=diloco, gasloc or another one with rounds."
+        )
 
 
 def build_method(cfg: DictConfig) -> Strategy:

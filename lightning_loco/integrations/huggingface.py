@@ -30,7 +30,7 @@ from lightning_loco.strategies.local_training import (
     leave_shared_memory,
     optimized_by,
 )
-from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
+from lightning_loco.strategies.model_parallel import ShardingStrategy
 from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
 from lightning_loco.strategies.summary import (
     measure_distance,
@@ -595,9 +595,9 @@ def check_method(method: Any) -> None:
             "RemoteOptimizerStrategy steps the optimizer on other ranks, and Trainer of "
             "transformers steps its own. Use it with Lightning's Trainer."
         )
-    if isinstance(method, LocoModelParallelStrategy):
+    if isinstance(method, ShardingStrategy):
         raise ValueError(
-            "LocoModelParallelStrategy shards the model as Lightning's Trainer asks it to, and "
+            f"{type(method).__name__} shards the model as Lightning's Trainer asks it to, and "
             "Trainer of transformers does not. Use it with Lightning's Trainer, or a strategy such "
             "as DiLoCoStrategy(sync_every=100) here."
         )

@@ -21,11 +21,11 @@ from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.strategies import (
     AsyncModelAverageStrategy,
     DecoupledDiLoCoStrategy,
-    LocoModelParallelStrategy,
     LocoStrategy,
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
 )
+from lightning_loco.strategies.model_parallel import ShardingStrategy
 from lightning_loco.strategies.worker_strategy import WorkerStrategy, runs_on_ray
 
 try:
@@ -233,9 +233,9 @@ _FAMILIES: dict[type[WorkerStrategy], type[RayLocoStrategy]] = {
 
 def _check(method: Any) -> None:
     """Check the argument of :class:`RayLocoStrategy`."""
-    if isinstance(method, LocoModelParallelStrategy):
+    if isinstance(method, ShardingStrategy):
         raise ValueError(
-            "LocoModelParallelStrategy does not work under Ray Train, whose prepare_trainer knows "
+            f"{type(method).__name__} does not work under Ray Train, whose prepare_trainer knows "
             "no ModelParallelStrategy of Lightning. Use a method with replica_size=..., whose "
             "workers hold the whole model on each rank, or start the ranks with torchrun."
         )

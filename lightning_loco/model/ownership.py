@@ -72,6 +72,48 @@ class Block(NamedTuple):
                 break
         return before
 
+    def boxes(self, part: range) -> Iterator[tuple[range, Block]]:
+        """Divide a part of the whole tensor into boxes, in order, of which some elements are held.
+
+        Yields the elements of a box, row by row, and which of them are held.
+
+        Example:
+            >>> right_half = Block((2, 4), (0, 2), (2, 2))
+            >>> for elements, held in right_half.boxes(range(1, 8)):
+            ...     print(elements, held)
+            range(1, 4) Block(shape=(3,), offset=(1,), local_shape=(2,))
+            range(4, 8) Block(shape=(1, 4), offset=(0, 2), local_shape=(1, 2))
+        """
+        if not self.shape:
+            yield part, self
+            return
+        size = math.prod(self.shape[1:])
+        first, last = -(-part.start // size), part.stop // size  # rows that are in it as a whole
+        if first > last:
+            yield from self._boxes_in_row(last, part)
+            return
+        if part.start < first * size:
+            yield from self._boxes_in_row(first - 1, range(part.start, first * size))
+        begin = max(self.offset[0], first)
+        end = min(self.offset[0] + self.local_shape[0], last)
+        if begin < end:
+            offset, local_shape = self.offset[1:], self.local_shape[1:]
+            held = Block(
+                (last - first, *self.shape[1:]),
+                (begin - first, *offset),
+                (end - begin, *local_shape),
+            )
+            yield range(first * size, last * size), held
+        if last * size < part.stop:
+            yield from self._boxes_in_row(last, range(last * size, part.stop))
+
+    def _boxes_in_row(self, row: int, part: range) -> Iterator[tuple[range, Block]]:
+        if row in range(self.offset[0], self.offset[0] + self.local_shape[0]):
+            start = row * math.prod(self.shape[1:])
+            inside = Block(self.shape[1:], self.offset[1:], self.local_shape[1:])
+            for elements, held in inside.boxes(range(part.start - start, part.stop - start)):
+                yield range(elements.start + start, elements.stop + start), held
+
     def whole_position(self, element: int) -> int:
         """Position in the whole tensor, row by row, of an element of the part.
 

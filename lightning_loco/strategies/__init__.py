@@ -3,7 +3,10 @@
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, WorkerArguments
 from lightning_loco.strategies.decoupled_diloco import DecoupledDiLoCoStrategy
 from lightning_loco.strategies.loco import LocoStrategy
-from lightning_loco.strategies.model_parallel import LocoModelParallelStrategy
+from lightning_loco.strategies.model_parallel import (
+    DecoupledModelParallelStrategy,
+    LocoModelParallelStrategy,
+)
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
@@ -25,6 +28,7 @@ __all__ = [
     "AsyncModelAverageStrategy",
     "CommonArguments",
     "DecoupledDiLoCoStrategy",
+    "DecoupledModelParallelStrategy",
     "DelayedNesterovStrategy",
     "DiLoCoStrategy",
     "EagerDiLoCoStrategy",

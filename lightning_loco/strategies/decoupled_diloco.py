@@ -29,7 +29,75 @@ from lightning_loco.syncer.engine import LearnerEngine
 from lightning_loco.syncer.settings import DecoupledSettings, decoupled_diloco
 
 
-class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
+class LearnerStrategy(EngineStrategy):
+    """Trains learners of a syncer, over any strategy of Lightning."""
+
+    settings: DecoupledSettings
+    engine: LearnerEngine | None
+
+    def engine_of(
+        self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
+    ) -> LearnerEngine:
+        """Make an engine of a model from the settings."""
+        return LearnerEngine.from_settings(model, self.settings, group, optimized)
+
+    @property
+    def _learner(self) -> LearnerEngine:
+        assert isinstance(self._engine, LearnerEngine)
+        return self._engine
+
+    # ------------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Shuffle the training data by the name of the learner, if there are other jobs."""
+        if self.settings.syncer is not None and self._trainer.training:
+            sampler: object = None
+            if isinstance(dataloader, DataLoader):
+                sampler = lightning_compat.sampler_of(dataloader)
+            if isinstance(sampler, DistributedSampler):
+                sampler.seed += zlib.crc32(self._learner.name.encode())
+            else:
+                rank_zero_warn(
+                    "The learners of this run can only read different data by themselves if the "
+                    "data are read by index with Lightning's own sampler. Each of them reads all "
+                    "of these data in the order of its loader, unless that differs."
+                )
+        return super().process_dataloader(dataloader)
+
+    # -------------------------------------------------------------------- training
+
+    def on_train_start(self) -> None:
+        """Resume, and take the parameters of the run."""
+        super().on_train_start()
+        self._external_updates.broadcast_start()
+        self._start()
+
+    def _start(self) -> None:
+        self._learner.start()
+        self._external_updates.take_present()
+
+    def _resume(self) -> None:
+        super()._resume()
+        if self._learner.has_ended:  # such as a learning rate finder, which trains to the end
+            self._start()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, and count the tokens of the batch."""
+        count = self.settings.count_tokens or count_samples
+        share = self.distributed_sampler_kwargs["num_replicas"] / self.num_ranks
+        self._learner.add_tokens(count(args[0] if args else None) * share)
+        return super().training_step(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save or report, see the base class; a learner that is asked to stop also leaves."""
+        super().on_exception(exception)
+        if self.engine is None or not isinstance(exception, SIGTERMException):
+            return
+        if self.replica_size == 1 or self.engine.stop_agreed:  # all ranks of the worker leave
+            self.engine.leave()
+
+
+class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
     """Decoupled DiLoCo: a syncer merges what learners push, and no learner waits for another.
 
     The model is divided into ``fragments`` of equal length, which take turns: the syncer asks the
@@ -91,9 +159,6 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
         Trainer(strategy=DecoupledDiLoCoStrategy(syncer="node7:29600", key_file="run.pem"))
     """
 
-    settings: DecoupledSettings
-    engine: LearnerEngine | None
-
     def __init__(
         self,
         sync_every: int = 24,
@@ -142,64 +207,6 @@ class DecoupledDiLoCoStrategy(EngineStrategy, DDPStrategy):
             link,
         )
         self._init_with(settings, **common)
-
-    def engine_of(
-        self, model: nn.Module, group: WorkerGroup, optimized: Sequence[Tensor] | None
-    ) -> LearnerEngine:
-        """Make an engine of a model from the settings."""
-        return LearnerEngine.from_settings(model, self.settings, group, optimized)
-
-    @property
-    def _learner(self) -> LearnerEngine:
-        assert isinstance(self._engine, LearnerEngine)
-        return self._engine
-
-    # ------------------------------------------------------------------------ data
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Shuffle the training data by the name of the learner, if there are other jobs."""
-        if self.settings.syncer is not None and self._trainer.training:
-            sampler: object = None
-            if isinstance(dataloader, DataLoader):
-                sampler = lightning_compat.sampler_of(dataloader)
-            if isinstance(sampler, DistributedSampler):
-                sampler.seed += zlib.crc32(self.settings.learner_name(0).encode())
-            else:
-                rank_zero_warn(
-                    "The learners of this run can only read different data by themselves if the "
-                    "data are read by index with Lightning's own sampler. Each of them reads all "
-                    "of these data in the order of its loader, unless that differs."
-                )
-        return super().process_dataloader(dataloader)
-
-    # -------------------------------------------------------------------- training
-
-    def on_train_start(self) -> None:
-        """Resume, and take the parameters of the run."""
-        super().on_train_start()
-        self._external_updates.broadcast_start()
-        self._start()
-
-    def _start(self) -> None:
-        self._learner.start()
-        self._external_updates.take_present()
-
-    def _resume(self) -> None:
-        super()._resume()
-        if self._learner.has_ended:  # such as a learning rate finder, which trains to the end
-            self._start()
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step, and count the tokens of the batch."""
-        count = self.settings.count_tokens or count_samples
-        self._learner.add_tokens(float(count(args[0] if args else None)))
-        return super().training_step(*args, **kwargs)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Save or report, see the base class; a learner that is asked to stop also leaves."""
-        super().on_exception(exception)
-        if self.engine is not None and isinstance(exception, SIGTERMException):
-            self.engine.leave()
 
 
 def count_samples(batch: Any) -> float:

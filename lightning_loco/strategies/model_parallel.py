@@ -1,4 +1,4 @@
-"""LocoModelParallelStrategy: rounds between workers that shard the model over their ranks."""
+"""Strategies whose workers shard the model over their ranks, with FSDP2 or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,58 +24,32 @@ from lightning_loco._util.checks import (
 )
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.worker_group import set_timeout
-from lightning_loco.engine import Engine
 from lightning_loco.model.gradient_clipping import GradientClipping
+from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.replica import reshard
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.main_file import ShardedMainFile, path_on_file_system
+from lightning_loco.strategies.decoupled_diloco import DecoupledDiLoCoStrategy, LearnerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 
 
-class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPart):
-    """Train workers that exchange rarely, each of which shards the model over its ranks.
+class ShardingStrategy(EngineStrategy, lightning_compat.ModelParallelPart):
+    """Trains workers whose ranks hold shards of the model; a method adds how they exchange."""
 
-    Consecutive ranks are a worker. Inside it FSDP2 and tensor parallelism work as with Lightning's
-    ``ModelParallelStrategy``: ``LightningModule.configure_model`` applies them with
-    ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, which hold the ranks of this
-    worker only. Between workers the rounds of ``method`` exchange the shards: every rank with those
-    that hold the same shards in the other workers.
-
-    Args:
-        method: A strategy with rounds, whose arguments are used: its algorithm and schedule,
-            compression, ``timeout_s`` and so on. Default: ``DiLoCoStrategy()``.
-        data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
-            ``"auto"``: the ranks of a node, divided by ``tensor_parallel_size``.
-        tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
-        save_distributed_checkpoint: Whether the main file of a checkpoint is a folder, to which
-            each rank of worker 0 writes its shards, instead of one file that rank 0 writes.
-
-    Raises:
-        TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
-        ValueError: If a value is out of range, at construction or before training starts; if the
-            number of ranks is no multiple of the ranks of a worker.
-
-    Example::
-
-        method = DiLoCoStrategy(sync_every=100)
-        strategy = LocoModelParallelStrategy(method, data_parallel_size=8)
-        Trainer(strategy=strategy, devices=8, num_nodes=4)  # 4 workers
-    """
-
-    def __init__(
+    def _init_sharded(
         self,
-        method: LocoStrategy | None = None,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
+        method: EngineStrategy,
+        data_parallel_size: int | Literal["auto"],
+        tensor_parallel_size: int,
+        saves_folders: bool,
     ) -> None:
-        method = DiLoCoStrategy() if method is None else method
         _check(method, data_parallel_size, tensor_parallel_size)
         self._sizes = data_parallel_size, tensor_parallel_size
-        self._saves_folders = save_distributed_checkpoint
+        self._saves_folders = saves_folders
         self._init_like(method)
-        self._save_to(ShardedMainFile(self, saves_folders=save_distributed_checkpoint))
+        self._save_to(ShardedMainFile(self, saves_folders=saves_folders))
 
     def _init_base(
         self,
@@ -177,12 +151,11 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
             reshard(self.lightning_module.modules())  # a validation has gathered the parameters
         super().setup(trainer)
 
-    def make_engine(self, group: WorkerGroup) -> Engine:
+    def make_engine(self, group: WorkerGroup) -> LocalParticipant:
         """Make an engine whose checkpoints hold the shards of each rank."""
         self._check_averaged()
         self._set_timeouts()
         engine = super().make_engine(group)
-        assert isinstance(engine, Engine)
         engine.worker.replica.use_held_vectors(group)
         return engine
 
@@ -219,6 +192,94 @@ class LocoModelParallelStrategy(RoundStrategy, lightning_compat.ModelParallelPar
         self._added.callback(lightning_compat.clip_gradients_by(plugin, clipping))
 
 
+class LocoModelParallelStrategy(ShardingStrategy, RoundStrategy):
+    """Train workers that exchange rarely, each of which shards the model over its ranks.
+
+    Consecutive ranks are a worker. Inside it FSDP2 and tensor parallelism work as with Lightning's
+    ``ModelParallelStrategy``: ``LightningModule.configure_model`` applies them with
+    ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, which hold the ranks of this
+    worker only. Between workers the rounds of ``method`` exchange the shards: every rank with those
+    that hold the same shards in the other workers.
+
+    Args:
+        method: A strategy with rounds, whose arguments are used: its algorithm and schedule,
+            compression, ``timeout_s`` and so on. Default: ``DiLoCoStrategy()``.
+        data_parallel_size: Ranks of a worker that train on different data, over which FSDP2 shards.
+            ``"auto"``: the ranks of a node, divided by ``tensor_parallel_size``.
+        tensor_parallel_size: Ranks that tensor parallelism splits a layer over.
+        save_distributed_checkpoint: Whether the main file of a checkpoint is a folder, to which
+            each rank of worker 0 writes its shards, instead of one file that rank 0 writes.
+
+    Raises:
+        TypeError: If ``method`` is no strategy with rounds, or a value has the wrong type.
+        ValueError: If a value is out of range, at construction or before training starts; if the
+            number of ranks is no multiple of the ranks of a worker.
+
+    Example::
+
+        method = DiLoCoStrategy(sync_every=100)
+        strategy = LocoModelParallelStrategy(method, data_parallel_size=8)
+        Trainer(strategy=strategy, devices=8, num_nodes=4)  # 4 workers
+    """
+
+    def __init__(
+        self,
+        method: LocoStrategy | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        method = DiLoCoStrategy() if method is None else method
+        if not isinstance(method, LocoStrategy):
+            raise TypeError(
+                "method must be a strategy with rounds such as DiLoCoStrategy(sync_every=100), got "
+                f"{method!r}. For decoupled learners use DecoupledModelParallelStrategy."
+            )
+        sizes = data_parallel_size, tensor_parallel_size
+        self._init_sharded(method, *sizes, save_distributed_checkpoint)
+
+
+class DecoupledModelParallelStrategy(ShardingStrategy, LearnerStrategy):
+    """Train learners of a syncer, each of which shards the model over its ranks.
+
+    Inside a learner FSDP2 and tensor parallelism work as in :class:`LocoModelParallelStrategy`. Its
+    first rank exchanges whole fragments with the syncer: it gathers one at a time from the others.
+    So learners of one run may shard the model in different ways, or hold it as a whole.
+
+    Args:
+        method: A :class:`DecoupledDiLoCoStrategy`, whose arguments are used. Default: one with its
+            defaults.
+        data_parallel_size: As in :class:`LocoModelParallelStrategy`.
+        tensor_parallel_size: As in :class:`LocoModelParallelStrategy`.
+        save_distributed_checkpoint: As in :class:`LocoModelParallelStrategy`.
+
+    Raises:
+        TypeError: If ``method`` is another strategy, or a value has the wrong type.
+        ValueError: If a value is out of range, at construction or before training starts.
+
+    Example::
+
+        method = DecoupledDiLoCoStrategy(syncer="node7:29600", key_file="run.pem")
+        Trainer(strategy=DecoupledModelParallelStrategy(method, data_parallel_size=8), devices=8)
+    """
+
+    def __init__(
+        self,
+        method: DecoupledDiLoCoStrategy | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        method = DecoupledDiLoCoStrategy() if method is None else method
+        if not isinstance(method, DecoupledDiLoCoStrategy):
+            raise TypeError(
+                f"method must be a DecoupledDiLoCoStrategy(), got {method!r}. For methods with "
+                "rounds use LocoModelParallelStrategy."
+            )
+        sizes = data_parallel_size, tensor_parallel_size
+        self._init_sharded(method, *sizes, save_distributed_checkpoint)
+
+
 def _check_callbacks(trainer: pl.Trainer) -> None:
     """Raise ValueError for callbacks of Lightning that do not work with shards."""
     for saving in trainer.checkpoint_callbacks:
@@ -252,12 +313,7 @@ def _needs_whole_model(callback: pl.Callback) -> ValueError:
 
 
 def _check(method: Any, data_parallel_size: Any, tensor_parallel_size: Any) -> None:
-    """Check the arguments of :class:`LocoModelParallelStrategy`."""
-    if not isinstance(method, LocoStrategy):
-        raise TypeError(
-            "method must be a strategy with rounds such as DiLoCoStrategy(sync_every=100), got "
-            f"{method!r}."
-        )
+    """Check arguments of strategies that shard the model."""
     check_parallel_sizes(data_parallel_size, tensor_parallel_size)
     if unused := lightning_compat.ddp_arguments_of(method):
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_loco import compression
 from lightning_loco._util.plain import plain
@@ -28,7 +29,8 @@ class Contract(NamedTuple):
         method: How pushes are merged.
         settings: When fragments are merged.
         tensors: For each fragment, where its tensors are.
-        parameters: Shape and dtype of each parameter, by name; they are only compared.
+        parameters: A description of each parameter, by name, see :func:`describe`; they are only
+            compared.
         dtype: Of the fragments, float32 or float64.
         codec: Encodes pushes on the wire; None sends them as they are.
     """
@@ -88,6 +90,20 @@ class Contract(NamedTuple):
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"The contract cannot be read: {error!r}.") from error
+
+
+def describe(parameter: Tensor) -> list[Any]:
+    """Return shape and dtype of a parameter; with strides if it is not stored row by row.
+
+    A fragment has its elements in the order of memory.
+
+    Example:
+        >>> describe(torch.zeros(2, 3)), describe(torch.zeros(3, 2).t())
+        ([[2, 3], 'torch.float32'], [[2, 3], 'torch.float32', [1, 2]])
+    """
+    shape, strides = [*parameter.shape], [*parameter.stride()]
+    is_by_row = torch.empty_strided(shape, strides, device="meta").is_contiguous()
+    return [shape, str(parameter.dtype), *([] if is_by_row else [strides])]
 
 
 def _follow_each_other(tensors: list[TensorRange]) -> bool:

@@ -18,14 +18,14 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo, TensorRange
@@ -35,12 +35,11 @@ from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
-from lightning_loco.model.flat import CHUNK_ELEMENTS, Chunk, Cuts, FlatLayout
 from lightning_loco.model.participant import LocalParticipant
-from lightning_loco.model.same_model import broadcast_inside
+from lightning_loco.model.whole_fragments import WholeFragments
 from lightning_loco.model.worker import EarlierRun, Worker
 from lightning_loco.schedules.staggered import split_into_fragments
-from lightning_loco.syncer.contract import Contract
+from lightning_loco.syncer.contract import Contract, describe
 from lightning_loco.syncer.learner import Boundary, Learner
 from lightning_loco.syncer.learner_thread import LearnerThread
 from lightning_loco.syncer.merge_rounds import MergeSettings
@@ -58,7 +57,15 @@ _MANY = 3
 """Merges of a fragment that a learner misses at the end of training before a warning."""
 
 _START = "the start of the run"
-_SHARING = "sharing received fragments between the ranks of a worker"
+_READING = "reading a fragment of a worker of several ranks"
+
+_NO_MORE = -1
+"""Instead of the number of a fragment: no more are read."""
+
+Read = Callable[[int], Tensor]
+"""Returns a worker's parameters of a fragment, ``(P,)``."""
+
+T = TypeVar("T")
 
 
 class LearnerEngine(LocalParticipant):
@@ -73,8 +80,9 @@ class LearnerEngine(LocalParticipant):
     received last, not the mean of the workers.
 
     In a worker of several ranks, whose gradients the caller averages, the first rank exchanges for
-    all of them, and the others receive the fragments from it. All ranks call the same methods, and
-    gather a few numbers once per local step.
+    all of them. If they hold shards, it gathers a fragment from them before it is sent; the others
+    receive from it what they hold of a fragment. All ranks call the same methods, and gather one
+    number per local step.
 
     Args:
         model: The module to train.
@@ -91,6 +99,7 @@ class LearnerEngine(LocalParticipant):
     Attributes:
         worker: This worker.
         settings: The settings.
+        name: Of the learner, equal on all ranks of this worker.
         statistics: Statistics of the communication so far.
         learner: The part in the background; None on all ranks of a worker but the first.
         syncer_server: The syncer of this job; None elsewhere.
@@ -175,6 +184,8 @@ class LearnerEngine(LocalParticipant):
 
     def _take(self, worker: Worker, settings: DecoupledSettings) -> None:
         self.worker, self.settings = worker, settings
+        group = worker.group
+        self.name = group.gather_inside(settings.learner_name(group.worker), _START)[0]
         self._divide(worker.replica.model)
         self.statistics = worker.statistics
         self.shows_outer = settings.syncer is not None
@@ -185,43 +196,39 @@ class LearnerEngine(LocalParticipant):
         self._has_joined = self.has_ended = False
         self._first_epoch = 1
         self._tokens = 0.0
-        self._boundary: Boundary | None = None
         self._agreed_after = self._started_after = 0
+        self._is_due = 0.0
 
     def _divide(self, model: nn.Module) -> None:
-        """Lay out the parameters in fragments of equal length, and make the contract."""
-        for name, parameter in self.worker.replica.parameters.items():
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"Parameter {name!r} is divided among the ranks of a worker (FSDP2 or tensor "
-                    "parallelism), and learners exchange whole ones. Use a worker whose ranks "
-                    "hold the whole model (replica_size=...), or DiLoCo."
-                )
-        names, tensors = self.worker.replica.layout.names, self.worker.replica.layout.tensors
-        sizes = {name: tensor.numel() for name, tensor in zip(names, tensors, strict=True)}
+        """Divide the parameters into fragments of equal length, and make the contract."""
+        parameters = self.worker.replica.parameters
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         rounds = self.settings.rounds
         count = min(rounds.fragments, sum(sizes.values()))
         slices = [one for (one,) in split_into_fragments(sizes, count, "even")]
-        borders = tuple(part.stop for part in slices)
-        self._layout = FlatLayout(
-            zip(names, tensors, strict=True), Cuts(CHUNK_ELEMENTS, 1, borders)
-        )
-        self._layout.chunks()  # ValueError for a tensor that cannot be cut
-        self._slices = slices
+        self._lengths = [len(part) for part in slices]
+        self._fragments = fragments = WholeFragments(parameters, slices, self.worker.group)
+        if fragments.are_sharded:
+            self.worker.replica.use_held_vectors(self.worker.group)
         embeddings = {
             id(parameter)
             for module in model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
             for parameter in module.parameters(recurse=False)
         }
-        ends = [*itertools.accumulate(sizes.values())]
-        kinds = [id(tensor) in embeddings for tensor in self.worker.replica.parameters.values()]
+        is_embedding = [id(parameter) in embeddings for parameter in parameters.values()]
         self.contract = Contract(
             self.settings.algorithm,
             dataclasses.replace(rounds, fragments=count),
-            [list(_tensors_in(part, ends, kinds)) for part in slices],
-            {n: [list(t.shape), str(t.dtype)] for n, t in zip(names, tensors, strict=True)},
-            self._layout.dtype,
+            [
+                [
+                    TensorRange(part.place.start, part.place.stop, is_embedding[part.number])
+                    for part in fragments.parts(fragment)
+                ]
+                for fragment in range(count)
+            ],
+            {name: describe(parameter) for name, parameter in parameters.items()},
+            fragments.dtype,
             self.settings.codec,
         )
 
@@ -239,15 +246,38 @@ class LearnerEngine(LocalParticipant):
         self.has_ended = False
         group = self.worker.group
         address = self._find_syncer()
+        generation = int(group.clock.wall_time() * 1000)
         with group.errors_shared(_START):
-            if group.place == 0:
-                generation = int(group.clock.wall_time() * 1000)
-                learner = self.make_learner(generation, str(address))
+            make_learner = partial(self.make_learner, generation, str(address))
+            if (learner := self._on_first_rank(make_learner)) is not None:
                 self._thread = LearnerThread(learner, self._connect(address), group.clock)
                 self._thread.start()
                 stop = self.worker.stop
                 self._thread.wait_until_ready(group.timeout_s, lambda: stop.requested is not None)
         self.begin()
+
+    def _on_first_rank(self, work: Callable[[Read], T]) -> T | None:
+        """Return the result of work on the first rank of this worker, None on others.
+
+        All ranks must call it. The work may read fragments, of which the others may hold shards.
+        """
+        group, read = self.worker.group, self._fragments.read
+        if not self._fragments.are_sharded:
+            return work(read) if group.place == 0 else None
+        self.worker.replica.reshard()
+
+        def read_together(fragment: int) -> Tensor:
+            group.agree([fragment], _READING)
+            return read(fragment)
+
+        if group.place == 0:
+            try:
+                return work(read_together)
+            finally:
+                group.agree([_NO_MORE], _READING)
+        while (fragment := int(group.agree([_NO_MORE], _READING)[0][0])) != _NO_MORE:
+            read(fragment)
+        return None
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -289,26 +319,27 @@ class LearnerEngine(LocalParticipant):
         path = self.settings.key_file
         return None if path is None else read_certificate(path)
 
-    def make_learner(self, generation: int, address: str) -> Learner:
+    def make_learner(self, generation: int, address: str, read: Read | None = None) -> Learner:
         """Make the part in the background, which nothing carries out yet.
 
         Args:
             generation: Of this process: larger than that of an earlier one of this learner.
             address: Of the syncer, for messages.
+            read: Returns this worker's parameters of a fragment.
         """
         saved, group = self._saved, self.worker.group
         if "received" in saved:
-            received = list(saved["received"].split([len(part) for part in self._slices]))
+            received = list(saved["received"].split(self._lengths))
         else:
-            received = [self._read(fragment) for fragment in range(len(self._slices))]
+            received = [*map(read or self._fragments.read, range(len(self._lengths)))]
         self.learner = Learner(
             self.contract,
-            self.settings.learner_name(group.worker),
+            self.name,
             generation,
             received,
             address,
             group.clock,
-            self._as_stored if self._layout.is_rounded else None,
+            self._fragments.as_stored if self._fragments.is_rounded else None,
         )
         if "rounds" in saved:
             self.learner.rounds.load_state_dict(saved["rounds"])
@@ -318,27 +349,6 @@ class LearnerEngine(LocalParticipant):
         group, settings = self.worker.group, self.settings
         link = settings.link_of(group.worker, group.num_workers)
         return SyncerClient(*address, self._certificate, settings.codec, link=link)
-
-    def _chunks(self, fragment: int) -> list[Chunk]:
-        part = self._slices[fragment]
-        return [chunk for chunk in self._layout.chunks() if chunk.start in part]
-
-    def _read(self, fragment: int) -> Tensor:
-        """Copy this worker's parameters of a fragment into the host's memory."""
-        reach("packing")
-        part = self._slices[fragment]
-        flat = torch.empty(len(part), dtype=self._layout.dtype, device="cpu")
-        for chunk in self._chunks(fragment):
-            chunk.pack(flat[chunk.start - part.start : chunk.stop - part.start])
-        return flat
-
-    def _as_stored(self, fragment: int, params: Tensor) -> Tensor:
-        """Return parameters of a fragment rounded to the dtypes of the model."""
-        begin, stored = self._slices[fragment].start, params.clone()
-        for chunk in self._chunks(fragment):
-            part = stored[chunk.start - begin : chunk.stop - begin]
-            part -= chunk.rounding_error(part)
-        return stored
 
     # ------------------------------------------------------------------ local steps
 
@@ -356,21 +366,23 @@ class LearnerEngine(LocalParticipant):
     def check_due(self) -> bool:
         """Return whether fragments have arrived or are due. Never waits for the syncer.
 
-        In a worker of several ranks, which must all ask after the same local steps: whether some
-        have arrived. They gather a few numbers when they ask first after a local step.
+        The ranks of a worker must all ask after the same local steps. They gather one number when
+        they ask first after a local step.
         """
-        worker = self.worker
-        if worker.group.inner is None:
-            return self.learner is not None and self.learner.is_due
-        if worker.steps != self._agreed_after:
-            self._agreed_after = worker.steps
-            self._boundary = self._meet()
-        return self._boundary is not None and bool(self._boundary.written)
+        group, steps = self.worker.group, self.worker.steps
+        is_due = self.learner is not None and self.learner.is_due
+        if group.inner is None:
+            return is_due
+        if steps != self._agreed_after:
+            self._agreed_after = steps
+            ((self._is_due,), *_) = group.agree([is_due], f"local step {steps}")
+        return bool(self._is_due)
 
     @torch.no_grad()
     def make_round(self) -> None:
         """Write the fragments that have arrived into the model, and answer what is due."""
-        boundary, self._boundary = self._boundary or self._meet(), None
+        self._is_due = 0.0
+        boundary = self._meet()
         self._write(boundary)
         if boundary.written and not boundary.is_reset:
             self.worker.steps_since_round = 0
@@ -379,43 +391,32 @@ class LearnerEngine(LocalParticipant):
     @torch.no_grad()
     def _meet(self) -> Boundary:
         """Answer the syncer, and agree within the worker on what is written."""
-        boundary, group = Boundary({}), self.worker.group
-        if self.learner is not None:
-            self.worker.check_trainable()
-            boundary = self.learner.at_boundary(self._read)
+        group = self.worker.group
+        self.worker.check_trainable()
+        boundary = self._on_first_rank(self._answer) or Boundary({})
         if group.inner is None:
             return boundary
-        said = [float(fragment in boundary.written) for fragment in range(len(self._slices))]
+        said = [float(fragment in boundary.written) for fragment in range(len(self._lengths))]
         first, *_ = group.agree([*said, boundary.is_reset], f"local step {self.worker.steps}")
         written = {
-            fragment: boundary.written.get(
-                fragment, torch.empty(len(part), dtype=self._layout.dtype, device="cpu")
-            )
-            for fragment, part in enumerate(self._slices)
+            fragment: boundary.written.get(fragment, torch.empty(length, dtype=self.contract.dtype))
+            for fragment, length in enumerate(self._lengths)
             if first[fragment]
         }
         return Boundary(written, bool(first[-1]))
+
+    def _answer(self, read: Read) -> Boundary:
+        return Boundary({}) if self.learner is None else self.learner.at_boundary(read)
 
     def _write(self, boundary: Boundary) -> None:
         self.worker.was_finite = not boundary.is_reset
         if boundary.written:
             reach("outer step")
         for fragment, params in boundary.written.items():
-            shared = self._share(params)
-            begin = self._slices[fragment].start
-            for chunk in self._chunks(fragment):
-                chunk.unpack(shared[chunk.start - begin : chunk.stop - begin])
+            self._fragments.write(fragment, params)
         if self.learner is not None:
             sent, whole = self.learner.count_sent()
             self.statistics.count_compressed(sent, whole)
-
-    def _share(self, params: Tensor) -> Tensor:
-        """Return the first rank's vector on all ranks of this worker."""
-        if self.worker.group.inner is None:
-            return params
-        sent = params.to(self._layout.device, self._layout.dtype)
-        broadcast_inside([sent], self.worker.group, _SHARING)
-        return sent
 
     # ------------------------------------------------------------------ sync points
 
@@ -436,15 +437,16 @@ class LearnerEngine(LocalParticipant):
 
     def _received_by_worker_0(self) -> Tensor:
         """Return this rank's part of the parameters; all ranks must call it."""
-        group, layout, vectors = self.worker.group, self._layout, self.worker.replica.vectors
-        outer = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
-        if "received" in (state := self._learner_state()):
-            outer.copy_(state["received"])
-        outer = self._share(outer)
+        group, replica, state = self.worker.group, self.worker.replica, self._learner_state()
+        layout, dtype = replica.layout, self.contract.dtype
+        whole = state.get("received", torch.empty(sum(self._lengths), dtype=dtype))
+        received = whole.split(self._lengths)
+        outer = torch.cat([*itertools.starmap(self._fragments.share, enumerate(received))])
+        outer = outer.to(layout.device)
         if group.data is not None:
             work = dist.broadcast(outer, group.ranks[0], group.data, async_op=True)
             PendingWork(group, "the received parameters", [work]).wait()
-        return outer if vectors is None else vectors.cut(outer, None)
+        return outer if replica.vectors is None else replica.vectors.cut(outer, None)
 
     def finish_at_sync_point(self) -> None:
         """Leave the consensus in the model, when all ranks are at the same sync point.
@@ -468,13 +470,16 @@ class LearnerEngine(LocalParticipant):
 
         It does not wait longer than half a minute. The model must hold the local parameters.
         """
-        leaving = self._thread if self.settings.syncer is not None else None
-        limit_s = min(_LEAVE_S, self.worker.group.timeout_s)
-        if leaving is not None and not leaving.leave(self._read, limit_s):
+        if self.settings.syncer is not None:
+            self._on_first_rank(self._leave)
+
+    def _leave(self, read: Read) -> None:
+        limit_s = min(_LEAVE_S, self.worker.group.timeout_s / 2)  # others of this worker wait
+        if self._thread is not None and not self._thread.leave(read, limit_s):
             error = None if self.learner is None else self.learner.error
             log.warning(
                 "The last local steps of learner %s could not be sent. %s",
-                self.settings.learner_name(self.worker.group.worker),
+                self.name,
                 error or "The syncer does not answer.",
             )
 
@@ -490,7 +495,7 @@ class LearnerEngine(LocalParticipant):
                 "received last: %s. The syncer was away, the link is slow, or merges wait for "
                 "min_quorum=%d learners: see `lightning-loco syncer --status`.",
                 max(rounds.steps),
-                rounds.name,
+                self.name,
                 "nothing since its start" if has_nothing else "some of it long ago",
                 self.settings.rounds.min_quorum,
             )
@@ -539,7 +544,7 @@ class LearnerEngine(LocalParticipant):
         """Load as much as fits of an earlier run; with other workers, from its saved model."""
         is_same = saved.is_of(self.settings.algorithm) and saved.has_same_workers
         state = dict(saved.state)
-        fits = is_same and state["learner"].get("lengths") == [len(part) for part in self._slices]
+        fits = is_same and state["learner"].get("lengths") == self._lengths
         if not fits:
             replica = self.worker.replica
             state = {
@@ -564,13 +569,3 @@ class LearnerEngine(LocalParticipant):
         """Stop all threads and destroy the groups; a second call does nothing."""
         self._disconnect()
         self.worker.group.close()
-
-
-def _tensors_in(part: range, ends: list[int], kinds: list[bool]) -> Iterator[TensorRange]:
-    """Yield where tensors are in a slice of the vector; ``ends`` are theirs in the whole vector."""
-    begin = 0
-    for end, is_embedding in zip(ends, kinds, strict=True):
-        first, last = max(begin, part.start), min(end, part.stop)
-        if first < last:
-            yield TensorRange(first - part.start, last - part.start, is_embedding)
-        begin = end

@@ -40,7 +40,11 @@ from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.costs.server_times import BUCKET_BYTES
 from lightning_loco.elastic.elastic import check_settings
 from lightning_loco.schedules import EverySteps, VaryingSteps
-from lightning_loco.strategies import METHODS, LocoModelParallelStrategy
+from lightning_loco.strategies import (
+    METHODS,
+    DecoupledModelParallelStrategy,
+    LocoModelParallelStrategy,
+)
 from lightning_loco.strategies.arguments import argument_names
 from lightning_loco.tools.plan.planner import make_plan
 from lightning_loco.tools.plan.text import commands
@@ -423,6 +427,15 @@ def test_workers_that_shard_the_model(choice: str, sizes: tuple[int, int]) -> No
     strategy.cluster_environment = LightningEnvironment()
     strategy.cluster_environment.set_world_size(composed.trainer.devices)
     assert (strategy.data_parallel_size, strategy.tensor_parallel_size) == sizes
+    assert strategy.settings == early_settings(composed)
+
+
+def test_learners_that_shard_the_model() -> None:
+    composed = config("algorithm=decoupled_diloco", "inner.data_parallel_size=2")
+    check_targets(composed)
+    strategy = build_strategy(composed)
+    assert isinstance(strategy, DecoupledModelParallelStrategy)
+    assert (strategy.data_parallel_size, strategy.tensor_parallel_size) == (2, 1)
     assert strategy.settings == early_settings(composed)
 
 

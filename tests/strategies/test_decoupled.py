@@ -16,13 +16,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_loco import DecoupledDiLoCoStrategy
+from lightning_loco import DecoupledDiLoCoStrategy, DecoupledModelParallelStrategy
 from lightning_loco.strategies.decoupled_diloco import count_samples
 from lightning_loco.syncer import replay
 from tests.harness.pool import Pool
 from tests.harness.programs import Program
 from tests.harness.small_model import ValidatedModule, flat, loss_of, make_loader
-from tests.strategies.families import fit_with, saved_weights
+from tests.strategies.families import (
+    SHARDED,
+    ShardedModule,
+    fit_with,
+    loader,
+    saved_weights,
+    whole,
+)
 from tests.syncer.test_engine import serving
 
 
@@ -47,6 +54,26 @@ class Watch(Callback):
         learner = trainer.strategy.engine.learner
         if learner is not None:
             self.counts = dict(learner.counts, tokens=sum(learner.rounds.tokens))
+
+
+class WatchShards(Watch):
+    """Records whole models: those that are validated, and the local one after the last step."""
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.validated.append(whole(module))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        self.local = whole(module)
+
+
+class Resumed(DecoupledModelParallelStrategy):
+    """Records the local model that training starts with."""
+
+    def _start(self) -> None:
+        assert self.lightning_module is not None
+        self.start = whole(self.lightning_module)
+        super()._start()
 
 
 def fit(
@@ -116,6 +143,59 @@ def test_workers_of_two_ranks(pool: Pool, tmp_path: Path) -> None:
     for one in found:
         assert one["rounds"] > 12
         assert torch.equal(one["model"], found[0]["model"])
+
+
+def fit_shards(rank: int, world: int, folder: str, layout: str, to_resume: bool) -> dict[str, Any]:
+    sizes = SHARDED[layout]
+    method = DecoupledDiLoCoStrategy(6, 3, timeout_s=30, evaluate="outer")
+    strategy = Resumed(method, *sizes)
+    module, watch = ShardedModule("Adam"), WatchShards()
+    fit_with(
+        strategy,
+        module,
+        loader(rank, sizes, 60),
+        loader(rank, sizes, 2),
+        ckpt_path=f"{folder}/epoch=1.ckpt" if to_resume else None,
+        max_epochs=3 if to_resume else 2,
+        callbacks=[
+            ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1),
+            Slow(),
+            watch,
+        ],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+    )
+    return {
+        "model": whole(module),
+        "start": strategy.start,
+        "local": watch.local,
+        "validated": watch.validated,
+        "rounds": strategy.statistics.rounds,
+        "losses": module.losses,
+        **watch.counts,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed|Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize(
+    ("layout", "then"), [("fsdp", "tensor"), ("tensor", "fsdp"), ("both", "both")]
+)
+def test_workers_that_hold_shards(pool: Pool, tmp_path: Path, layout: str, then: str) -> None:
+    """Two workers of two ranks, or one of four; resumed with shards of another kind."""
+    first = pool.run(fit_shards, str(tmp_path), layout, False)
+    second = pool.run(fit_shards, str(tmp_path), then, True)
+    for found in (first, second):
+        for one in found:
+            assert torch.equal(one["model"], one["validated"][-1])
+            assert torch.equal(one["model"], found[0]["model"])
+    assert first[0]["rounds"] > 12
+    assert first[0]["tokens"] % SHARDED[layout][0] == 0
+    assert second[0]["rounds"] > first[0]["rounds"]
+    assert len(second[0]["losses"]) == 60
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one["local"], other["start"])
+        assert not torch.equal(one["local"], one["model"])
 
 
 # ------------------------------------------------------------------------ jobs of their own

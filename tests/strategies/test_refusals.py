@@ -31,6 +31,8 @@ import lightning_loco as loco
 from lightning_loco import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
+    DecoupledDiLoCoStrategy,
+    DecoupledModelParallelStrategy,
     DiLoCo,
     DiLoCoStrategy,
     Elastic,
@@ -220,6 +222,7 @@ OF_SHARDS: list[tuple[Any, tuple[Any, ...], Errors, str]] = [
     (PairwiseGossipStrategy(), (), TypeError, "a strategy with rounds such as DiLoCoStrategy"),
     (RemoteOptimizerStrategy(), (), TypeError, "method must be a strategy with rounds"),
     (LocoModelParallelStrategy(), (), TypeError, "method must be a strategy with rounds"),
+    (DecoupledDiLoCoStrategy(), (), TypeError, "use DecoupledModelParallelStrategy"),
     ("diloco", (), TypeError, "method must be .*, got 'diloco'"),
     (DiLoCoStrategy(replica_size=2), (), ValueError, "Leave replica_size out"),
     (DiLoCoStrategy(replica_size="node"), (), ValueError, "Leave replica_size out"),
@@ -265,6 +268,9 @@ def test_arguments_of_the_strategy_of_shards(subtests: pytest.Subtests) -> None:
     for method, sizes, error, message in OF_SHARDS:
         with subtests.test(message), pytest.raises(error, match=message):
             LocoModelParallelStrategy(method, *sizes)
+    for method in (DiLoCoStrategy(), "decoupled_diloco"):
+        with pytest.raises(TypeError, match="method must be a DecoupledDiLoCoStrategy"):
+            DecoupledModelParallelStrategy(method)  # type: ignore[arg-type]
 
 
 def test_the_method_and_its_plugins_are_used() -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from lightning_loco._util.clock import Clock
 from lightning_loco.algorithms import DecoupledDiLoCo
@@ -32,6 +34,7 @@ from tests.harness.limits import LONG_S, wait_until
 from tests.harness.pool import Pool
 from tests.harness.programs import free_ports
 from tests.harness.small_model import flat, make_model
+from tests.strategies.families import whole
 
 ROUNDS = MergeSettings(fragments=3, sync_every=6)
 
@@ -185,7 +188,7 @@ def test_progress_that_was_replaced_is_sent_after_a_failure(tmp_path: Path) -> N
                 assert version is not None
                 part.rounds.count(8.0)
                 push = part.rounds._push(Due(version.round, fragment, 0))
-                part._send(push, engine._read(fragment), is_leftover=fragment > 0)
+                part._send(push, engine._fragments.read(fragment), is_leftover=fragment > 0)
                 part.rounds.receive(fragment, version)
         server = stack.enter_context(serving(tmp_path, port))
         wait_until(lambda: server.status().get("late", 0) >= ROUNDS.fragments - 1)
@@ -332,6 +335,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         first = learner(Numbers(), server, name="a", key_file=tmp_path / "key.pem")
         with closing(first):
             first.start()
+            by_column = Numbers()
+            by_column.table.weight = nn.Parameter(by_column.table.weight.data.t())
             rows: list[tuple[nn.Module, dict[str, Any], str]] = [
                 (make_model(), {}, r"parameters\.values is None there|parameters.*there and"),
                 (
@@ -344,6 +349,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
                     {},
                     r"parameters.values is \[\[7\], 'torch.float32'",
                 ),
+                (by_column, {}, r"parameters.table.weight is .*, \[1, 2\]\] there and"),
                 (Numbers(), {"algorithm": DecoupledDiLoCo(0.5)}, "method.outer_lr is 0.5 there"),
                 (Numbers(), {"compression": "bf16"}, "compression is .*BFloat16.* there and None"),
             ]
@@ -488,13 +494,78 @@ def test_ranks_of_a_worker_stay_together(pool: Pool) -> None:
     assert not torch.equal(results[0][1], results[2][1])
 
 
-def divide_model(rank: int, world: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+class Table(nn.Module):
+    """A matrix and a vector, each element of which goes to another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 7, dtype=torch.float64)
+        for parameter in self.parameters():
+            parameter.data.zero_()
+        self.targets = [torch.arange(35.0).double().view(7, 5), torch.arange(7.0).double()]
+
+    @torch.no_grad()
+    def step(self, toward: float) -> None:
+        """Go a part of the way to the numbers."""
+        for parameter, target in zip(self.parameters(), self.targets, strict=True):
+            parameter.add_(as_parts_of(target, parameter) - parameter, alpha=0.1 * toward)
+
+
+def as_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+
+
+TABLE_ROUNDS = MergeSettings(fragments=4, sync_every=8)
+
+
+def train_divided(rank: int, world: int, port: int, by_columns: bool) -> Any:
+    model, mesh = Table(), init_device_mesh("cpu", (world,))
+    if by_columns:
+        parallelize_module(model, mesh, {"layer": RowwiseParallel()})
+    else:
+        fully_shard(model, mesh=mesh)
     group = WorkerGroup.create(timeout_s=30.0, replica_size=world)
-    with pytest.raises(ValueError, match=r"'0.weight' is divided among the ranks .*replica_size"):
-        LearnerEngine(model, group=group)
+    engine = learner(model, port, rounds=TABLE_ROUNDS, group=group)
+    engine.start()
+    train(engine, model, 1.0, lambda: engine.worker.steps >= 300)
+    assert engine.statistics.rounds > 20
+    before = whole(model)
+    engine.finish()
+    received = None if rank > 0 else engine._saved["received"]
+    engine.close()
+    return engine.name, before, whole(model), received
 
 
-def test_a_model_that_is_divided_is_refused(pool: Pool) -> None:
-    pool.run(divide_model, world=2)
+@pytest.mark.parametrize("by_columns", [False, True], ids=["FSDP2", "tensor parallelism"])
+def test_a_learner_that_holds_shards_and_one_that_does_not(
+    pool: Pool, tmp_path: Path, by_columns: bool
+) -> None:
+    model = Table()
+    with serving(tmp_path) as server:
+        engine, is_over = learner(model, server, rounds=TABLE_ROUNDS), threading.Event()
+
+        def run() -> None:
+            with closing(engine):
+                engine.start()
+                train(engine, model, 0.5, is_over.is_set)
+                engine.finish()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            found = pool.run(train_divided, server.server.port, by_columns, world=2)
+        finally:
+            is_over.set()
+            thread.join(LONG_S)
+        assert server.status()["refused"] == 0
+    (name, before, after, received), (other_name, *others, _) = found
+    assert name == other_name
+    assert torch.equal(after, received)  # what was received last
+    assert torch.equal(before, others[0])
+    assert torch.equal(after, others[1])
+    targets = torch.cat([target.reshape(-1) for target in model.targets])
+    torch.testing.assert_close(after, targets, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(flat(model), targets, rtol=1e-3, atol=1e-3)
+    assert {one.problem for one in replay(tmp_path / "tape")} == {None}
