@@ -4,7 +4,7 @@ For every method the smallest number of local steps per round is searched with w
 compute for most of the time: more local steps than necessary cost quality. Among the methods whose
 loss can be predicted, the one with the lowest expected loss is chosen; of those with equal losses
 and bytes, the fastest. The remote optimizer is only shown: it trains as DDP does and needs one more
-machine.
+machine. Decoupled learners never wait: for them it is the links that decide the local steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning_loco.costs.method_costs import (
     estimate,
 )
 from lightning_loco.costs.methods import METHOD_TABLE
+from lightning_loco.costs.syncer_times import IN_FLIGHT, SyncerTimes
 from lightning_loco.tools.plan.loss import MAX_SHORT_DELAY, NO_GAP, LossGap, diloco_gap
 from lightning_loco.topology import RandomMatching, Ring, Topology
 
@@ -126,6 +127,12 @@ class PlannedRun:
         """How long local steps take."""
         return StepTimes([self.step_s] * self.num_workers)
 
+    @property
+    def sync_every(self) -> list[int]:
+        """Local steps per round that may be tried, so that there are enough rounds."""
+        few_enough = [every for every in SYNC_EVERY if every <= self.steps // MIN_ROUNDS]
+        return few_enough or [MIN_SYNC_EVERY]
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -171,6 +178,7 @@ CANDIDATES = (
     *(Candidate("noloco", one, "random_matching") for one in ("none", "int8")),
     *(Candidate("gasloc", one, "random_matching") for one in ("none", "int8")),
     Candidate("gasloc", "none", "ring"),
+    *(Candidate("decoupled_diloco", one) for one in ("none", "int8")),
 )
 """In the order in which equal ones are preferred: fewer parts first."""
 
@@ -235,7 +243,8 @@ class Plan:
         assert self.chosen.gap is not None
         limit = self.chosen.gap.percent + EQUAL_PERCENT
         known = [one for one in self.options if one.gap is not None and one.gap.percent <= limit]
-        unknown = [one for one in self.options if one.gap is None]
+        most = self.job.sync_every[-1]
+        unknown = [one for one in self.options if one.gap is None and one.sync_every <= most]
         found, time_s = [], _MUCH_FASTER * self.chosen.time_s
         for options in (known, unknown):
             shortest_s = min(one.time_s for one in options)
@@ -296,8 +305,9 @@ def _best(candidate: Candidate, job: PlannedRun) -> Option:
     """Return the candidate with the fewest local steps per round that suffice."""
     if METHOD_TABLE[candidate.method].costs == "every_step":
         return _every_step(candidate, job)
-    tried = [every for every in SYNC_EVERY if every <= job.steps // MIN_ROUNDS] or [MIN_SYNC_EVERY]
-    options: dict[int, Option] = {}
+    if METHOD_TABLE[candidate.method].exchange == "syncer":
+        return _learners(candidate, job)
+    tried, options = job.sync_every, dict[int, Option]()
     is_streaming = METHOD_TABLE[candidate.method].costs == "streaming"
 
     def utilisation(every: int) -> float:
@@ -388,4 +398,35 @@ def _every_step(candidate: Candidate, job: PlannedRun) -> Option:
     utilisation, time_s = job.step_s / step_s, step_s * job.steps
     return Option(
         candidate, 1, 1, 0, exchange_s, step_s, utilisation, sent, sent * job.steps, time_s, NO_GAP
+    )
+
+
+def _learners(candidate: Candidate, job: PlannedRun) -> Option:
+    """Return the costs of learners that never wait: with the fewest local steps that links carry.
+
+    If a link is always busy, a push waits for what was fetched before, about as long as a fragment
+    takes, and then for those that are exchanged with it.
+    """
+    defaults = METHOD_TABLE[candidate.method].defaults
+    least = min(defaults["sync_every"], job.sync_every[0])
+    fragments = min(defaults["fragments"], least, job.num_parameters)
+    numel = -(-job.num_parameters // fragments)
+    push_bytes = ENCODINGS[candidate.compression].num_bytes(numel)
+    syncer = SyncerTimes(job.times, push_bytes, ENCODINGS["none"].num_bytes(numel))
+    carried = math.ceil(fragments * syncer.pace_s / job.step_s)
+    exchange_s = syncer.exchange_s
+    late_s = exchange_s if carried <= least else (IN_FLIGHT + 1) * syncer.pace_s
+    sync_every, sent = max(least, carried), float(fragments * push_bytes)
+    return Option(
+        candidate,
+        sync_every,
+        fragments,
+        max(1, math.ceil(late_s / job.step_s)),
+        exchange_s,
+        job.step_s,
+        1.0,
+        sent,
+        sent * (job.steps // sync_every),
+        job.step_s * job.steps,
+        None,
     )

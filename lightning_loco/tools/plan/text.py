@@ -104,12 +104,15 @@ def _row(plan: Plan, option: Option) -> str:
 
 def _legend(job: PlannedRun) -> list[str]:
     low, high = (format_count(number) for number in FITTED_PARAMETERS)
+    learners = METHOD_TABLE["decoupled_diloco"].defaults
     return [
         f"H: local steps per round, the fewest with which workers compute "
         f"{100 * job.utilisation:g} % of the time;",
         "parts: fragments that are exchanged in turn; late: local steps after which a result is "
         "applied;",
-        "per round, in all: what a worker sends; speed: relative to one worker alone.",
+        "per round, in all: what a worker sends; speed: relative to one worker alone. Decoupled "
+        "learners",
+        f"never wait: H is {learners['sync_every']} or, if links carry less, what they carry.",
         "Loss: expected, and its range, from the scaling law of DiLoCo (arXiv:2503.09799), fitted "
         f"to {low} to",
         f"{high} parameters, {FITTED_WORKERS[0]} to {FITTED_WORKERS[1]} workers, "

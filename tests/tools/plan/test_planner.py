@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_loco import Simulation
+from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.costs import Link, Links, LinkTimes, as_links
 from lightning_loco.costs.method_costs import ENCODINGS, METHODS, StepTimes, as_method, estimate
+from lightning_loco.syncer import DecoupledSettings, MergeSettings
 from lightning_loco.tools.plan.loss import NO_GAP
 from lightning_loco.tools.plan.planner import (
     CANDIDATES,
@@ -23,6 +28,7 @@ from lightning_loco.tools.plan.planner import (
     make_plan,
 )
 from lightning_loco.topology import RandomMatching, Ring
+from tests.harness.toys import Point
 
 
 def job(link: Any = "lan", **changes: Any) -> PlannedRun:
@@ -56,6 +62,8 @@ def test_times_and_bytes_are_those_of_the_costs(subtests: pytest.Subtests) -> No
     times, steps = LinkTimes(AT_HOME.links, 8), StepTimes([AT_HOME.step_s] * 8)
     topologies = {"ring": Ring(), "random_matching": RandomMatching(), "": None}
     for one in plan.options[1:]:
+        if one.candidate.method not in METHODS:
+            continue
         with subtests.test(one.candidate.title):
             parts = one.fragments if one.fragments > 1 else None
             method = as_method(
@@ -97,6 +105,45 @@ def test_the_messages_of_a_remote_optimizer_queue_at_its_server() -> None:
     plan = make_plan(job(around, num_workers=4, tokens=10**10))
     assert option(plan, "Remote optimizer").utilisation > 0.9
     assert plan.chosen.utilisation < 0.1
+
+
+def test_decoupled_learners_keep_the_pace_of_a_simulation(subtests: pytest.Subtests) -> None:
+    """With a link that carries a fragment per local step, and with links that do not."""
+    size = 4 * 2400 / 24
+    for compression, seconds in (("none", 0.2), ("none", 1.5), ("int8", 1.5)):
+        link = Link(8e-6 * 2 * size / seconds, 0.05)
+        made = job(link, num_parameters=2400, step_s=1.0, tokens_per_step=1, tokens=20_000)
+        title = ", ".join(["Decoupled DiLoCo", compression][: 1 + (compression != "none")])
+        planned = option(make_plan(made), title)
+        models = [Point(torch.zeros(2400)) for _ in range(2)]
+        rounds = MergeSettings(planned.fragments, min_quorum=2)
+        settings = DecoupledSettings(DecoupledDiLoCo(), rounds, compression)
+        simulation = Simulation.from_settings(models, settings, speeds=[1.0, 1.0], links=link)
+        simulation.run(lambda worker: None, seconds=400)
+        with subtests.test(compression=compression, seconds=seconds):
+            costs, summary = simulation.costs[1], simulation.merge_summary
+            assert summary is not None
+            assert (planned.sync_every == 24) == (seconds < 1)
+            assert planned.sync_every == pytest.approx(summary.sync_every, rel=0.03)
+            assert costs.time_s - costs.join_s == pytest.approx(costs.steps * planned.step_s, abs=1)
+            sent = costs.bytes_sent / costs.steps
+            assert planned.round_bytes / planned.sync_every == pytest.approx(sent, rel=0.07)
+            lost = simulation.goodput[1].lost
+            assert planned.delay / planned.sync_every == pytest.approx(lost, abs=0.04)
+
+
+def test_the_link_of_the_syncer_carries_what_all_learners_send() -> None:
+    few, many = (
+        option(make_plan(job(Link(1000), num_workers=n, tokens=10**10)), "Decoupled DiLoCo")
+        for n in (8, 64)
+    )
+    assert many.sync_every == pytest.approx(64 * 4 * 124e6 * 8e-9 / 0.5, rel=0.01)
+    assert few.sync_every == pytest.approx(many.sync_every / 8, rel=0.03)
+    assert (few.utilisation, many.utilisation) == (1.0, 1.0)
+    slow = job("two_datacentres_one_line", num_workers=8, tokens=10**10)
+    assert option(make_plan(slow), "Decoupled DiLoCo").sync_every == math.ceil(
+        24 * 4 * 8e-9 * 4 * (124e6 // 24 + 1) / 0.5
+    )
 
 
 def test_no_more_local_steps_per_round_than_needed(subtests: pytest.Subtests) -> None:
@@ -190,7 +237,7 @@ def test_short_runs_have_rounds_enough_or_say_so() -> None:
 def test_every_candidate_has_a_title_of_its_own() -> None:
     titles = [one.title for one in CANDIDATES]
     assert len(set(titles)) == len(titles)
-    assert {one.method for one in CANDIDATES} == METHODS.keys()
+    assert {one.method for one in CANDIDATES} == METHODS.keys() | {"decoupled_diloco"}
     assert {one.topology for one in CANDIDATES} == {"", *TOPOLOGY_TITLES}
 
 
