@@ -7,7 +7,10 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_loco.tools.plan.failures import Failures
 
 BYTES_PER_GRADIENT = {
     "32-true": 4,
@@ -135,6 +138,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the time that workers shall compute; default %(default)g",
     )
+    failures = parser.add_argument_group(
+        "failures", "a second table: goodput, time and cost of restarts, elastic members, learners"
+    )
+    for name, unit, example, text in (
+        (
+            "mtbf-h",
+            "hours",
+            "500",
+            "mean time between the failures of a worker; asks for the table",
+        ),
+        (
+            "restart-s",
+            "seconds",
+            "300",
+            "from a failure until a process in its place is ready; default 300",
+        ),
+        ("checkpoint-every-s", "seconds", "600", "training between two checkpoints; default 600"),
+        (
+            "checkpoint-s",
+            "seconds",
+            "10",
+            "for which a checkpoint stops the training; default: 12 bytes per parameter at 1 GB/s",
+        ),
+        (
+            "price",
+            "dollars",
+            "2.5",
+            "of a worker for an hour, in any currency, for the cost of tokens",
+        ),
+    ):
+        kind = number_of(unit, example)
+        failures.add_argument(f"--{name}", type=kind, metavar=unit.split()[0].upper(), help=text)
     parser.add_argument("--json", metavar="FILE", help="write the plan to FILE as well")
     parser.add_argument(
         "--write",
@@ -161,14 +196,19 @@ def run(args: argparse.Namespace) -> int:
             or written.
     """
     # Here, not at the top: the other commands need neither NumPy nor networkx.
+    from lightning_loco.tools.plan.failures import outcomes
     from lightning_loco.tools.plan.fleet import write_files
     from lightning_loco.tools.plan.planner import PlannedRun, make_plan
-    from lightning_loco.tools.plan.text import as_json, report
+    from lightning_loco.tools.plan.text import as_json, failures_report, report
 
-    for name in ("to", "ranks_per_worker"):
-        if getattr(args, name) is not None and args.write is None:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} belongs to --write. Drop it, or give --write.")
+    for needed, names in (
+        ("write", ("to", "ranks_per_worker")),
+        ("mtbf_h", ("restart_s", "checkpoint_every_s", "checkpoint_s", "price")),
+    ):
+        for name in names:
+            if getattr(args, name) is not None and getattr(args, needed) is None:
+                option, other = (f"--{one.replace('_', '-')}" for one in (name, needed))
+                raise ValueError(f"{option} belongs to {other}. Drop it, or give {other}.")
     try:
         links = _links(args)
     except FileNotFoundError as error:
@@ -193,23 +233,46 @@ def run(args: argparse.Namespace) -> int:
         BYTES_PER_GRADIENT[args.precision],
         args.utilisation,
     )
+    failures = _failures(args)
     try:
         plan = make_plan(job)
+        found = None if failures is None else outcomes(plan, failures)
     except OverflowError:
         raise ValueError(
             "The seconds or bytes of this run are too many for a float. Give other --parameters, "
             "another speed or other links."
         ) from None
     print(report(plan))
+    if failures is not None and found is not None:
+        print(f"\n{failures_report(job, failures, found)}")
     if args.json:
         try:
-            Path(args.json).write_text(json.dumps(as_json(plan), indent=2) + "\n", encoding="utf-8")
+            text = json.dumps(as_json(plan, found), indent=2)
+            Path(args.json).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"--json cannot write {args.json}: {error.strerror}.") from None
     if args.write:
         ranks = 1 if args.ranks_per_worker is None else args.ranks_per_worker
         print(f"\n{write_files(plan, args.write, Path(args.to or '.'), ranks)}")
     return 0
+
+
+def _failures(args: argparse.Namespace) -> Failures | None:
+    """Return the failures that were given."""
+    from lightning_loco.tools.plan.failures import Failures
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    if args.mtbf_h is None:
+        return None
+    return Failures(
+        args.mtbf_h,
+        given(args.restart_s, 300.0),
+        given(args.checkpoint_every_s, 600.0),
+        given(args.checkpoint_s, 12e-9 * args.parameters),  # float32 and the two moments of Adam
+        args.price,
+    )
 
 
 def _links(args: argparse.Namespace) -> Any:

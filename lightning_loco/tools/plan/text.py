@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import textwrap
 from typing import Any
 
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.costs.method_costs import ENCODINGS
 from lightning_loco.costs.methods import METHOD_TABLE
+from lightning_loco.tools.plan.failures import Failures, Outcome
 from lightning_loco.tools.plan.loss import (
     EXPONENT,
     FITTED_PARAMETERS,
@@ -196,6 +199,42 @@ def _arguments(option: Option) -> dict[str, str]:
     return arguments
 
 
+# -------------------------------------------------------------------------- failures
+
+
+def failures_report(job: PlannedRun, failures: Failures, outcomes: list[Outcome]) -> str:
+    """Return the table of what failures cost."""
+    width = max(len(one.title) for one in outcomes)
+    headings = ["goodput", "formula", "waiting", "joining", "lost", "restarts", "1B tokens", "cost"]
+    shown = headings if failures.price is not None else headings[:-1]
+    lines = [" " * width + "".join(f"{heading:>11}" for heading in shown)]
+    for one in outcomes:
+        goodput, *others = one.shares
+        cells = [f"{100 * share:.2f} %" for share in (goodput, one.expected, *others)]
+        is_finite = one.billion_tokens_s < math.inf
+        cells.append(format_seconds(one.billion_tokens_s) if is_finite else "never")
+        if one.cost is not None:
+            cells.append(f"{one.cost:,.2f}" if is_finite else "-")
+        lines.append(f"{one.title:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
+    error = max(100 * one.error for one in outcomes)
+    every_s = failures.mtbf_s / job.num_workers
+    head = (
+        f"Failures: a worker fails every {failures.mtbf_h:g} h, so one of {job.num_workers:,} "
+        f"every {format_seconds(every_s)}; a restart takes {format_seconds(failures.restart_s)}, a "
+        f"checkpoint {format_seconds(failures.checkpoint_s)}"
+    )
+    legend = (
+        "every: all start again from the last checkpoint, after so many seconds each, or the best "
+        "number; elastic: the others go on without the one that failed; decoupled learners do not "
+        "notice it. goodput: share of the workers' time in local steps whose progress counts, "
+        f"simulated, with a standard error of up to {error:.2g} points; formula: the same in "
+        "closed form. The rest of the time is waiting (for exchanges, checkpoints, others), "
+        "joining, lost or restarts."
+    )
+    wrap = functools.partial(textwrap.wrap, width=100)
+    return "\n".join([*wrap(head), "", *lines, "", *wrap(legend)])
+
+
 # ------------------------------------------------------------------------- arithmetic
 
 
@@ -311,8 +350,11 @@ def format_count(number: float) -> str:
     return f"{number:g}"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain numbers and strings: seconds, bytes, percent of the loss."""
+def as_json(plan: Plan, outcomes: list[Outcome] | None = None) -> dict[str, Any]:
+    """Return the plan as plain numbers and strings: seconds, bytes, percent of the loss.
+
+    With ``outcomes`` what failures make of it, too; time and cost are null if nothing counts.
+    """
     job = plan.job
 
     def row(option: Option) -> dict[str, Any]:
@@ -322,6 +364,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "title": option.candidate.title,
             "speed": job.one_worker_s / option.time_s,
         }
+
+    def outcome(one: Outcome) -> dict[str, Any]:
+        values = dataclasses.asdict(one) | {"shares": one.shares._asdict()}
+        is_finite = one.billion_tokens_s < math.inf
+        return values if is_finite else values | {"billion_tokens_s": None, "cost": None}
 
     return {
         "num_parameters": job.num_parameters,
@@ -335,4 +382,5 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chosen": row(plan.chosen),
         "reason": plan.reason,
         "commands": commands(plan),
+        **({} if outcomes is None else {"failures": [outcome(one) for one in outcomes]}),
     }

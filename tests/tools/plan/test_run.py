@@ -128,6 +128,34 @@ def test_tokens_per_second_are_another_way_to_give_the_speed(run: Run) -> None:
     assert by_step == run(f"{rate} --workers 2 --mbit 1000 --latency-ms 0.2")
 
 
+def test_failures_are_a_second_table_and_nothing_else_changes(tmp_path: Path, run: Run) -> None:
+    _, plain = run(f"{PLAN} --workers 4 --link wan")
+    path = tmp_path / "plan.json"
+    given = "--mtbf-h 50 --restart-s 120 --checkpoint-every-s 900 --price 2"
+    status, printed = run(f"{PLAN} --workers 4 --link wan {given} --json {path}")
+    assert status == 0, printed
+    assert printed.startswith(plain)
+    table = " ".join(printed.removeprefix(plain).split())
+    assert (
+        "every 50 h, so one of 4 every 12.5 h; a restart takes 120 s, a checkpoint 1.49 s" in table
+    )
+    rows = json.loads(path.read_text())["failures"]
+    assert [one["title"].split(",")[-1] for one in rows] == [
+        *(" every 15.0 min", " every 6.1 min (best)") * 2,
+        " elastic",
+        "Decoupled DiLoCo",
+    ]
+    for one in rows:
+        assert f"{one['title']} {100 * one['shares']['computing']:.2f} %" in table
+        assert f" {one['cost']:,.2f}" in table
+    _, cheaper = run(f"{PLAN} --workers 4 --link wan --mtbf-h 50 --checkpoint-s 1.488")
+    assert " cost" not in cheaper.removeprefix(plain)
+    status, hopeless = run(f"{PLAN} --workers 4 --link wan --mtbf-h 0.001 --price 1 --json {path}")
+    assert status == 0
+    assert "never          -" in hopeless
+    assert json.loads(path.read_text())["failures"][0]["billion_tokens_s"] is None
+
+
 def test_errors_name_the_argument_and_what_to_do(
     tmp_path: Path, run: Run, subtests: pytest.Subtests
 ) -> None:
@@ -152,6 +180,9 @@ def test_errors_name_the_argument_and_what_to_do(
         ("--workers 2 --mbit 0", "mbit_per_s of a link must be positive"),
         ("--workers 2 --link lan --latency-ms 3", "--latency-ms belongs to --mbit"),
         ("--link lan", "--workers is missing"),
+        ("--workers 2 --link lan --price 2", "--price belongs to --mtbf-h. Drop it, or give"),
+        ("--workers 2 --link lan --mtbf-h 0", "--mtbf-h must be from 0.001 to 1e+09, got 0"),
+        ("--workers 2 --link lan --mtbf-h x", "must be a number of hours, such as 500, got 'x'"),
         ("--workers 2", "one of the arguments --link --mbit --measured is required"),
         ("--workers 2 --measured nowhere.json", "--measured cannot read nowhere.json"),
         ("--workers 2 --measured pyproject.toml", "was not written by lightning-loco doctor"),
