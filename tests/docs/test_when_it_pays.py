@@ -18,7 +18,7 @@ SHOWN = re.findall(
 
 
 def test_commands_and_their_output_are_shown() -> None:
-    assert len(SHOWN) == 4
+    assert len(SHOWN) == 5
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN)
