@@ -2,6 +2,6 @@
 
 ``run`` reads the command line. ``planner`` estimates the costs of each method with the functions of
 ``costs/method_costs`` that the simulation uses, and chooses one; ``loss`` estimates the loss
-relative to DDP; ``text`` writes the tables and the arithmetic; ``fleet`` writes files that start
-the chosen method. PyTorch is not imported.
+relative to DDP; ``failures`` what failures cost; ``text`` writes the tables and the arithmetic;
+``fleet`` writes files that start the chosen method. PyTorch is not imported.
 """

@@ -218,7 +218,8 @@ class Members:
         gap_s = self.gap_s
         away_s = self.restart_s + (0.0 if self.waits_for_joining else self.join_s)
         dead = round(self.num_workers * (1 - self._alive(away_s)))
-        back = [away_s * (index + 0.5) / dead for index in range(dead)]  # sorted, and so a heap
+        # As many are dead at the start as on average. The list is sorted, and so a heap.
+        back = [away_s * (index + 0.5) / dead for index in range(dead)]
         joined = [-self.fragments] * (self.num_workers - dead)  # the exchange with which each did
 
         def next_failure(from_s: float) -> float:
@@ -226,6 +227,7 @@ class Members:
 
         fails_s = next_failure(0.0)
         while True:
+            # Exchanges without an event, at once; then the one with a failure or a return.
             quiet = max(0, math.floor((min([fails_s, *back[:1]]) - now_s) / gap_s))
             computing += quiet * gap_s * len(joined)
             number, now_s = number + quiet, now_s + quiet * gap_s

@@ -142,34 +142,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "failures", "a second table: goodput, time and cost of restarts, elastic members, learners"
     )
     for name, unit, example, text in (
-        (
-            "mtbf-h",
-            "hours",
-            "500",
-            "mean time between the failures of a worker; asks for the table",
-        ),
-        (
-            "restart-s",
-            "seconds",
-            "300",
-            "from a failure until a process in its place is ready; default 300",
-        ),
-        ("checkpoint-every-s", "seconds", "600", "training between two checkpoints; default 600"),
-        (
-            "checkpoint-s",
-            "seconds",
-            "10",
-            "for which a checkpoint stops the training; default: 12 bytes per parameter at 1 GB/s",
-        ),
-        (
-            "price",
-            "dollars",
-            "2.5",
-            "of a worker for an hour, in any currency, for the cost of tokens",
-        ),
+        ("mtbf-h", "hours", "500", "mean time between failures of a worker; shows the table"),
+        ("restart-s", "seconds", "300", "from a failure to a process in its place; default 300"),
+        ("checkpoint-every-s", "seconds", "600", "training between checkpoints; default 600"),
+        ("checkpoint-s", "seconds", "10", "of one; default: 12 bytes per parameter at 1 GB/s"),
+        ("price", "dollars", "2.5", "of a worker for an hour, in any currency"),
     ):
         kind = number_of(unit, example)
-        failures.add_argument(f"--{name}", type=kind, metavar=unit.split()[0].upper(), help=text)
+        failures.add_argument(f"--{name}", type=kind, metavar=unit.upper(), help=text)
     parser.add_argument("--json", metavar="FILE", help="write the plan to FILE as well")
     parser.add_argument(
         "--write",
