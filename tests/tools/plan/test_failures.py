@@ -187,6 +187,23 @@ def test_outcomes_of_a_plan() -> None:
     assert outcomes(plan, hopeless)[0].billion_tokens_s == math.inf
 
 
+def test_without_failures_only_steps_that_results_replace_are_lost() -> None:
+    """Streaming DiLoCo keeps half of them, async a quarter; blocking rounds replace none."""
+    never = dataclasses.replace(FAILURES, mtbf_h=1e9, checkpoint_every_s=1e7)
+    for link, kept in (("lan", 0.5), (Link(50), 0.25), (Link(1400), None)):
+        plan = make_plan(job(link))
+        ddp, _, rounds, _, elastic, learners = (one.shares for one in outcomes(plan, never))
+        chosen, decoupled = plan.chosen, plan.options[-2]
+        assert (chosen.delay > 0) == (kept is not None)
+        lost = 0.0 if kept is None else (1 - kept) * chosen.delay / chosen.sync_every
+        for shares in (rounds, elastic):
+            assert shares.lost == pytest.approx(lost * chosen.utilisation, abs=1e-4)
+            assert shares.waiting == pytest.approx(1 - chosen.utilisation, abs=1e-4)
+        assert learners.lost == pytest.approx(decoupled.delay / decoupled.sync_every, abs=1e-4)
+        assert ddp.lost == pytest.approx(0, abs=1e-4)
+        assert ddp.waiting == pytest.approx(1 - plan.options[0].utilisation, abs=1e-4)
+
+
 def test_numbers_are_those_of_the_simulation_and_bad_ones_are_named(
     subtests: pytest.Subtests,
 ) -> None:
