@@ -136,7 +136,8 @@ class MergeSettings:
         fragments: Number of fragments P.
         sync_every: Local steps between two merges of a fragment that the syncer aims at.
         min_quorum: Number of learners whose pushes every merge has at least.
-        in_flight: Most rounds that are open at once.
+        in_flight: Most rounds that are open at once. Default: as many as begin within ``delay``
+            local steps, but at least 2.
         delay: Local steps that a learner may take until it gets what it has pushed for; the syncer
             waits for more pushes than the quorum in what is left of them.
         grace: Share of what is left that is waited, in [0, 1]; with 0 nothing.
@@ -155,7 +156,7 @@ class MergeSettings:
     fragments: int = 24
     sync_every: int = 24
     min_quorum: int = 1
-    in_flight: int = 2
+    in_flight: int | None = None
     delay: int = 2
     grace: float = 0.8
     retry_s: float = 900.0
@@ -167,6 +168,8 @@ class MergeSettings:
         """Check the ranges."""
         for name in ("fragments", "sync_every", "min_quorum", "in_flight"):
             value = getattr(self, name)
+            if value is None and name == "in_flight":
+                continue
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer and at least 1, got {value!r}.")
         if not 0 <= self.grace <= 1:
@@ -179,6 +182,19 @@ class MergeSettings:
         for name in ("delay", "max_age"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")
+
+    @property
+    def most_open(self) -> int:
+        """Most rounds that are open at once: one of a fragment.
+
+        Example:
+            >>> MergeSettings().most_open, MergeSettings(sync_every=8, delay=3).most_open
+            (2, 9)
+        """
+        if self.in_flight is not None:
+            return min(self.in_flight, self.fragments)
+        by_pace = math.ceil(self.delay * self.fragments / self.sync_every)
+        return min(max(2, by_pace), self.fragments)
 
 
 @dataclasses.dataclass
@@ -392,7 +408,7 @@ class MergeRounds:
             learner.steps, learner.stepped_at = steps, now
             share = made / len(self.learners)
             self._progress += share
-            most = self.settings.in_flight * self._gap
+            most = self.settings.most_open * self._gap
             self._since_opening = min(self._since_opening + share, most)
         asked = (
             one.due for one in self.open.values() if not one.is_closed and name not in one.pushes
@@ -558,9 +574,8 @@ class MergeRounds:
 
     def _open_due(self, now: float) -> None:
         settings = self.settings
-        most = min(settings.in_flight, settings.fragments)
         while (
-            len(self.open) < most
+            len(self.open) < settings.most_open
             and self._since_opening > self._gap * (1 - 1e-9)  # shares of steps are rounded
             and len(self.learners) >= settings.min_quorum
         ):

@@ -176,6 +176,14 @@ def test_a_slow_learner_is_merged_if_late_pushes_are_kept(keeps_late: bool) -> N
     assert made / 4 / every == pytest.approx(6, rel=0.15)  # what the syncer aims at
 
 
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 6.0]])
+def test_the_pace_is_kept_with_more_fragments_than_local_steps(speeds: list[float]) -> None:
+    rounds = MergeSettings(fragments=12, sync_every=6)
+    summary = Run(speeds, rounds).go(200.0).simulation.merge_summary
+    assert summary is not None
+    assert summary.sync_every == pytest.approx(6, rel=0.2)
+
+
 def test_a_run_in_parts_is_the_whole_run_and_jitter_follows_the_seed() -> None:
     def params(parts: int, seed: int) -> torch.Tensor:
         failures = [Failure(2, 20.5, 30.0)]
