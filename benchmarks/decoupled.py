@@ -37,6 +37,7 @@ from harness import mean_and_deviation, paired_p
 from simulated import BATCH, Task, batches, new_model, train_missing, validate
 
 from lightning_loco import AsyncDiLoCoStrategy, Simulation
+from lightning_loco._util.goodput import Counted
 from lightning_loco.algorithms import CGAD, DecoupledDiLoCo, DelayedNesterov, DiLoCo, HeLoCo
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
@@ -44,7 +45,6 @@ from lightning_loco.costs import Link
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.simulation import Failure, Goodput, SimulatedSettings
-from lightning_loco.simulation.goodput import Counted
 from lightning_loco.syncer import DecoupledSettings, MergeSettings
 
 SPEEDS = (1, 1, 2, 6)
@@ -237,7 +237,7 @@ class Training(NamedTuple):
         found = {"loss": mean, "mean_loss": mean}
         if simulation.syncer is None:
             goodput = [
-                Goodput.of(one, count.count(engine))
+                Goodput.of(one.spent, count.count(engine))
                 for one, count, engine in zip(costs, counts, simulation.participants, strict=True)
             ]
         else:

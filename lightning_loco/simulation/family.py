@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from lightning_loco._util.goodput import Counted
 from lightning_loco.costs import LinkTimes
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.fragment_sync import HasArrived
 from lightning_loco.model.ownership import find_ownership
 from lightning_loco.model.participant import LocalParticipant
 from lightning_loco.model.worker import Settings, Worker, exchanged_parameters, make_replica
-from lightning_loco.simulation.goodput import Counted
 from lightning_loco.simulation.timeline import Timeline
 from lightning_loco.syncer.merge_rounds import Merge
 from lightning_loco.syncer.syncer import Syncer

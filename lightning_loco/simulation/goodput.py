@@ -1,4 +1,4 @@
-"""How much of the learners' time was progress that has entered a merge."""
+"""Which local steps of simulated learners have entered a merge, and the merges of a run."""
 
 from __future__ import annotations
 
@@ -6,54 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_loco.simulation.timeline import WorkerCosts
+from lightning_loco._util.goodput import Counted
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import Merge, Push, Version
 from lightning_loco.syncer.syncer import Syncer
-
-
-class Counted(NamedTuple):
-    """Local steps, as means over the fragments.
-
-    Attributes:
-        merged: Those whose progress has entered a merge.
-        pending: Those whose progress may still do so.
-    """
-
-    merged: float
-    pending: float
-
-
-class Goodput(NamedTuple):
-    """Shares of a worker's time, from 0 to 1, which add up to 1.
-
-    Attributes:
-        merged: Local steps whose progress has entered a merge. A local step moves all fragments,
-            so a part of it may have entered one.
-        pending: Local steps that may still enter one.
-        lost: Other local steps: a fragment that has arrived has overwritten them, or the worker
-            has died after them.
-        waiting: Waiting for other workers or for a link.
-        joining: Waiting for the parameters of the run.
-        away: Dead.
-    """
-
-    merged: float
-    pending: float
-    lost: float
-    waiting: float
-    joining: float
-    away: float
-
-    @classmethod
-    def of(cls, costs: WorkerCosts, counted: Counted) -> Goodput:
-        """Return the shares of a worker's time; ValueError if it has none."""
-        if costs.time_s == 0:
-            raise ValueError(f"Worker {costs.worker} has no time yet.")
-        step_s = costs.compute_s / costs.steps if costs.steps else 0.0
-        merged, pending = (step_s * steps / costs.time_s for steps in counted)
-        others = [s / costs.time_s for s in (costs.wait_s, costs.join_s, costs.away_s)]
-        return cls(merged, pending, 1.0 - merged - pending - sum(others), *others)
 
 
 class MergeSummary(NamedTuple):

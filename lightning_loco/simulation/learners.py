@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from lightning_loco._util.decisions import Decision
+from lightning_loco._util.goodput import Counted
 from lightning_loco.costs import Link
 from lightning_loco.engine.fragment_sync import HasArrived
 from lightning_loco.model.worker import Worker
 from lightning_loco.simulation.failures import Failure, MembersOfSimulation
 from lightning_loco.simulation.family import Family, make_worker
-from lightning_loco.simulation.goodput import Counted, MergedSteps
+from lightning_loco.simulation.goodput import MergedSteps
 from lightning_loco.simulation.messages import VirtualClock
 from lightning_loco.syncer.engine import LearnerEngine
 from lightning_loco.syncer.learner import POLL_S, SHORTEST_PAUSE_S, Do

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_loco._util.goodput import Goodput
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.costs import LinkLike, LinkTimes, as_links
 from lightning_loco.costs.method_costs import StepTimes
@@ -24,7 +25,7 @@ from lightning_loco.schedules import SyncEvery, by_steps
 from lightning_loco.simulation.checks import check_length, copy_first
 from lightning_loco.simulation.failures import Failure
 from lightning_loco.simulation.family import Family, make_worker
-from lightning_loco.simulation.goodput import Goodput, MergeSummary
+from lightning_loco.simulation.goodput import MergeSummary
 from lightning_loco.simulation.learners import Learners
 from lightning_loco.simulation.messages import VirtualClock
 from lightning_loco.simulation.pulls import Pulls
@@ -471,7 +472,10 @@ class Simulation:
 
     def _add_wait(self, worker: int, now_s: float) -> None:
         kind: Literal["join", "wait"] = "join" if worker in self._joining else "wait"
-        self._timeline.add(worker, kind, self._waiting_since[worker], now_s)
+        since_s, statistics = self._waiting_since[worker], self.participants[worker].statistics
+        self._timeline.add(worker, kind, since_s, now_s)
+        if kind == "wait":
+            statistics.count_wait(since_s, now_s)
 
     # --------------------------------------------------------------------- failures
 
@@ -573,7 +577,7 @@ class Simulation:
             counted = self._family.counted_steps(costs.worker)
             if counted is None or costs.time_s == 0:
                 return []
-            found.append(Goodput.of(costs, counted))
+            found.append(Goodput.of(costs.spent, counted))
         return found
 
     def params(self) -> list[Tensor]:

@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from lightning_loco._util.goodput import SpentTime
+
 Kind = Literal["compute", "wait", "join", "send", "away"]
 """Local steps; waiting for others or a link; waiting for the parameters of the run, at the start
 or after a return; a message on its way; dead."""
@@ -73,6 +75,13 @@ class WorkerCosts:
     wait_s: float
     join_s: float = 0.0
     away_s: float = 0.0
+
+    @property
+    def spent(self) -> SpentTime:
+        """Its time, for :meth:`Goodput.of`."""
+        return SpentTime(
+            self.steps, self.time_s, self.compute_s, self.wait_s, self.join_s, self.away_s
+        )
 
     @property
     def utilisation(self) -> float:
