@@ -26,6 +26,11 @@ class MergePolicy:
     keeps_sent: ClassVar[bool]
     """Whether a copy of the parameters at the time of sending is needed, one vector ``(P,)``."""
 
+    @property
+    def kept_share(self) -> float:
+        """Share of these local steps that stays, if the message does not contain them."""
+        return float(self.keeps_progress)
+
     def keeps_sent_params(self, is_rounded: bool) -> bool:
         """Return whether the parameters at the time of sending are kept.
 
@@ -120,6 +125,11 @@ class Mix(MergePolicy):
                 f"mix is the share of the local parameters and must be in [0, 1], got {self.mix}. "
                 "Common values are 0.5, and 0 to take the result as it is."
             )
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the local parameters."""
+        return self.mix
 
     def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
         """Return the weighted mean of the result and the local parameters."""

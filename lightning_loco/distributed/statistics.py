@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import InitVar
+from typing import Any
+
+from lightning_loco._util.clock import REAL_CLOCK, Clock
+from lightning_loco._util.goodput import (
+    MOST_ROUNDS,
+    Counted,
+    Goodput,
+    SpentTime,
+    Straggler,
+    find_straggler,
+)
 
 Span = tuple[str, float, float]
 """Kind, start and end in seconds of the clock."""
+
+_SPENT = ("steps", "lost_steps", "time_s", "join_s", "away_s")
 
 IN_BACKGROUND = ("round", "send")
 """Kinds of spans in which a rank does something else at the same time."""
@@ -64,6 +80,9 @@ class Spans:
 class Statistics:
     """Counters of one rank since the start of training, and metrics of its worker's last round.
 
+    Args:
+        clock: It is read when the training begins, which is now.
+
     Attributes:
         rounds: Completed rounds.
         bytes_sent: Payload bytes sent by this rank; a ring all-reduce of B bytes counts as
@@ -82,6 +101,12 @@ class Statistics:
         losses: Last training loss of each worker at the last round; NaN if unknown.
         members: Number of workers in the last round of an elastic group; None without one.
         repaired: How often a member had drifted from the others and has received their state.
+        steps: Local steps that this worker has made itself; it may have received others.
+        lost_steps: Those whose progress was thrown away, as a mean over the fragments.
+        join_s: Seconds for which it has waited for the parameters of the run.
+        away_s: Seconds between the checkpoints that it has resumed from and the resumptions.
+        participation: Share of the workers with weight in the last round; None if not known.
+        step_times: Seconds of a local step of each worker, in the last rounds; 0 if unknown.
         spans: When this rank waited, ran rounds and was at sync points; None unless recorded.
     """
 
@@ -98,7 +123,47 @@ class Statistics:
     repaired: int = 0
     other_ranks_bytes_sent: int = 0
     longest_wait_s: float = 0.0
+    steps: int = 0
+    lost_steps: float = 0.0
+    join_s: float = 0.0
+    away_s: float = dataclasses.field(default=0.0, compare=False)
+    participation: float | None = None
+    step_times: deque[list[float]] = dataclasses.field(
+        default_factory=lambda: deque(maxlen=MOST_ROUNDS), compare=False, repr=False
+    )
     spans: Spans | None = dataclasses.field(default=None, compare=False, repr=False)
+    clock: InitVar[Clock] = REAL_CLOCK
+
+    def __post_init__(self, clock: Clock) -> None:
+        """Begin to count the time of this worker."""
+        self._clock, self._began_s = clock, clock.now()
+
+    @property
+    def time_s(self) -> float:
+        """Seconds since the start, in earlier processes of this run, too."""
+        return self._clock.now() - self._began_s
+
+    @property
+    def spent(self) -> SpentTime:
+        """What the time was spent on; all that is not counted as something else is computing."""
+        time_s, others = self.time_s, (self.wait_s, self.join_s, self.away_s)
+        return SpentTime(self.steps, time_s, max(0.0, time_s - sum(others)), *others)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """What the time was for; None before the first step.
+
+        Progress counts from the start, unless it is known to be lost.
+        """
+        spent = self.spent
+        if not (spent.steps and spent.time_s > 0):
+            return None
+        return Goodput.of(spent, Counted(max(0.0, spent.steps - self.lost_steps), 0.0))
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The worker that was slow in the last rounds, if there is one."""
+        return find_straggler(self.step_times)
 
     @property
     def worker_bytes_sent(self) -> int:
@@ -110,24 +175,39 @@ class Statistics:
         """Seconds for which the worker was blocked, on the rank that has waited longest."""
         return max(self.wait_s, self.longest_wait_s)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the counters that continue after a resume."""
         state = {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
         if self.bytes_saved:
             state["bytes_saved"] = self.bytes_saved
-        return state
+        spent = {name: getattr(self, name) for name in _SPENT}
+        return {**state, "spent": {**spent, "saved_at": self._clock.wall_time()}}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the counters of a checkpoint."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counters of a checkpoint; the time since then was away."""
         self.rounds = int(state["rounds"])
         self.bytes_sent = int(state["bytes_sent"])
         self.bytes_saved = int(state.get("bytes_saved", 0))
         self.wait_s = self.resumed_wait_s = float(state["wait_s"])
+        if not (spent := state.get("spent")):  # of another worker: its time is not this one's
+            return
+        self.steps, self.lost_steps = int(spent["steps"]), float(spent["lost_steps"])
+        # Clocks of two machines may differ.
+        away_s = max(0.0, self._clock.wall_time() - float(spent["saved_at"]))
+        self.join_s, self.away_s = float(spent["join_s"]), float(spent["away_s"]) + away_s
+        self._began_s = self._clock.now() - float(spent["time_s"]) - away_s
 
     def record(self, kind: str, start_s: float, end_s: float) -> None:
         """Record an activity of this rank between two times of the clock, if that is recorded."""
         if self.spans is not None:
             self.spans.add(kind, start_s, end_s)
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """A context in which this worker waits for the parameters of the run."""
+        began_s, waited_s = self._clock.now(), self.wait_s
+        yield
+        self.join_s += self._clock.now() - began_s - (self.wait_s - waited_s)
 
     def count_wait(self, start_s: float, end_s: float) -> None:
         """Count the time for which this rank was blocked."""

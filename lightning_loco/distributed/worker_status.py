@@ -38,6 +38,7 @@ class WorkerStatus(NamedTuple):
         finite: 0 if the parameters hold NaN or infinity, else 1.
         loss: Last training loss.
         squared_distance: Squared distance to the mean of the round before.
+        step_s: Seconds of a local step since the last round, without waiting; 0 if unknown.
         scalars: The algorithm's own numbers.
     """
 
@@ -48,6 +49,7 @@ class WorkerStatus(NamedTuple):
     finite: float = math.nan
     loss: float = math.nan
     squared_distance: float = math.nan
+    step_s: float = 0.0
     scalars: tuple[float, ...] = ()
 
     @property

@@ -227,8 +227,10 @@ class ElasticConnection(MemberConnection):
 
     def _record(self, result: RoundResult) -> None:
         """Record a round whose result was received."""
-        self.last_round = result
+        last, self.last_round = self.last_round, result
         statistics = self.engine.statistics
+        if last is not None and last.plan.names != result.plan.names:
+            statistics.step_times.clear()  # the numbers are of other members
         statistics.members = len(result.plan.names)
         statistics.repaired += len(result.plan.drifted)
 

@@ -130,8 +130,10 @@ class ElasticHooks(RoundHooks):
         request, plan = pending.request, result.plan
         started = engine.worker.round_index - request.round_index
         missed_steps = _missed_steps(engine, request, result.state) if started else 0
-        for sync in engine.fragments:
+        for sync, began_at in zip(engine.fragments, request.position["began_at"], strict=True):
             sync.drop_pending()
+            lost = (engine.worker.steps - began_at) / len(engine.fragments)
+            engine.statistics.lost_steps += lost
         self._resume(engine, result, result.state, missed_steps)
         engine.worker.round_index = plan.round_index + started
         return self._add_pending_round(engine, pending, plan, result.state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_loco.algorithms import Restart
 from lightning_loco.algorithms.algorithm import has_own
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import AllReduceSum
@@ -98,6 +99,7 @@ class Engine(LocalParticipant):
         self._schedule = settings.schedule.of_worker(worker.group.worker)
         self._sync_every = self._schedule.sync_every_of(worker.group.worker)
         self._has_own_weights = has_own(settings.algorithm, "weight")
+        self._merge_policy = settings.merge_policy or Restart()
         self._can_measure_consensus = self._sync_every is not None and hooks.shares_sync_points
         self._dues: list[tuple[bool, bool]] = []
         self._unrecorded: PendingStatuses | None = None
@@ -133,7 +135,8 @@ class Engine(LocalParticipant):
 
     def start(self) -> None:
         """Take part in the run, see :meth:`Participant.start`."""
-        self._hooks.start(self)
+        with self.statistics.joining():
+            self._hooks.start(self)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the algorithm and of the schedule."""
@@ -245,6 +248,8 @@ class Engine(LocalParticipant):
         ended = [found for found in (before, new) if found not in (None, fragment.pending)]
         if ended or new.restarts:
             self._share(fragment)
+        if before is not None and self._merge_policy.keeps_progress:  # else the message has it
+            self._overwrite(before)
         if ended:
             self._record_rounds(fragment, ended)
         self.statistics.rounds += self._sync_every is not None
@@ -255,7 +260,7 @@ class Engine(LocalParticipant):
             worker.replica.running_statistics.record(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index = applied.index + 1
-        worker.steps_since_round = 0
+        worker.begin_interval()
         if new.statuses.has_been_read:  # else later, so as not to wait for them now
             self.record_statuses()
 
@@ -267,6 +272,7 @@ class Engine(LocalParticipant):
         # Of the round before: this one's is known at its end only.
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
         is_finite = fragment.prepare(worker.round_index)
+        step_s = worker.step_s()  # now: reading that has waited for the device
         # Before anything is sent: with NaN in one shard, no rank's message may have weight.
         places = worker.group.agree([is_finite, own.loss, norm**2], "the start of a round")
         finite, losses, squares = zip(*places, strict=True)
@@ -275,12 +281,14 @@ class Engine(LocalParticipant):
         # worker's present parameters count.
         has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
         if not worker.was_finite:
+            self._lose(fragment.began_at)
             for other in self.fragments:
                 if other is not fragment:
                     own_part = other.holds_finite_params()
                     if not all(part for (part,) in worker.group.agree([own_part])):
                         other.restore_start()
                         self._share(other)
+                        self._lose(other.began_at)
         weight = float(worker.was_finite and has_moved)
         if weight and self._has_own_weights:
             weight = self._weight(own.steps)
@@ -289,7 +297,17 @@ class Engine(LocalParticipant):
             finite=worker.was_finite,
             loss=sum(losses) / len(losses),
             squared_distance=sum_of_known(squares),
+            step_s=step_s,
         )
+
+    def _lose(self, since: int, share: float = 1.0) -> None:
+        """Note that a fragment has lost its progress since a local step, or a share of it."""
+        self.statistics.lost_steps += share * (self.worker.steps - since) / len(self.fragments)
+
+    def _overwrite(self, ended: Round) -> None:
+        """Note the local steps of a fragment that the result of a late round has replaced."""
+        if ended.finite:  # else it was noted when NaN was found
+            self._lose(ended.began_at, 1.0 - self._merge_policy.kept_share)
 
     def _weight(self, steps: float) -> float:
         """The weight that the algorithm gives this worker's message; RuntimeError if it is none."""
@@ -354,6 +372,7 @@ class Engine(LocalParticipant):
         yield fragment.has_received
         fragment.make_writable()
         fragment.apply(self.worker.steps)
+        self._overwrite(pending)
         self._share(fragment)
         fragment.applied_at = self._clock.now()
         self._record_rounds(fragment, [pending])

@@ -507,6 +507,8 @@ class PairwiseEngine(LocalParticipant):
         own = Tag(self._clock, math.nan if loss is None else loss)
         # A model with NaN takes the parameters of the peer in place of its own.
         factor = self.algorithm.blend_factor(own, peer) if was_finite else 1.0
+        if not was_finite:
+            self.statistics.lost_steps += self.worker.steps_since_round
         self._update_buffers()
         if self._exchange is not None and received is not None:
             self._exchange.averager.blend(received.params, factor, was_finite=was_finite)

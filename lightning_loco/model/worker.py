@@ -115,10 +115,10 @@ class Worker:
         self.replica = replica
         self.checksum = checksum
         self.averaged_copies = AveragedCopies(replica.model)
-        self.statistics = Statistics()
+        self.statistics = Statistics(clock=group.clock)
         self.stop = StopAgreement(group)
         self.steps = 0
-        self.steps_since_round = 0
+        self.begin_interval()
         self.round_index = 0
         self.was_finite = True
         self._last_loss: float | Tensor = math.nan
@@ -196,6 +196,7 @@ class Worker:
         """
         reach("local step")
         self.steps += 1
+        self.statistics.steps += 1
         self.steps_since_round += 1
         position = 0, self.steps, 1
         if sync_every is not None:
@@ -215,6 +216,21 @@ class Worker:
             self._first_step = now_s, self.steps
         began_s, first = self._first_step
         return (now_s - began_s) / max(1, self.steps - first)
+
+    def begin_interval(self) -> None:
+        """Count local steps, and their time, from here on: a round has begun."""
+        self.steps_since_round = 0
+        spent = self.statistics
+        self._interval = self.group.clock.now() - spent.wait_s, spent.steps
+
+    def step_s(self) -> float:
+        """Return the mean seconds of a local step in this interval, without waits; 0 without one.
+
+        The device must have finished these steps.
+        """
+        (began_s, first), spent = self._interval, self.statistics
+        seconds, made = self.group.clock.now() - spent.wait_s - began_s, spent.steps - first
+        return seconds / made if made > 0 else 0.0
 
     def status(self, sync_point: float) -> WorkerStatus:
         """This worker's status: its round, its steps and its loss."""
@@ -268,8 +284,12 @@ class Worker:
         )
 
     def record_statuses(self, statuses: list[WorkerStatus]) -> None:
-        """Record the workers' losses and warn of those with NaN; RuntimeError if all have NaN."""
+        """Record the workers' numbers and warn of those with NaN; RuntimeError if all have NaN."""
         self.statistics.losses = [status.loss for status in statuses]
+        weights = [status.weight for status in statuses if not math.isnan(status.weight)]
+        if weights:  # else it is no round
+            self.statistics.participation = sum(one > 0 for one in weights) / len(weights)
+            self.statistics.step_times.append([status.step_s for status in statuses])
         broken = [worker for worker, status in enumerate(statuses) if status.finite == 0]
         if len(broken) == len(statuses):
             raise RuntimeError(_NO_CONSENSUS)
@@ -363,8 +383,9 @@ class Worker:
         """Load the counters of a state of :meth:`state_dict`."""
         self.round_index = saved["round_index"]
         self.steps = saved["steps"]
-        self.steps_since_round = saved["steps_since_round"]
         self.statistics.load_state_dict(saved["statistics"])
+        self.begin_interval()
+        self.steps_since_round = saved["steps_since_round"]
 
 
 def exchanged_parameters(

@@ -69,6 +69,7 @@ class RemoteParticipant(Participant):
         now_s = REAL_CLOCK.now()
         self._has_mean = False
         statistics.rounds += 1
+        statistics.steps += 1
         statistics.record("wait", now_s - (wait_s - statistics.wait_s), now_s)
         statistics.wait_s = wait_s
 

@@ -9,13 +9,14 @@ import dataclasses
 import math
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_loco._util.goodput import PARTS
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine import RoundSettings
@@ -202,6 +203,10 @@ def round_metrics(statistics: Statistics, participant: Participant | None) -> di
         "loco/wait_s": statistics.worker_wait_s,
         "loco/staleness": float(statistics.staleness),
     }
+    if (goodput := statistics.goodput) is not None:
+        metrics |= {f"loco/{part}": share for part, share in goodput.parts.items()}
+    if statistics.participation is not None:
+        metrics["loco/participation"] = statistics.participation
     if statistics.outer_grad_norm is not None:
         metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
     if statistics.members is not None:
@@ -232,29 +237,31 @@ def show_summary(engine: LocalParticipant) -> None:
     """Print a table of steps, rounds, bytes and seconds on rank 0; all ranks must call it."""
     statistics, worker, group = engine.statistics, engine.worker, engine.worker.group
     # A collective: an error in it must not become a warning.
-    means, steps = mean_of_workers(statistics, worker.steps, group)
+    means, steps, parts = mean_of_workers(statistics, worker.steps, group)
     with errors_as_warnings(NOT_SHOWN):
         num_bytes = worker.replica.num_parameters * worker.replica.layout.dtype.itemsize
         count, (name, *_) = group.num_workers, group.rank_names
         of_ddp = bytes_of_ddp(count, num_bytes, steps)
         whose = f"Mean of {count} workers" if count > 1 else f"On {name}"
-        rank_zero_info(summarize(means, steps, of_ddp, whose))
+        rank_zero_info(summarize(means, steps, of_ddp, whose, parts))
 
 
-def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[Statistics, int]:
-    """Return statistics with the means over all workers, and their mean number of local steps.
+def mean_of_workers(
+    own: Statistics, steps: int, group: WorkerGroup
+) -> tuple[Statistics, int, dict[str, float]]:
+    """Return the means over all workers: statistics, local steps, and parts of the time.
 
     Bytes are the sum over the ranks of a worker, seconds the mean over the ranks. Worker 0 warns of
     workers without local steps. All ranks must call it.
     """
-    mine = [steps, own.bytes_sent, own.wait_s]
+    mine = [steps, own.bytes_sent, own.wait_s, *parts_of_time(own).values()]
     ranks = group.gather_from_ranks(mine, "the summary of training")
     idle = [name for name, rank in zip(group.rank_names, ranks, strict=True) if rank[0] == 0]
     if 0 < len(idle) < len(ranks):
         rank_zero_warn(
             f"No local step was taken on {', '.join(idle)}. The training data had no batches there."
         )
-    mean_steps, sent, wait_s = (
+    mean_steps, sent, wait_s, *parts = (
         math.fsum(values) / len(ranks) for values in zip(*ranks, strict=True)
     )
     means = dataclasses.replace(
@@ -262,23 +269,41 @@ def mean_of_workers(own: Statistics, steps: int, group: WorkerGroup) -> tuple[St
         bytes_sent=round(sent * group.replica_size),
         wait_s=wait_s,
     )
-    return means, round(mean_steps)
+    return means, round(mean_steps), dict(zip(PARTS, parts, strict=True))
 
 
-def summarize(statistics: Statistics, steps: int, of_ddp: int, whose: str = "On worker 0") -> str:
+def parts_of_time(statistics: Statistics) -> dict[str, float]:
+    """Return what this worker's time was for, by name; all 0 without a local step."""
+    goodput = statistics.goodput
+    return dict.fromkeys(PARTS, 0.0) if goodput is None else goodput.parts
+
+
+def summarize(
+    statistics: Statistics,
+    steps: int,
+    of_ddp: int,
+    whose: str = "On worker 0",
+    parts: Mapping[str, float] | None = None,
+) -> str:
     """Return a short table of steps, rounds, bytes and seconds; ``whose`` says of which worker.
 
-    ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown.
+    ``of_ddp`` are the bytes that DDP would have sent, 0 if unknown; ``parts`` those of the time, by
+    default of ``statistics``.
     """
+    (_, goodput), *others = (parts or parts_of_time(statistics)).items()
+    rest = ", ".join(f"{part} {share:.0%}" for part, share in others if share >= 0.005)
     sent = format_bytes(statistics.bytes_sent)
     rows = {
         "local steps": f"{steps:,}",
         "rounds": f"{statistics.rounds:,}",
         "sent": f"{sent} (DDP: {format_bytes(of_ddp)})" if of_ddp else sent,
         "waited": format_seconds(statistics.wait_s),
+        "goodput": f"{goodput:.0%}" + (f" ({rest})" if rest else ""),
     }
     if statistics.consensus_distance is not None:
         rows["consensus distance"] = f"{statistics.consensus_distance:.3g}"
+    if statistics.straggler is not None:
+        rows["straggler"] = str(statistics.straggler)
     lines = [f"  {name:<20}{value}" for name, value in rows.items()]
     return "\n".join([f"Training is over. {whose}:", *lines])
 

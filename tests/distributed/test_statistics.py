@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_loco.distributed.statistics import Spans, Statistics
+from tests.harness.manual_clock import ManualClock
 
 
 def test_counters_continue_from_a_checkpoint() -> None:
@@ -26,12 +27,58 @@ def test_counters_loaded_as_tensors_become_numbers() -> None:
     statistics.load_state_dict(
         {"rounds": torch.tensor(3), "bytes_sent": torch.tensor(4.0), "wait_s": torch.tensor(0.5)}
     )
-    assert [type(v) for v in statistics.state_dict().values()] == [int, int, float]
+    assert [type(v) for v in statistics.state_dict().values()] == [int, int, float, dict]
 
 
 def test_an_incomplete_checkpoint_is_an_error() -> None:
     with pytest.raises(KeyError, match="wait_s"):
         Statistics().load_state_dict({"rounds": 1, "bytes_sent": 1})
+
+
+def test_what_the_time_was_for_by_a_clock_that_the_test_advances() -> None:
+    clock = ManualClock()
+    statistics = Statistics(clock=clock)
+    assert statistics.goodput is None
+    with statistics.joining():
+        clock.advance(20.0)
+        statistics.count_wait(clock.now() - 10.0, clock.now())  # for others, and not for the state
+    clock.advance(70.0)
+    statistics.count_wait(clock.now() - 20.0, clock.now())
+    statistics.steps, statistics.lost_steps = 50, 10.0
+    goodput = statistics.goodput
+    assert goodput is not None
+    assert statistics.time_s == 90.0
+    expected = {"goodput": 40, "waiting": 30, "joining": 10, "lost": 10, "restarting": 0}
+    assert goodput.parts == pytest.approx({part: s / 90 for part, s in expected.items()})
+
+
+def test_the_time_from_a_checkpoint_to_the_resumption_is_that_of_a_restart() -> None:
+    before, after = ManualClock(), ManualClock()
+    before.advance(1000.0)
+    old = Statistics(clock=before, wait_s=10.0, join_s=5.0, away_s=20.0, lost_steps=2.0)
+    before.advance(100.0)
+    old.steps = 8
+    saved = old.state_dict()
+    assert old.spent.compute_s == 65.0
+    before.advance(30.0)  # local steps after the checkpoint, which are lost
+    after.advance(1160.0)  # the machine has one clock, and the new process has begun at 0
+    new = Statistics(clock=after)
+    after.advance(15.0)
+    new.load_state_dict(saved)
+    assert (new.steps, new.lost_steps, new.join_s, new.wait_s) == (8, 2.0, 5.0, 10.0)
+    assert (new.time_s, new.away_s) == (175.0, 95.0)
+    assert new.spent.compute_s == 65.0
+    after.advance(25.0)
+    assert (new.time_s, new.spent.compute_s) == (200.0, 90.0)
+    assert new.goodput is not None
+    parts = [67.5, 10.0, 5.0, 22.5, 95.0]
+    assert list(new.goodput.parts.values()) == pytest.approx([s / 200 for s in parts])
+
+    new.load_state_dict({**saved, "spent": {}})  # of another worker, for a new one
+    assert new.away_s == 95.0
+    on_another_machine = Statistics(clock=ManualClock())  # whose clock is 1100 s behind
+    on_another_machine.load_state_dict(saved)
+    assert (on_another_machine.time_s, on_another_machine.away_s) == (100.0, 20.0)
 
 
 def test_statistics_of_two_workers_are_independent() -> None:

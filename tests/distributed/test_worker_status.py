@@ -48,6 +48,7 @@ def test_statuses_come_back_as_they_were_written() -> None:
             finite=1,
             loss=0.5,
             squared_distance=2.25,
+            step_s=0.125,
             scalars=(1.5, -2.0),
         ),
         WorkerStatus(
@@ -58,6 +59,7 @@ def test_statuses_come_back_as_they_were_written() -> None:
             finite=0,
             loss=3.0,
             squared_distance=0.0,
+            step_s=0.25,
             scalars=(7.0, 8.0),
         ),
     ]
@@ -156,7 +158,7 @@ def test_statuses_reach_all_workers(pool: Pool) -> None:
 
 
 def test_a_worker_alone_receives_its_own_status() -> None:
-    status = WorkerStatus(IN_ROUND, 3, 1, weight=1.0, finite=1.0, loss=2.0, squared_distance=0.0)
+    status = WorkerStatus(IN_ROUND, 3, 1, 1.0, 1.0, loss=2.0, squared_distance=0.0, step_s=0.5)
     assert GatheredStatuses(WorkerGroup(0, 1), Statistics(), status, "round 3").wait() == [status]
 
 

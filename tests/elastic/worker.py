@@ -225,6 +225,8 @@ def train(args: argparse.Namespace, engine: Engine) -> None:
                 "checksum": checksum(engine),
                 "outer": first_of(engine),
                 "repaired": engine.statistics.repaired,
+                "lost": engine.statistics.lost_steps,
+                "joining": engine.statistics.join_s,
                 "time": time.time(),
                 "mark": model.mark.item(),
                 "vectors": vectors(engine) if args.vectors else {},

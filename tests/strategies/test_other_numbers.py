@@ -393,7 +393,7 @@ def test_files_are_those_of_workers_of_one_rank(saved: Saved, method: str) -> No
         assert len(own.pop("other_ranks")) == own.pop("readers") - 1 == 1
         for state in (own, theirs):
             del state["lightning"]["loops"]
-            for counter in ("bytes_sent", "wait_s", "bytes_saved"):
+            for counter in ("bytes_sent", "wait_s", "bytes_saved", "spent"):
                 state["engine"]["statistics"].pop(counter, None)
         check_close(own, theirs, f"worker {worker}")
 

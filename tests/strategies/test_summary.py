@@ -62,6 +62,7 @@ def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) 
             assert rows["local steps"] == str(STEPS)
             assert rows["sent"].endswith(f" (DDP: {of_ddp})")
             assert re.fullmatch(r"[\d.]+ m?s", rows["waited"])
+            assert re.fullmatch(r"\d+%( \([a-z]+ \d+%(, [a-z]+ \d+%)*\))?", rows["goodput"])
             if name == "remote_optimizer":
                 assert rows["rounds"] == str(STEPS)
             else:

@@ -369,7 +369,7 @@ class SavedRun:
             self.replica_size = take_rank_state(own, place)
             self.is_new = is_new_worker or place >= self.replica_size
             if self.is_new:  # or the bytes of one worker would count twice
-                own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0)
+                own["engine"]["statistics"].update(bytes_sent=0, wait_s=0.0, spent={})
         # Each worker finds its own file; fewer workers than before would not miss the last one.
         if writers is None:
             files.find(self.stamp, self.num_workers - 1)
