@@ -311,6 +311,7 @@ def record_of(
             for event in simulation.timeline[:MAX_EVENTS]
         ],
         shares=shares,
+        goodput=[one.parts for one in simulation.goodput],
         events_left_out=max(0, len(simulation.timeline) - MAX_EVENTS),
         numbers={"workers": n, "local steps": round(end.steps), "rounds": end.rounds},
         bytes_sent=end.bytes_sent,

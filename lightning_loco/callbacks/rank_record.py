@@ -21,7 +21,7 @@ from lightning_loco.distributed.statistics import IN_BACKGROUND, Span, Spans
 from lightning_loco.engine import Engine
 from lightning_loco.report.record import Curve, Drawing, RunRecord, round_to
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings
+from lightning_loco.strategies.summary import bytes_of_ddp, errors_as_warnings, parts_of_time
 from lightning_loco.strategies.worker_strategy import WorkerStrategy, worker_and_place
 from lightning_loco.topology import Topology, spectral_gap
 
@@ -182,6 +182,7 @@ class RankRecord:
             "losses": self._losses.to_json() if self._place == 0 else None,
             "bytes": self.position()[2],
             "wait_s": statistics and statistics.wait_s - statistics.resumed_wait_s,
+            "goodput": parts_of_time(statistics) if statistics is not None else {},
         }
 
     def record_of_run(
@@ -210,6 +211,8 @@ class RankRecord:
             numbers["resumed at step"] = self._first_step
         if self._statistics is not None:
             numbers["rounds"] = self._statistics.rounds
+            if self._statistics.straggler is not None:
+                numbers["straggler"] = str(self._statistics.straggler)
         if isinstance(strategy, EngineStrategy) and not self._consensus.points:
             notes_of_run.append(NOT_MEASURED)
             if (distance := strategy.statistics.consensus_distance) is not None:
@@ -228,6 +231,7 @@ class RankRecord:
                 for kind, start, end in rank["events"]
             ],
             shares=[rank["shares"] for rank in ranks],
+            goodput=[rank["goodput"] for rank in ranks if rank["goodput"]],
             events_left_out=sum(rank["left_out"] for rank in ranks),
             numbers=numbers,
             bytes_sent=sum(sent) / len(sent) if is_known else None,

@@ -12,7 +12,9 @@ All text of a run is escaped by the templates, and the page allows no other scri
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import jinja2
 
+from lightning_loco._util.goodput import PARTS
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.report.charts import (
     BELOW,
@@ -42,6 +45,11 @@ PAGE_FILE = "report.html"
 
 KINDS = ("compute", "validation", "checkpoint", "sync point", "wait", "round", "send")
 """Kinds of events in the order in which they are drawn, the last one on top."""
+
+PART_KINDS = dict(
+    zip(PARTS, ("compute", "wait", "sync point", "checkpoint", "validation"), strict=True)
+)
+"""Kinds of events whose colors the parts of a worker's time have."""
 
 MAX_LANES = 64
 """Lanes of a timeline."""
@@ -116,6 +124,8 @@ def render_run(record: RunRecord) -> str:
         kinds=kinds,
         below=BELOW,
         kind_class=kind_class,
+        goodput=goodput_chart(record),
+        parts=PARTS,
         shares=[(name, share_row(own)) for name, own in zip(lanes, record.shares, strict=False)],
         num_training=len(record.of_kind("train_loss")),
         num_colors=NUM_COLORS,
@@ -127,6 +137,28 @@ def render_run(record: RunRecord) -> str:
         not_finite=[(curve.name, curve.not_finite) for curve in record.curves if curve.not_finite],
         trace_file=TRACE_FILE,
     )
+
+
+def goodput_chart(record: RunRecord) -> TimelineChart | None:
+    """Draw what the time of all workers and of each was for; None if that is not known."""
+    found = list(zip(record.lanes[:MAX_LANES], record.goodput, strict=False))
+    if not found:
+        return None
+    events = []
+    for lane, (_, parts) in enumerate([("all", mean_parts(record)), *found]):
+        ends = [*itertools.accumulate((parts.get(part, 0.0) for part in PARTS), initial=0.0)]
+        events += [
+            (lane, part, *pair) for part, pair in zip(PARTS, itertools.pairwise(ends), strict=True)
+        ]
+    names = ["all", *(name for name, _ in found)]
+    chart = draw_timeline(names, events, PARTS, 0.0, 1.0)
+    return chart and dataclasses.replace(chart, label="share of the time")
+
+
+def mean_parts(record: RunRecord) -> dict[str, float]:
+    """Return what the time of all workers was for."""
+    count = len(record.goodput)
+    return {part: sum(one.get(part, 0.0) for one in record.goodput) / count for part in PARTS}
 
 
 def span(record: RunRecord) -> tuple[float, float]:
@@ -142,7 +174,8 @@ def known_kinds(record: RunRecord) -> list[str]:
 
 
 def kind_class(kind: str) -> str:
-    """Return the class of an element that shows a kind of event."""
+    """Return the class of an element that shows a kind of event, or a part of the time."""
+    kind = PART_KINDS.get(kind, kind)
     return f"k-{KINDS.index(kind)}" if kind in KINDS else "k-other"
 
 
@@ -181,6 +214,8 @@ def tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
                 remark += f", {format_value(record.ddp_bytes / record.bytes_sent)} times as much"
         yield "sent per worker", format_bytes(record.bytes_sent), remark
     waited_s = mean_share(record, "wait") if record.wait_s is None else record.wait_s
+    if record.goodput:
+        yield "goodput", f"{mean_parts(record)[PARTS[0]]:.1%}", "of the time"
     if waited_s is not None:
         part = f"{waited_s / record.seconds:.1%} of the time" if record.seconds else ""
         yield "waited per worker", format_seconds(waited_s), part

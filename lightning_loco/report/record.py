@@ -143,6 +143,10 @@ def _finite(value: Any) -> float:
     return number
 
 
+def _of_lanes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    return [{str(name): _finite(number) for name, number in row.items()} for row in rows]
+
+
 def _as_json(value: Any) -> Any:
     """Return a value with numbers that are not finite as text, because JSON has none of them."""
     if isinstance(value, Mapping):
@@ -198,6 +202,7 @@ class RunRecord:
             ``"send"``.
         shares: For each lane the seconds of each kind, of all events. Time within several events
             counts for the innermost one only, apart from ``"round"`` and ``"send"``.
+        goodput: For each lane what its time was for: shares by name, which add up to 1.
         events_left_out: How many events are counted in ``shares`` only.
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.
@@ -219,6 +224,7 @@ class RunRecord:
     curves: list[Curve] = dataclasses.field(default_factory=list)
     events: list[Event] = dataclasses.field(default_factory=list)
     shares: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    goodput: list[dict[str, float]] = dataclasses.field(default_factory=list)
     events_left_out: int = 0
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     bytes_sent: float | None = None
@@ -294,7 +300,8 @@ class RunRecord:
             lanes=lanes,
             curves=[Curve.from_json(curve) for curve in value["curves"]],
             events=events,
-            shares=[{str(k): _finite(s) for k, s in lane.items()} for lane in value["shares"]],
+            shares=_of_lanes(value["shares"]),
+            goodput=_of_lanes(value.get("goodput", [])),
             events_left_out=int(value.get("events_left_out", 0)),
             numbers=dict(value.get("numbers", {})),
             topology=None if topology is None else Drawing.from_json(topology),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ from lightning_loco import (
     LocoStrategy,
     PairwiseGossipStrategy,
     PeerMonitor,
+    ReportCallback,
     StragglerSimulator,
     WorkerLogs,
 )
+from lightning_loco._util.goodput import PARTS
 from lightning_loco.callbacks import straggler
 from lightning_loco.distributed.worker_status import WorkerStatus
+from lightning_loco.report.record import RunRecord
 from tests.harness.manual_clock import sleeps
+from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
 from tests.harness.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 
@@ -78,9 +83,11 @@ def fit(
         logger=CSVLogger(folder),
         **settings,
     )
-    runner.fit(module, make_loader(rank, num_batches))
+    with messages_of(RANK_ZERO) as texts:
+        runner.fit(module, make_loader(rank, num_batches))
     statistics = runner.strategy.statistics
     return {
+        "texts": texts,
         "weights": flat(module),
         "before_rounds": module.sgd.recorded,
         "progress_bar": runner.progress_bar_metrics,
@@ -127,6 +134,30 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
         # The losses are sent with the round: the mean over the workers.
         mean = sum(result["losses"][step] for result in results) / world
         assert losses[step + 1] == pytest.approx(mean, rel=1e-6)
+
+
+def test_goodput_of_a_worker_that_waits_for_a_straggler(pool: Pool, tmp_path: Path) -> None:
+    callbacks = [CommunicationMonitor(), StragglerSimulator({1: 0.05}), ReportCallback(tmp_path)]
+    with_summary = {"algorithm": LocalSGD(), "summary": True}
+    results = pool.run(fit, tmp_path, callbacks, with_summary, {}, 24, world=2)
+    rows = read(tmp_path)
+    parts = {part: list(column(rows, f"loco/{part}").values()) for part in PARTS}
+    for shares in zip(*parts.values(), strict=True):
+        assert sum(shares) == pytest.approx(1.0)
+    assert parts["joining"][-1] < 0.01
+    assert parts["lost"][-1] == parts["restarting"][-1] == 0.0
+    assert parts["waiting"][-1] > 0.4
+    assert set(column(rows, "loco/participation").values()) == {1.0}
+
+    record = RunRecord.load(tmp_path)
+    fast, slow = record.goodput
+    assert fast["goodput"] < 0.6 < 0.8 < slow["goodput"]
+    assert str(record.numbers["straggler"]).startswith("worker 1 took ")
+    (summary,) = (text for text in results[0]["texts"] if "Training is over" in text)
+    assert re.search(r"goodput +\d+% \(waiting \d+%", summary)
+    assert re.search(
+        r"straggler +worker 1 took [\d.]+x the median step in the last 7 rounds", summary
+    )
 
 
 def test_communication_of_gossip(pool: Pool, tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def made_up(num_workers: int = 2, num_steps: int = 40, text: str = "ring") -> Ru
         curves=curves,
         events=events,
         shares=shares,
+        goodput=[
+            {"goodput": 0.5, "waiting": 0.25, "joining": 0.0, "lost": 0.125, "restarting": 0.125},
+            *[{"goodput": 1.0} for _ in range(num_workers - 1)],
+        ],
         events_left_out=7,
         numbers={"local steps": num_steps, text: text},
         bytes_sent=250.0 * num_steps,

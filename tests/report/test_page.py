@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_loco.report.charts import NUM_COLORS
+from lightning_loco.report.charts import LANE_LEFT, LANE_WIDTH, NUM_COLORS
 from lightning_loco.report.page import (
     flat,
+    goodput_chart,
     render_comparison,
     render_run,
     share_row,
@@ -84,6 +85,27 @@ def test_a_page_shows_what_is_recorded() -> None:
     assert "Spectral gap 0.25: the distance to the mean shrinks by a factor of 0.75" in page.text
     assert "Of 7 events in between only the sums below are known" in page.text
     assert "strategy.sync_every" in page.text
+
+
+def test_bars_of_goodput_are_as_long_as_the_shares() -> None:
+    chart = goodput_chart(made_up())
+    assert chart is not None
+    assert [lane.name for lane in chart.lanes] == ["all", "worker 0 ring", "worker 1 ring"]
+    width = LANE_WIDTH - 15 - LANE_LEFT
+    shares = [
+        {"goodput": 0.75, "waiting": 0.125, "lost": 0.0625, "restarting": 0.0625},
+        {"goodput": 0.5, "waiting": 0.25, "lost": 0.125, "restarting": 0.125},
+        {"goodput": 1.0},
+    ]
+    for lane, expected in zip(chart.lanes, shares, strict=True):
+        bars = {part: path.partition(" 0h") for part, path in lane.paths}
+        lengths = {part: float(length) / width for part, (_, _, length) in bars.items()}
+        assert lengths == pytest.approx(expected, abs=1e-4)
+        starts = [float(start.removeprefix("M")) for start, _, _ in bars.values()]
+        assert starts == sorted(starts)
+    page = Page(render_run(made_up()))
+    assert "What the time was for" in page.text
+    assert "goodput75.0%of the time" in page.text.replace("\n", "")
 
 
 def test_a_page_of_an_empty_record() -> None:
