@@ -247,7 +247,7 @@ class LearnerEngine(LocalParticipant):
         group = self.worker.group
         address = self._find_syncer()
         generation = int(group.clock.wall_time() * 1000)
-        with group.errors_shared(_START):
+        with group.errors_shared(_START), self.statistics.joining():
             make_learner = partial(self.make_learner, generation, str(address))
             if (learner := self._on_first_rank(make_learner)) is not None:
                 self._thread = LearnerThread(learner, self._connect(address), group.clock)
@@ -417,6 +417,7 @@ class LearnerEngine(LocalParticipant):
         if self.learner is not None:
             sent, whole = self.learner.count_sent()
             self.statistics.count_compressed(sent, whole)
+            self.statistics.lost_steps += self.learner.count_lost()
 
     # ------------------------------------------------------------------ sync points
 

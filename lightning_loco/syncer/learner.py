@@ -250,6 +250,12 @@ class Learner:
             sent, self._sent = self._sent, (0, 0)
         return sent
 
+    def count_lost(self) -> float:
+        """Return the local steps whose progress was lost since the last call."""
+        with self._lock:
+            lost, self.rounds.lost_steps = self.rounds.lost_steps, 0.0
+        return lost
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the next process of this learner continues with."""
         with self._lock:
@@ -337,6 +343,8 @@ class Learner:
                         self._forget_waiting()
                     raise
                 self.counts["refused"] += 1
+                with self._lock:
+                    self.rounds.refused(push)
                 log.debug("%s", error)
             else:
                 self.counts["pushed"] += 1

@@ -28,6 +28,8 @@ class LearnerRounds:
         steps: Local steps since then, for each fragment.
         tokens: Tokens, or samples, of these steps.
         total_steps: All its local steps.
+        lost_steps: Those whose progress was overwritten and not pushed, or whose push was refused,
+            since it was last set to 0; a mean over the fragments.
     """
 
     def __init__(self, name: str, generation: int, fragments: int) -> None:
@@ -38,11 +40,13 @@ class LearnerRounds:
         self.steps = [0] * fragments
         self.tokens = [0.0] * fragments
         self.total_steps = 0
+        self.lost_steps = 0.0
         self._asked: tuple[Due, ...] = ()
         self._announced: tuple[Version, ...] = ()
         self._answered: set[Due] = set()
         # The version to which the last push of each fragment was relative.
         self._pushed: list[Version | None] = [None] * fragments
+        self._pushed_steps = [0] * fragments
         # The epoch of the syncer that has said last that ``received`` is what it has.
         self._said_by = [0] * fragments
 
@@ -120,13 +124,22 @@ class LearnerRounds:
 
     def receive(self, fragment: int, version: Version) -> int:
         """Note that a fragment is applied; return how many local steps it replaces."""
+        steps = self.steps[fragment]
+        self._drop(fragment)
         self.received[fragment], self._said_by[fragment] = version, self.epoch
-        steps, self.steps[fragment], self.tokens[fragment] = self.steps[fragment], 0, 0.0
         return steps
 
     def drop_progress(self) -> None:
         """Note that all fragments are again as they were received."""
-        self.steps, self.tokens = [0] * len(self.steps), [0.0] * len(self.steps)
+        for fragment in range(len(self.steps)):
+            self._drop(fragment)
+
+    def _drop(self, fragment: int) -> None:
+        base = self.received[fragment]
+        was_pushed = base is not None and self._pushed[fragment] == base
+        kept = self._pushed_steps[fragment] if was_pushed else 0
+        self.lost_steps += (self.steps[fragment] - kept) / len(self.steps)
+        self.steps[fragment], self.tokens[fragment] = 0, 0.0
 
     @property
     def is_asked(self) -> bool:
@@ -154,8 +167,15 @@ class LearnerRounds:
         fragment = due.fragment
         base, steps, tokens = self.received[fragment], self.steps[fragment], self.tokens[fragment]
         assert base is not None
-        self._pushed[fragment] = base
+        self._pushed[fragment], self._pushed_steps[fragment] = base, steps
         return Push(self.name, self.generation, self.epoch, due, base, steps, tokens)
+
+    def refused(self, push: Push) -> None:
+        """Note that a push will not be merged; a later one on the same version may be."""
+        if self.received[push.due.fragment] == push.base:
+            self._pushed_steps[push.due.fragment] = 0
+        else:
+            self.lost_steps += push.steps / len(self.steps)
 
     def lost(self, due: Due) -> None:
         """Note that a push has not arrived: it is repeated with what there is then."""
