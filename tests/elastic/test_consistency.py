@@ -134,6 +134,8 @@ def test_a_worker_that_drifts_is_named_and_repaired(
             assert output.count("differ from the other members") == 1
         steps = [column(workers, index, "steps") for index in range(3)]
         assert steps[0] == steps[1] == steps[2]
+        lost = [column(workers, index, "lost")[14] for index in range(3)]
+        assert lost == [0, 4 * (2 if schedule == ("--overlap",) else 1), 0]
         lines = [line for line in workers.lines(1) if line["weights"]]
         without = {line["round"] for line in lines if sum(line["weights"]) < 3}
         assert without == ({applied, applied + 1} if schedule == ("--overlap",) else {applied})

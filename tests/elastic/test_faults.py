@@ -162,6 +162,8 @@ def test_a_member_without_valid_progress_has_no_weight(
         weights = [sorted(line["weights"]) for line in workers.lines(0)]
         assert weights.count([0, 1]) == 1
         assert workers.lines(0)[-1]["outer"] == pytest.approx(1.5, abs=1.5)
+        assert [workers.lines(index)[-1]["lost"] for index in range(2)] == [0, 4]
+        assert all(workers.lines(index)[-1]["joining"] > 0 for index in range(2))
 
 
 @pytest.mark.soak

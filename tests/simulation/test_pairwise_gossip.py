@@ -109,6 +109,8 @@ def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
     assert [bool(model.value.isfinite().all()) for model in models] == [False, True]
     simulation.run(local_step, seconds=1.0)
     assert all(bool(model.value.isfinite().all()) for model in models)
+    lost = [one.statistics.lost_steps for one in simulation.participants]
+    assert lost[0] > 0 == lost[1]
 
 
 def test_workers_come_together_and_the_seed_decides() -> None:

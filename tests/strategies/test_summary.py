@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import LightningDataModule
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import (
     ConsensusMonitor,
@@ -24,10 +27,11 @@ from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import describe
 from tests.harness.messages import RANK_ZERO, messages_of
 from tests.harness.pool import Pool, make_trainer
-from tests.harness.small_model import TinyModule, flat, make_loader
-from tests.strategies.families import BY_TIME, fit_with
+from tests.harness.small_model import TinyModule, WorkerData, flat, make_loader
+from tests.strategies.families import BY_TIME, fit_part, fit_with
 
 STEPS = 9
+PAUSE_S = 0.5
 OPTIONS = {"sync_every": 4, "fragments": 2, "num_workers": 2}
 
 
@@ -105,6 +109,32 @@ def test_summary_table_and_page_show_the_same_numbers(pool: Pool, tmp_path: Path
     assert sent == in_table["sent per worker"] == on_page["sent per worker"]
     assert rows["consensus distance"] == in_table["consensus distance"]
     assert rows["consensus distance"] == f"{consensus.points[-1][3]:.3g}"
+
+
+def train_and_resume(rank: int, world: int, folder: str) -> list[Any]:
+    """Return steps, seconds and seconds away before and after a resumption, and the tables."""
+    found: list[Any] = []
+    loader = StatefulDataLoader(WorkerData(rank, 6), batch_size=None)
+    for part in ("first", "second"):
+        strategy = LocalSGDStrategy(sync_every=2)
+        with messages_of(RANK_ZERO) as texts:
+            fit_part(strategy, TinyModule(), part, folder, loader)
+        statistics = strategy.statistics
+        table = "".join(text for text in texts if "Training is over" in text)
+        found.append((statistics.steps, statistics.time_s, statistics.away_s, table))
+        time.sleep(PAUSE_S)
+    return found
+
+
+def test_the_time_until_a_resumption_is_that_of_a_restart(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(train_and_resume, str(tmp_path), world=2)
+    for rank, ((steps, _, away_s, table), resumed) in enumerate(found):
+        assert (steps, away_s) == (5, 0.0)
+        assert "restarting" not in table
+        steps, time_s, away_s, table = resumed
+        assert steps == 12
+        assert PAUSE_S < away_s < time_s
+        assert ("restarting" in table) == (rank == 0)
 
 
 def test_the_summary_can_be_disabled(pool: Pool) -> None:
