@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_loco import StepEngine
 from lightning_loco.algorithms import DecoupledDiLoCo, DiLoCo, KeepProgress, LocalSGD, Mix, Restart
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.simulation import Simulation
 from lightning_loco.syncer import DecoupledSettings, MergeSettings
+from tests.harness.pool import Pool
 from tests.harness.toys import Layers, Point
 
 
@@ -80,6 +83,47 @@ def test_steps_that_end_in_nan_are_lost_and_have_no_weight() -> None:
     assert lost == [0, 0, 5, 0]
     assert parts_of(simulation, 2)["lost"] == pytest.approx(5 / 20)
     assert simulation.participants[0].statistics.participation == 1.0
+
+
+STEP_S = [0.04, 0.1]
+
+
+def step_or_nan(worker: int, step: int, value: torch.Tensor) -> None:
+    """Add to a vector; the eighth local step of worker 0 makes NaN of it."""
+    value.data.add_(torch.nan if (worker, step) == (0, 8) else worker + 1.0)
+
+
+def real_parts(rank: int, world: int) -> dict[str, float]:
+    """Return the parts of the time of a process whose local steps sleep."""
+    model = points(1)[0]
+    engine = StepEngine(model, DiLoCo(), sync_every=5)
+    engine.start()
+    for step in range(1, 31):
+        time.sleep(STEP_S[rank])
+        step_or_nan(rank, step, model.value)
+        engine.step()
+    goodput = engine.statistics.goodput
+    engine.finish()
+    engine.close()
+    assert goodput is not None
+    return goodput.parts
+
+
+def test_real_processes_that_sleep_have_the_goodput_of_the_simulation(pool: Pool) -> None:
+    models = points(2)
+    simulation = Simulation(models, DiLoCo(), sync_every=5, speeds=[1 / s for s in STEP_S])
+
+    def local_step(worker: int) -> None:
+        step_or_nan(worker, simulation.steps[worker] + 1, models[worker].value)
+
+    simulation.run(local_step, num_rounds=6)
+    for worker, found in enumerate(pool.run(real_parts, world=2)):
+        assert found == pytest.approx(parts_of(simulation, worker), abs=0.1)
+    first, second = (parts_of(simulation, worker) for worker in range(2))
+    assert first == pytest.approx(
+        {"goodput": 1 / 3, "waiting": 0.6, "joining": 0, "lost": 1 / 15, "restarting": 0}
+    )
+    assert second["goodput"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
