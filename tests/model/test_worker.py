@@ -17,6 +17,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.model.flat import Cuts
 from lightning_loco.model.worker import EarlierRun, Worker
+from tests.harness.manual_clock import ManualClock
 from tests.harness.pool import Pool, PoolError
 from tests.harness.small_model import flat, norm_model
 
@@ -233,6 +234,28 @@ def test_a_state_is_where_the_worker_was() -> None:
     again.load_state_dict(saved)
     assert (again.steps, again.round_index, again.steps_since_round) == (3, 1, 1)
     assert torch.equal(flat(other), flat(model))
+
+
+def test_the_time_of_a_step_is_of_this_interval_of_this_process_without_waits() -> None:
+    clock = ManualClock()
+    worker, _ = Worker.join(norm_model(), Plain, WorkerGroup(0, 1, clock=clock))
+
+    def step(seconds: float) -> float:
+        clock.advance(seconds)
+        worker.count_step(2)
+        return worker.step_s()
+
+    assert worker.step_s() == 0.0
+    assert (step(1.0), step(2.0)) == (1.0, 1.5)
+    clock.advance(50.0)
+    worker.statistics.count_wait(2.0, 52.0)
+    assert worker.step_s() == 1.5
+    worker.begin_interval()
+    assert worker.step_s() == 0.0
+    assert step(4.0) == 4.0
+    worker.load_state_dict(worker.state_dict())
+    assert worker.step_s() == 0.0
+    assert step(5.0) == 5.0
 
 
 def test_a_distance_to_a_mean_of_one_worker_is_none() -> None:

@@ -51,6 +51,17 @@ def test_learners_know_what_the_syncer_has_not_merged(mix: float) -> None:
         assert own["waiting"] == theirs.waiting == 0.0
 
 
+def test_a_learner_whose_pushes_are_refused_knows_that_they_are_lost() -> None:
+    models = points(3)
+    settings = DecoupledSettings(DecoupledDiLoCo(), MergeSettings(3, 6, keep_late=False))
+    simulation = Simulation.from_settings(models, settings, speeds=[1.0, 1.0, 1 / 12])
+    simulation.run(adding(models), seconds=600.0)
+    for worker, theirs in enumerate(simulation.goodput):
+        own = parts_of(simulation, worker)
+        assert own["goodput"] == pytest.approx(theirs.merged + theirs.pending, abs=0.04)
+    assert parts_of(simulation, 2)["lost"] > 0.6
+
+
 def test_a_fast_worker_waits_for_a_straggler() -> None:
     models = points(3)
     simulation = Simulation(models, LocalSGD(), sync_every=10, speeds=[1.0, 1.0, 0.4])
