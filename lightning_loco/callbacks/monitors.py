@@ -82,14 +82,15 @@ class CommunicationMonitor(RoundMonitor):
 
     Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
-    last round), ``loco/train_loss_mean`` (over the workers, at the last round) and
-    ``loco/participation`` (share of the workers with weight in that round). The time since the
-    start is divided into ``loco/goodput``, local steps whose progress is not lost, and
-    ``loco/waiting``, ``loco/joining``, ``loco/lost`` and ``loco/restarting``: shares, see
-    :class:`~lightning_loco.simulation.Goodput`. With a remote optimizer a round is a step, and
-    only rounds, bytes, seconds and shares change. If workers join and leave, also
-    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted); if they
-    change, ``loco/outer_lr`` and ``loco/sync_every``.
+    last round), ``loco/persistence`` (how much the last two pseudo-gradients point the same way),
+    ``loco/train_loss_mean`` (over the workers, at the last round) and ``loco/participation`` (share
+    of the workers with weight in that round). The time since the start is divided into
+    ``loco/goodput``, local steps whose progress is not lost, and ``loco/waiting``,
+    ``loco/joining``, ``loco/lost`` and ``loco/restarting``: shares, see
+    :class:`~lightning_loco.simulation.Goodput`. With a remote optimizer a round is a step, and only
+    rounds, bytes, seconds and shares change. If workers join and leave, also ``loco/members`` (of
+    the last round) and ``loco/repaired`` (members that had drifted); if they change,
+    ``loco/outer_lr`` and ``loco/sync_every``.
 
     Args:
         prog_bar: Show them in the progress bar, too.

@@ -96,6 +96,8 @@ class Statistics:
             fraction), or in local steps (of the last round with a time-based schedule, or by which
             a peer was behind).
         outer_grad_norm: Norm of the last pseudo-gradient; None unless monitored.
+        persistence: Cosine of the last two pseudo-gradients of the fragment that was exchanged
+            last, from a sample of its elements; None unless monitored.
         consensus_distance: Root mean square distance of the workers' parameters to their mean,
             just before the last measured round; if none was measured, at the end of training.
         losses: Last training loss of each worker at the last round; NaN if unknown.
@@ -117,6 +119,7 @@ class Statistics:
     resumed_wait_s: float = dataclasses.field(default=0.0, compare=False)
     staleness: float = 0
     outer_grad_norm: float | None = None
+    persistence: float | None = None
     consensus_distance: float | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
     members: int | None = None

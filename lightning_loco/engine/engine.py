@@ -28,6 +28,7 @@ from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, HasArrived, Round
 from lightning_loco.engine.link_emulator import LinkEmulator
+from lightning_loco.engine.persistence import Products
 from lightning_loco.engine.resume import FittingState
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor
@@ -345,11 +346,14 @@ class Engine(LocalParticipant):
             if pending.began_at_s is not None:
                 statistics.record("round", pending.began_at_s, now_s)
         statistics.outer_grad_norm = fragment.gradient_norm
+        statistics.persistence = fragment.gradient_products.cosine
         if group.inner is None:
             return
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
-        own = [norm**2, statistics.bytes_sent, statistics.wait_s]
-        squares, sent, waited = zip(*group.agree(own, "the end of a round"), strict=True)
+        own = [norm**2, statistics.bytes_sent, statistics.wait_s, *fragment.gradient_products]
+        ranks = zip(*group.agree(own, "the end of a round"), strict=True)
+        squares, sent, waited, *products = ranks
+        statistics.persistence = Products(*map(sum_of_known, products)).cosine
         total = sum_of_known(squares)
         statistics.outer_grad_norm = None if math.isnan(total) else math.sqrt(total)
         statistics.other_ranks_bytes_sent = int(sum(sent)) - statistics.bytes_sent

@@ -40,6 +40,7 @@ from lightning_loco.distributed.worker_status import (
 from lightning_loco.engine.buckets import BucketChunk
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
+from lightning_loco.engine.persistence import UNKNOWN, Persistence
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.model.flat import are_finite
 
@@ -152,6 +153,7 @@ class FragmentSync:
         applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: Norm of the outer gradient in the last round.
+        gradient_products: Of the last two outer gradients; unknown unless both were measured.
         is_torn: Whether a round is being applied or shared with the other ranks of the worker, or
             has failed while it was. Some parameters may then be new and others old.
         is_finite: Whether this worker's parameters are finite, as :meth:`prepare` has found; set it
@@ -164,6 +166,7 @@ class FragmentSync:
         self.began_at, self.fresh_at, self.applied_at = 0, 0, -math.inf
         self.measure_gradient = False
         self.gradient_norm: float | None = None
+        self.gradient_products = UNKNOWN
         self.is_torn = False
         self.is_finite = True
         self._algorithm = settings.algorithm
@@ -178,6 +181,7 @@ class FragmentSync:
         self._has_scalars = bool(settings.algorithm.scalars(memory.state))
         self._knows_workers = settings.algorithm.exchange == "mean" or self._has_scalars
         self._squares: list[Tensor] = []
+        self._persistence = Persistence(memory.layout.numel)
         self._is_proposed = False
 
     @property
@@ -598,6 +602,8 @@ class FragmentSync:
                 return
             gradient = chunk.message - start
         self._squares.append(torch.linalg.vector_norm(gradient))
+        if not self._is_partial:  # other elements in every round
+            self._persistence.add(gradient)
 
     def _finish(self, ended: Round | None = None) -> None:
         """End a round that has been applied; release the memory of ``ended``."""
@@ -609,6 +615,7 @@ class FragmentSync:
         if self._squares:
             self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
             self._squares = []
+            self.gradient_products = self._persistence.end_round()
 
     # -------------------------------------------------------------- checkpoints
 

@@ -209,6 +209,8 @@ def round_metrics(statistics: Statistics, participant: Participant | None) -> di
         metrics["loco/participation"] = statistics.participation
     if statistics.outer_grad_norm is not None:
         metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
+    if statistics.persistence is not None:
+        metrics["loco/persistence"] = statistics.persistence
     if statistics.members is not None:
         metrics["loco/members"] = float(statistics.members)
         metrics["loco/repaired"] = float(statistics.repaired)

@@ -114,7 +114,13 @@ def test_callbacks_exist() -> None:
 
 def test_metrics_exist() -> None:
     strategy = loco.DiLoCoStrategy()
-    values = {"outer_grad_norm": 1.0, "consensus_distance": 1.0, "losses": [1.0], "members": 2}
+    values = {
+        "outer_grad_norm": 1.0,
+        "persistence": 0.5,
+        "consensus_distance": 1.0,
+        "losses": [1.0],
+        "members": 2,
+    }
     strategy.statistics = Statistics(**values, steps=1, participation=1.0)
     algorithm = loco.DiLoCo(Linear(0.1, 0.7, rounds=10))
     strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm, sync_every={0: 1})

@@ -302,7 +302,7 @@ def test_a_parameter_that_became_trainable_is_refused(pool: Pool) -> None:
         pool.run(steal_a_parameter, world=2)
 
 
-def measured(rank: int, world: int) -> tuple[float | None, float | None]:
+def measured(rank: int, world: int) -> tuple[float | None, ...]:
     model = Point(torch.zeros(1000, dtype=torch.float64))
     engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1)
     engine.consensus_every, engine.consensus_elements = 1, 10**6
@@ -310,13 +310,21 @@ def measured(rank: int, world: int) -> tuple[float | None, float | None]:
     assert engine.measure_outer_gradient
     model.value.data.copy_(randn(1000, seed=rank))
     engine.step()
+    statistics = engine.statistics
+    found = statistics.consensus_distance, statistics.outer_grad_norm
+    assert statistics.persistence is None  # there is nothing before it
+    model.value.data.add_(randn(1000, seed=10 + rank))
+    engine.step()
     engine.close()
-    return engine.statistics.consensus_distance, engine.statistics.outer_grad_norm
+    return *found, statistics.persistence
 
 
 def test_metrics_are_measured_on_request(pool: Pool) -> None:
     values = torch.stack([randn(1000, seed=rank) for rank in range(3)])
     away = float((values - values.mean(0)).square().sum(1).mean().sqrt())
-    for distance, norm in pool.run(measured, world=3):
+    later = torch.stack([randn(1000, seed=10 + rank) for rank in range(3)]).mean(0)
+    cosine = torch.nn.functional.cosine_similarity(values.mean(0), later, dim=0)
+    for distance, norm, persistence in pool.run(measured, world=3):
         assert distance == pytest.approx(away, rel=1e-9)
         assert norm == pytest.approx(float(values.mean(0).norm()), rel=1e-9)
+        assert persistence == pytest.approx(float(cosine), rel=1e-9)

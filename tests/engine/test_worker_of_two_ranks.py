@@ -112,6 +112,7 @@ def train_shard(
         "params": model.held.clone(),
         "topology": repr(engine.settings.topology),
         "norm": statistics.outer_grad_norm,
+        "persistence": statistics.persistence,
         "distance": statistics.consensus_distance,
         "losses": statistics.losses,
         "sent": statistics.worker_bytes_sent,
@@ -166,6 +167,7 @@ def train_whole(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
         approach(model, rank, slice(0, NUMEL), step)
         engine.step()
     found = {"norm": engine.statistics.outer_grad_norm}
+    found["persistence"] = engine.statistics.persistence
     found["distance"] = engine.statistics.consensus_distance
     engine.close()
     return found
@@ -179,6 +181,7 @@ def test_sums_over_the_ranks_of_a_worker_count_each_element_once(
     for rank, found in enumerate(pool.run(train_shard, algorithm, False, world=4)):
         expected = whole[rank // REPLICA_SIZE]
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-11)
+        assert found["persistence"] == pytest.approx(expected["persistence"], rel=1e-11)
         assert found["distance"] == pytest.approx(expected["distance"], rel=1e-11)
         assert found["losses"] == [0.5, 2.5]  # the mean over the ranks of each worker
         assert found["sent"] == found["all_sent"]
