@@ -340,7 +340,7 @@ def test_messages_that_take_longer_than_local_steps_hold_nothing_up(takes_s: flo
     for name in "ab":
         world.start_learner(name, 0.1, 1.0)
     world.run(60.0)
-    assert len(world.merges) > 60
+    assert len(world.merges) >= 60.0 / (4 * 2 * takes_s)  # four requests for each merge
     assert dict(world.refused) == {}
 
 
@@ -378,7 +378,8 @@ def _check_run(seed: int) -> None:
     for _ in range(6):
         world.run(world.now + number(1, 40))
         victim = names[number(0, 2)]
-        fault = number(0, 3)
+        process, new = world.learners[victim], (victim, number(1, 6) / 2, float(ord(victim)))
+        fault = number(0, 4)
         if fault == 0:  # within a save, or when there was none for a while
             assert world.syncer is not None
             world.syncer.left = number(0, 12)
@@ -387,14 +388,19 @@ def _check_run(seed: int) -> None:
             world.run(world.now + number(1, 20))
             world.start_syncer()
         elif fault == 1:
-            world.learners[victim].is_alive = False
+            saved = process.save() if number(0, 1) else None
+            world.run(world.now + number(1, 10))
+            process.is_alive = False
             world.run(world.now + number(1, 30))
-            world.start_learner(victim, number(1, 6) / 2, float(ord(victim)))
+            world.start_learner(*new, saved)
         elif fault == 2:  # frozen, and then it goes on with what it has
-            process = world.learners[victim]
-            step_s, process.step_s = process.step_s, 25.0
+            process.frozen_until = world.now + 25.0
             world.run(world.now + 30.0)
-            process.step_s = step_s
+        elif fault == 3:
+            process.is_leaving = True
+            world.run(world.now + number(10, 30))
+            process.is_alive = False  # or it has left
+            world.start_learner(*new)
         else:
             world.disk_is_full = True
             world.run(world.now + 30.0)
@@ -412,15 +418,16 @@ def _check_run(seed: int) -> None:
                 for push in merge.pushes
                 if push.learner == name
             ]
-            if save_every == 1:
-                assert sum(push.steps for push in merged) <= world.made[name], seed
-    world.network = Network()
+            assert sum(push.steps for push in merged) <= world.made[name], seed
+            bases = [push.base for push in merged]
+            assert len(bases) == len({*bases}), seed
+    world.network = Network(0.1, 0.5)
     for process in world.learners.values():
         process.is_training = False
     world.run(world.now + 100.0)
     assert world.syncer is not None
     for name, process in world.learners.items():
         versions = world.syncer.syncer.rounds.versions()
-        assert tuple(process.rounds.received) == versions, (seed, name)
-        for fragment, params in enumerate(process.received):
+        assert tuple(process.learner.rounds.received) == versions, (seed, name)
+        for fragment, params in enumerate(process.learner.received):
             assert torch.equal(params, world.syncer.syncer.fetch(fragment).params), (seed, name)

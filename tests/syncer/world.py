@@ -1,4 +1,4 @@
-"""Learners and a syncer on a virtual clock: real decisions and merges, a model of the network."""
+"""Learners and a syncer on a virtual clock: only network, disk and local steps are models."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_loco._util.clock import Clock
+from lightning_loco._util.decisions import Decision
 from lightning_loco.algorithms import DecoupledDiLoCo, TensorRange
 from lightning_loco.syncer.contract import Contract
-from lightning_loco.syncer.learner_rounds import LearnerRounds
-from lightning_loco.syncer.merge_rounds import Merge, MergeSettings, Push, Refused, Reply
+from lightning_loco.syncer.learner import POLL_S, SHORTEST_PAUSE_S, Do, Learner
+from lightning_loco.syncer.merge_rounds import Merge, MergeSettings, Push, Refused
 from lightning_loco.syncer.syncer import Syncer
 from tests.harness.model_disk import ModelDisk
 
 SIZE = 3
 WHOLE = [TensorRange(0, SIZE)]
+
+TIMEOUT_S = 3.0
+"""How long a learner waits for a reply. On a slow network the request may still arrive later."""
 
 
 def contract_of(
@@ -64,6 +68,7 @@ class World:
         self._order = itertools.count()
         self.learners: dict[str, LearnerProcess] = {}
         self.merges: list[Merge] = []
+        self.unpublished: Merge | None = None
         self.refused: dict[str, int] = defaultdict(int)
         self.made: dict[str, int] = defaultdict(int)
         self.contents: dict[Any, Tensor] = {}
@@ -95,15 +100,20 @@ class World:
     def kill_syncer(self, machine: bool = False) -> None:
         """End the process of the syncer; its machine may lose what was not synced."""
         if self.syncer is not None:
+            self.unpublished = self.syncer.syncer._merging
             self.syncer.is_alive, self.syncer = False, None
         self.disk.before = bool
         if machine:
             self.disk = self.random.choice([*self.disk.crashes()])
 
-    def start_learner(self, name: str, step_s: float, toward: float = 0.0) -> LearnerProcess:
-        generation = self.learners[name].rounds.generation + 1 if name in self.learners else 1
-        self.learners[name] = LearnerProcess(self, name, generation, step_s, toward)
-        return self.learners[name]
+    def start_learner(
+        self, name: str, step_s: float, toward: float = 0.0, saved: SavedLearner | None = None
+    ) -> None:
+        """Start a process, which continues from what an earlier one of this learner has saved."""
+        before = self.learners.get(name)
+        generation = 1 if before is None else before.learner.rounds.generation + 1
+        process = LearnerProcess(self, name, generation, step_s, toward, saved)
+        self.learners[name] = process
 
 
 class Killed(BaseException):
@@ -128,12 +138,19 @@ class SyncerProcess:
             world.contract,
             Path("/run"),
             save_every=world.save_every,
-            on_merge=world.merges.append,
+            on_merge=self._note_merge,
             clock=WorldClock(world),
             disk=world.disk,
         )
-        self.syncer.start([*world.start])
+        committed = self.syncer.rounds.committed
+        if committed > len(world.merges) and world.unpublished is not None:
+            world.merges.append(world.unpublished)  # the process has ended when it was saved
+        del world.merges[committed:]  # what was merged after the last save is lost
         self._look()
+
+    def _note_merge(self, merge: Merge) -> None:
+        self.world.merges.append(merge)
+        assert merge.due.round == len(self.world.merges), "rounds follow each other"
 
     def _before(self, operation: str) -> None:
         assert self.is_alive, "a process writes after its end"
@@ -144,26 +161,29 @@ class SyncerProcess:
             if self.left < 0:
                 raise Killed
 
-    def ask(self, request: Callable[[Syncer], Any]) -> Any:
+    def ask(self, what: Do, arguments: tuple[Any, ...], reply: Callable[[Any], None]) -> None:
         """Answer a request, unless that is the end of the process."""
         try:
             try:
-                reply = request(self.syncer)
-            except Refused:
-                self._look()
-                raise
+                outcome = getattr(self.syncer, what.value)(*arguments)
+            except Refused as error:
+                outcome = error
+                self.world.refused[error.reason] += 1
             self._look()
-            return reply
         except Killed:
             self.world.kill_syncer()
-            return None
+        except OSError:  # of a START that cannot be saved: the connection breaks
+            assert what is Do.START
+        else:
+            reply((self.syncer.has_started, outcome) if what is Do.JOIN else outcome)
 
     def _look(self) -> None:
         """Check what is published, and set the timer."""
         syncer, world = self.syncer, self.world
-        for fragment in range(world.settings.fragments):
+        for fragment in range(world.settings.fragments if syncer.has_started else 0):
             _, version, params = syncer.fetch(fragment)
-            known = world.contents.setdefault((fragment, version), params.clone())
+            if (known := world.contents.get((fragment, version))) is None:
+                known = world.contents[fragment, version] = params.clone()
             assert torch.equal(known, params), "no version has two contents"
         assert syncer._deltas.keys() == syncer.rounds.waiting_pushes()
         wait_s = syncer.advance()
@@ -174,105 +194,152 @@ class SyncerProcess:
     def _on_timer(self) -> None:
         self.timer_at = math.inf
         if self.is_alive:
-            self.ask(Syncer.advance)
+            try:
+                self._look()
+            except Killed:
+                self.world.kill_syncer()
+
+
+class SavedLearner(NamedTuple):
+    """What a process of a learner leaves to a later one."""
+
+    local: Tensor
+    state: dict[str, Any]
 
 
 class LearnerProcess:
     """A process with a learner. Its local steps go a tenth of the way to ``toward``."""
 
     def __init__(
-        self, world: World, name: str, generation: int, step_s: float, toward: float
+        self,
+        world: World,
+        name: str,
+        generation: int,
+        step_s: float,
+        toward: float,
+        saved: SavedLearner | None,
     ) -> None:
         self.world, self.step_s, self.toward = world, step_s, toward
-        self.rounds = LearnerRounds(name, generation, world.settings.fragments)
-        zeros = torch.zeros(world.settings.fragments, SIZE, dtype=torch.float64)
-        self.local, self.received = zeros, zeros.clone()
-        self.arrived: dict[int, tuple[int, Any, Tensor]] = {}
-        self.is_alive, self.is_training = True, True
-        self.replaced = 0
-        self.boundary()
+        self.local = (world.start if saved is None else saved.local).clone()
+        received = world.start if saved is None else saved.state["received"].view(-1, SIZE)
+        self.learner = Learner(
+            world.contract, name, generation, [*received.clone()], "syncer", WorldClock(world)
+        )
+        if saved is not None:
+            self.learner.rounds.load_state_dict(saved.state["rounds"])
+        self.is_alive = self.is_training = True
+        self.is_leaving = False
+        self.frozen_until = 0.0
+        self._epochs = [0] * world.settings.fragments
+        self._waiting_for: object = None
+        self._exchange()
+        self._later(step_s, self._step)
 
-    def boundary(self) -> None:
-        """What happens between two local steps, and the next one."""
-        if not self.is_alive:
-            return
-        rounds = self.rounds
-        for fragment, (epoch, version, params) in sorted(self.arrived.items()):
-            if not rounds.is_news(epoch, fragment, version):
-                continue
-            if (leftover := rounds.leftover(fragment, version)) is not None:
-                self._send_push(leftover)
-            if rounds.received[fragment] is not None:  # else there is nothing to mix it with
-                own = self.local[fragment].clone()
-                self.local[fragment] = self.world.method.continue_from(params, own)
-            else:
-                self.local[fragment] = params
-            self.received[fragment] = params
-            self.replaced += rounds.receive(fragment, version)
-        self.arrived.clear()
-        if self.is_training:
-            for push in rounds.answers():
-                self._send_push(push)
-        self._poll()
-        self.world.at(self.step_s / 2, self._poll)
-        self.world.at(self.step_s, self._step)
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.world.at(delay_s, self._if_awake(act))
 
-    def _send_push(self, push: Push) -> None:
-        fragment = push.due.fragment
-        delta = self.world.method.propose(self.local[fragment], self.received[fragment])
-        self._send(lambda syncer: syncer.push(push, delta.clone()))
+    def _if_awake(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Return what does something now, or when the process is not frozen any more."""
+
+        def act_if_awake() -> None:
+            frozen_s = self.frozen_until - self.world.now
+            if self.is_alive and frozen_s > 0:
+                self.world.at(frozen_s, act_if_awake)
+            elif self.is_alive:
+                act()
+
+        return act_if_awake
+
+    def save(self) -> SavedLearner:
+        """Save the learner, as between two local steps."""
+        return SavedLearner(self.local.clone(), self.learner.state_dict())
 
     def _step(self) -> None:
-        if self.is_alive and self.is_training and None not in self.rounds.received:
-            self.local += 0.1 * (self.toward - self.local)
-            self.rounds.count(tokens=8.0)
-            self.world.made[self.rounds.name] += 1
-        self.boundary()
+        """Make a local step, if there are parameters, and do what is to be done after it."""
+        learner = self.learner
+        if self.is_leaving:
+            self._leave()
+        elif learner.is_ready.is_set():
+            if self.is_training and None not in learner.rounds.received:
+                self.local += 0.1 * (self.toward - self.local)
+                learner.count_step(tokens=8.0)
+                self.world.made[learner.rounds.name] += 1
+            self._reach_boundary()
+        self._later(self.step_s, self._step)
 
-    def _poll(self) -> None:
-        if not self.is_alive:
-            return
-        rounds = self.rounds
-        if rounds.epoch == 0:
-            self._join()
-            return
-        asked = (rounds.name, rounds.generation, rounds.epoch, rounds.total_steps)
-        self._send(lambda syncer: syncer.poll(*asked), self._on_reply)
+    def _leave(self) -> None:
+        if self.learner.has_left.is_set():
+            assert not self.learner.rounds.unsent
+            self.is_alive = False
+        else:
+            self.learner.prepare_to_leave(self._read)
 
-    def _join(self) -> None:
-        rounds = self.rounds
-        said = (rounds.name, rounds.generation, rounds.total_steps)
-        contract = self.world.contract.as_plain()
-        self._send(lambda syncer: syncer.join(*said, contract), self._on_reply)
+    def _reach_boundary(self) -> None:
+        rounds = self.learner.rounds
+        before = [*rounds.received]
+        for fragment, params in self.learner.at_boundary(self._read).written.items():
+            self.local[fragment] = params
+            old, new = before[fragment], rounds.received[fragment]
+            assert old != new, "progress is not replaced by what it began from"
+            is_back = old is not None and new is not None and new.round < old.round
+            assert not is_back or self._epochs[fragment] < rounds.epoch, "back without a restart"
+            self._epochs[fragment] = rounds.epoch
+        self._check_received()
 
-    def _on_reply(self, reply: Reply) -> None:
-        for fragment in self.rounds.listen(reply):
-            self._send(lambda syncer, f=fragment: (f, syncer.fetch(f)), self._on_fetch)
+    def _read(self, fragment: int) -> Tensor:
+        return self.local[fragment].clone()
 
-    def _on_fetch(self, reply: Any) -> None:
-        fragment, (epoch, version, params) = reply
-        if self.rounds.is_news(epoch, fragment, version):
-            self.arrived[fragment] = (epoch, version, params)
+    def _check_received(self) -> None:
+        learner = self.learner
+        for fragment, version in enumerate(learner.rounds.received):
+            if version is not None:
+                own = learner.received[fragment]
+                assert torch.equal(own, self.world.contents[fragment, version]), (fragment, version)
 
-    def _send(
-        self, act: Callable[[Any], Any], on_reply: Callable[[Any], None] | None = None
-    ) -> None:
+    def _check_push(self, push: Push, delta: Tensor) -> None:
+        """Check that a pseudo-gradient is that of its base and its steps."""
+        base = self.world.contents[push.due.fragment, push.base]
+        if self.world.method.mix == 0:  # otherwise steps begin elsewhere
+            expected = (1 - 0.9**push.steps) * (base - self.toward)
+            torch.testing.assert_close(delta, expected, rtol=1e-9, atol=1e-9)
+
+    def _exchange(self) -> None:
+        self._go_on(self.learner.exchange(), None)
+
+    def _go_on(self, exchange: Decision[Do, None], outcome: Any) -> None:
+        """Send the next request of an exchange, or begin another one after its end."""
+        throws = isinstance(outcome, Exception)
+        try:
+            request = exchange.throw(outcome) if throws else exchange.send(outcome)
+        except (StopIteration, OSError) as end:
+            if isinstance(end, OSError):
+                self.learner.note_loss(end)
+            pause_s = self.world.random.uniform(SHORTEST_PAUSE_S, POLL_S)
+            self._later(pause_s, self._exchange)
+        else:
+            self._ask(exchange, *request)
+
+    def _ask(self, exchange: Decision[Do, None], what: Do, arguments: tuple[Any, ...]) -> None:
+        world = self.world
+        mark = self._waiting_for = object()
+        if what is Do.PUSH:
+            self._check_push(*arguments)
+        elif what is Do.FETCH:
+            arguments = arguments[:1]  # without the vector for the reply
+        elif what is Do.START:
+            arguments = ([*arguments[0]],)  # as they are now
+
+        def go_on(outcome: Any) -> None:
+            if self._waiting_for is mark:  # else there was a reply, or none in time
+                self._waiting_for = None
+                self._go_on(exchange, outcome)
+
+        def reply(outcome: Any) -> None:
+            world.send(self._if_awake(lambda: go_on(outcome)))
+
         def arrive() -> None:
-            process = self.world.syncer
-            if process is None:
-                return
-            try:
-                reply = process.ask(act)
-            except Refused as error:
-                self.world.refused[error.reason] += 1
-                if error.reason in ("epoch", "learner"):
-                    self.world.send(self._join_if_alive)
-                return
-            if on_reply is not None and process.is_alive:
-                self.world.send(lambda: on_reply(reply) if self.is_alive else None)
+            if world.syncer is not None:
+                world.syncer.ask(what, arguments, reply)
 
-        self.world.send(arrive)
-
-    def _join_if_alive(self) -> None:
-        if self.is_alive:
-            self._join()
+        world.send(arrive)
+        self._later(TIMEOUT_S, lambda: go_on(TimeoutError("no reply")))
