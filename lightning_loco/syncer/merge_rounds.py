@@ -28,7 +28,7 @@ Reason = Literal[
     "contract",
     "start",
 ]
-"""Why a request was refused: see :meth:`MergeRounds.poll` and :meth:`MergeRounds.push`."""
+"""Why a request was refused: see :meth:`MergeRounds.note_steps` and :meth:`MergeRounds.push`."""
 
 _NEW = 0.5
 """Share of the newest value in a moving average."""
@@ -380,8 +380,8 @@ class MergeRounds:
         if known is not None and known.generation == generation:
             del self.learners[name]
 
-    def poll(self, name: str, generation: int, epoch: int, steps: int, now: float) -> Reply:
-        """Note a learner's progress, and tell it what is due.
+    def note_steps(self, name: str, generation: int, epoch: int, steps: int, now: float) -> None:
+        """Note a learner's progress, which may be reason for a round.
 
         Args:
             name: Of the learner.
@@ -410,6 +410,9 @@ class MergeRounds:
             self._progress += share
             most = self.settings.most_open * self._gap
             self._since_opening = min(self._since_opening + share, most)
+
+    def reply_to(self, name: str) -> Reply:
+        """Return what a learner is asked for, and the committed versions."""
         asked = (
             one.due for one in self.open.values() if not one.is_closed and name not in one.pushes
         )
@@ -434,11 +437,11 @@ class MergeRounds:
         progress again, so a base is merged once.
 
         Raises:
-            Refused: As :meth:`poll`; ``"late"`` if the round takes no more pushes, unless late ones
-                are kept, ``"not open"`` if it is in the future, ``"attempt"`` if pushes are asked
-                for again, ``"duplicate"`` if there is one of this learner, ``"base"`` if it is
-                relative to a version that is not, or no longer, one of this fragment, or of which a
-                push was merged, and ``"steps"`` without progress.
+            Refused: As :meth:`note_steps`; ``"late"`` if the round takes no more pushes, unless
+                late ones are kept, ``"not open"`` if it is in the future, ``"attempt"`` if pushes
+                are asked for again, ``"duplicate"`` if there is one of this learner, ``"base"`` if
+                it is relative to a version that is not, or no longer, one of this fragment, or of
+                which a push was merged, and ``"steps"`` without progress.
         """
         learner = self._known(push.learner, push.generation, push.epoch)
         learner.seen_at = now

@@ -187,7 +187,7 @@ class Syncer:
             return reply
 
     def poll(self, name: str, generation: int, epoch: int, steps: int) -> Reply:
-        """Tell a learner what is due; see :meth:`MergeRounds.poll`.
+        """Tell a learner what is due; see :meth:`MergeRounds.note_steps`.
 
         Raises:
             Refused: ``"start"`` if there are no parameters yet, and as above.
@@ -195,9 +195,9 @@ class Syncer:
         with self._lock, self._counting_refusals():
             if not self.has_started:
                 raise Refused("start", "The run has not started: send parameters.")
-            self.rounds.poll(name, generation, epoch, steps, self._clock.now())
-            self._advance()  # its progress may have opened a round
-            return self.rounds.poll(name, generation, epoch, steps, self._clock.now())
+            self.rounds.note_steps(name, generation, epoch, steps, self._clock.now())
+            self._advance()
+            return self.rounds.reply_to(name)
 
     def leave(self, name: str, generation: int) -> None:
         """Do not expect a learner any more."""

@@ -32,9 +32,9 @@ def joined(rounds: MergeRounds, *names: str, now: float = 0.0) -> None:
 def stepped(rounds: MergeRounds, names: str, steps: int, now: float) -> list[tuple[Due, ...]]:
     """All learners report steps; return what each is asked for then."""
     for name in names:
-        rounds.poll(name, 1, rounds.epoch, steps, now)
+        rounds.note_steps(name, 1, rounds.epoch, steps, now)
     rounds.advance(now)
-    return [rounds.poll(name, 1, rounds.epoch, steps, now).asked for name in names]
+    return [rounds.reply_to(name).asked for name in names]
 
 
 def push(rounds: MergeRounds, name: str, due: Due, now: float, **changes: Any) -> None:
@@ -113,13 +113,13 @@ def test_a_silent_learner_is_not_expected_after_its_lease() -> None:
     rounds = syncer(delay=100, lease_s=5.0)
     joined(rounds, "a", "b")
     stepped(rounds, "ab", 1, 10.0)
-    rounds.poll("a", 1, 1, 1, 14.0)
+    rounds.note_steps("a", 1, 1, 1, 14.0)
     push(rounds, "a", Due(1, 0, 0), 14.0)
     assert rounds.advance(14.0) is None
     assert rounds.next_time() == 15.0
     assert rounds.advance(15.0) is not None
     with pytest.raises(Refused, match="No learner b is known: join"):
-        rounds.poll("b", 1, 1, 1, 16.0)
+        rounds.note_steps("b", 1, 1, 1, 16.0)
 
 
 def test_a_learner_is_not_silent_while_its_push_arrives() -> None:
@@ -179,10 +179,10 @@ def test_the_pace_follows_the_learners_steps() -> None:
     joined(rounds, "a", "b")
     opened = []
     for step in range(1, 25):
-        rounds.poll("a", 1, 1, 3 * step, float(step))
-        rounds.poll("b", 1, 1, step, float(step))  # together 2 steps each on average
+        rounds.note_steps("a", 1, 1, 3 * step, float(step))
+        rounds.note_steps("b", 1, 1, step, float(step))  # together 2 steps each on average
         rounds.advance(float(step))
-        for due in rounds.poll("a", 1, 1, 3 * step, float(step)).asked:
+        for due in rounds.reply_to("a").asked:
             push(rounds, "a", due, float(step))
             push(rounds, "b", due, float(step))
             merge = rounds.advance(float(step))
@@ -315,7 +315,7 @@ def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
     again = MergeRounds(rounds.settings, saved)
     assert again.version(0) == Version(1, 2)
     with pytest.raises(Refused, match="The syncer has epoch 2, and not 1: join"):
-        again.poll("a", 1, 1, 3, 9.0)
+        again.note_steps("a", 1, 1, 3, 9.0)
     assert again.join("a", 1, 3, 9.0) == Reply(2, (), (Version(1, 2),))
     (due,) = stepped(again, "a", 4, 10.0)[0]
     assert refusal(again, "a", due, base=Version(1, 3)) == "base"
