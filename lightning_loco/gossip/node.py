@@ -34,7 +34,7 @@ from lightning_loco.gossip.snapshot_server import SnapshotServer
 from lightning_loco.gossip.snapshots import Snapshots
 from lightning_loco.model.fingerprint import schema_checksum
 from lightning_loco.model.flat import FlatLayout
-from lightning_loco.transport import address_towards, read_certificate
+from lightning_loco.transport import address_towards, read_certificate, text_without_key_file
 
 _ANY_FREE_PORT = 0
 
@@ -129,12 +129,7 @@ class PeerNode:
         self.wire_format = WireFormat(schema_checksum, numel, dtype, pull_codec(compression))
         certificate = None if key_file is None else read_certificate(key_file)
         if certificate is None and not discovery.is_local:
-            warnings.warn(
-                "Parameters are served to other machines without a key file, so anybody who can "
-                "reach this port can read them or pretend to be a peer. Write a key file with "
-                "`lightning-loco keys FILE`, copy it to all machines and pass key_file=FILE.",
-                stacklevel=2,
-            )
+            warnings.warn(text_without_key_file(), stacklevel=2)
         if host is None:
             host = "127.0.0.1" if discovery.is_local else "0.0.0.0"
         if port is None:

@@ -25,7 +25,7 @@ from lightning_loco.syncer.snapshot import Snapshot
 from lightning_loco.syncer.syncer import Syncer
 from lightning_loco.syncer.tape import Tape
 from lightning_loco.tools.addresses import check_bind, read_address
-from lightning_loco.transport import JobCertificate, read_certificate
+from lightning_loco.transport import JobCertificate, read_certificate, text_without_key_file
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +137,8 @@ class Command:
         except (OSError, RuntimeError) as error:
             raise CannotRun(str(error)) from error
         if certificate is None and not _is_loopback(host):
-            log.warning(
-                "Without a key file anybody who can reach this port can read the parameters and "
-                "change the run. Write one with `lightning-loco keys FILE`, copy it to all "
-                "machines, and pass --key-file FILE here and key_file=FILE to the learners."
-            )
+            how = "--key-file FILE here and key_file=FILE to the learners"
+            log.warning("%s", text_without_key_file(how))
         log.info("The syncer listens at %s.", Address(host, self._server.server.port))
 
     def _saved_syncer(self) -> Syncer | None:

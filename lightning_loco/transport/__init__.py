@@ -8,6 +8,7 @@ certificate of a job, connections are encrypted (TLS 1.3) and both sides prove t
 from lightning_loco.transport.certificate import (
     JobCertificate,
     read_certificate,
+    text_without_key_file,
     write_certificate,
 )
 from lightning_loco.transport.client import Client, Reply
@@ -30,5 +31,6 @@ __all__ = [
     "Server",
     "address_towards",
     "read_certificate",
+    "text_without_key_file",
     "write_certificate",
 ]

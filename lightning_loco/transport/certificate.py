@@ -110,6 +110,19 @@ def read_certificate(path: str | Path) -> JobCertificate:
     return JobCertificate(server, client)
 
 
+def text_without_key_file(how: str = "key_file=FILE") -> str:
+    """Return the warning of a port that other machines reach without a key file.
+
+    Args:
+        how: How a key file is passed.
+    """
+    return (
+        "Parameters are sent to other machines without a key file, so anybody who can reach this "
+        "port can read or change them. Write a key file with `lightning-loco keys FILE`, copy it "
+        f"to all machines and pass {how}."
+    )
+
+
 def _no_password() -> str:
     """Refuse encrypted keys, for which OpenSSL would otherwise ask at the terminal."""
     raise ValueError("the key has a password")

@@ -328,8 +328,8 @@ def damage(folder: Path) -> None:
 
 
 def start_another(folder: Path) -> Program:
-    program = Program([*COMMAND, "syncer", f"--folder={folder}", "--bind=127.0.0.1:0"])
-    program.wait_for("listens at")
+    program = Program([*COMMAND, "syncer", f"--folder={folder}", "--bind=0.0.0.0:0"])
+    assert "copy it to all machines and pass --key-file FILE here" in program.wait_for("listens at")
     return program
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,35 +150,38 @@ def test_a_learner_goes_on_without_the_syncer(
     assert len([text for text in texts if "answers again, after" in text]) == 1
 
 
-def test_what_was_not_sent_is_sent_when_the_syncer_answers_again(tmp_path: Path) -> None:
-    """Also at the end of training, to a syncer that was away or was restarted."""
-    model, port = Numbers(), free_ports()[0]
-    with ExitStack() as stack:
-        engine = stack.enter_context(closing(learner(model, port, name="a")))
-        with serving(tmp_path, port):
+@contextmanager
+def learner_alone(folder: Path, port: int) -> Iterator[tuple[LearnerEngine, Numbers]]:
+    """A learner that has trained, and whose syncer is away."""
+    model = Numbers()
+    with closing(learner(model, port, name="a")) as engine:
+        with serving(folder, port):
             engine.start()
             train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+        yield engine, model
+
+
+def test_what_was_not_sent_is_sent_when_the_syncer_answers_again(tmp_path: Path) -> None:
+    """Also at the end of training, to a syncer that was away or was restarted."""
+    port = free_ports()[0]
+    with learner_alone(tmp_path, port) as (engine, model):
         steps = engine.worker.steps
         train(engine, model, 1.0, lambda: engine.worker.steps >= steps + 10)
         ended = threading.Thread(target=engine.finish)
         ended.start()
         assert engine.learner is not None
         wait_until(lambda: engine.learner._is_leaving)
-        server = stack.enter_context(serving(tmp_path, port))
-        ended.join(LONG_S)
-        status = server.status()
+        with serving(tmp_path, port) as server:
+            ended.join(LONG_S)
+            status = server.status()
     assert status["learners"] == {}
     assert status["late"] == ROUNDS.fragments
 
 
 def test_progress_that_was_replaced_is_sent_after_a_failure(tmp_path: Path) -> None:
     """It waits for a syncer that is away or was restarted, behind a push that is lost."""
-    model, port = Numbers(), free_ports()[0]
-    with ExitStack() as stack:
-        engine = stack.enter_context(closing(learner(model, port, name="a")))
-        with serving(tmp_path, port):
-            engine.start()
-            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)
+    port = free_ports()[0]
+    with learner_alone(tmp_path, port) as (engine, _):
         part = engine.learner
         assert part is not None
         with part._lock:
@@ -190,10 +193,10 @@ def test_progress_that_was_replaced_is_sent_after_a_failure(tmp_path: Path) -> N
                 push = part.rounds._push(Due(version.round, fragment, 0))
                 part._send(push, engine._fragments.read(fragment), is_leftover=fragment > 0)
                 part.rounds.receive(fragment, version)
-        server = stack.enter_context(serving(tmp_path, port))
-        wait_until(lambda: server.status().get("late", 0) >= ROUNDS.fragments - 1)
-        assert part.rounds.epoch > waits
-        assert not part._outgoing
+        with serving(tmp_path, port) as server:
+            wait_until(lambda: server.status().get("late", 0) >= ROUNDS.fragments - 1)
+            assert part.rounds.epoch > waits
+            assert not part._outgoing
 
 
 def test_nan_at_the_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -256,11 +259,8 @@ def test_a_model_that_has_nothing_of_the_training_is_said(
 def test_a_syncer_that_lost_its_folder_goes_on_from_what_a_learner_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, port = Numbers(), free_ports()[0]
-    with closing(learner(model, port, name="a")) as engine:
-        with serving(tmp_path, port):
-            engine.start()
-            train(engine, model, 1.0, lambda: engine.statistics.rounds >= 12)
+    port = free_ports()[0]
+    with learner_alone(tmp_path, port) as (engine, model):
         server = SyncerServer(lambda contract: Syncer(contract, first_epoch=10**9), port=port)
         server.start()
         with closing(server):
