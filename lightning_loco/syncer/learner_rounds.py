@@ -122,12 +122,10 @@ class LearnerRounds:
             if base is not None and self.steps[fragment] > 0 and self._pushed[fragment] != base
         ]
 
-    def receive(self, fragment: int, version: Version) -> int:
-        """Note that a fragment is applied; return how many local steps it replaces."""
-        steps = self.steps[fragment]
+    def receive(self, fragment: int, version: Version) -> None:
+        """Note that a fragment is applied, which replaces the progress on it."""
         self._drop(fragment)
         self.received[fragment], self._said_by[fragment] = version, self.epoch
-        return steps
 
     def drop_progress(self) -> None:
         """Note that all fragments are again as they were received."""

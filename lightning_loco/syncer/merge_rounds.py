@@ -291,7 +291,7 @@ class MergeRounds:
         self._epochs = [(0, first_epoch)]
         self._merging: Merge | None = None
         # Pushes that were late, for the next merge of their fragment.
-        self._late: dict[int, list[Push]] = {}
+        self._late: dict[int, dict[tuple[str, Version], Push]] = {}
         # For a learner and a fragment, the base of the last push in a merge: also for the next
         # process of the learner, which may continue from before that push, and of the syncer.
         self._used: dict[tuple[str, int], Version] = {}
@@ -343,7 +343,7 @@ class MergeRounds:
 
     def _merges_until(self, number: int) -> int:
         """Return how often a fragment has been merged up to a round of it, or to the start."""
-        return 0 if number == 0 else (number - 1) // self.settings.fragments + 1
+        return (number - 1) // self.settings.fragments + 1
 
     # ---------------------------------------------------------------------- learners
 
@@ -445,7 +445,7 @@ class MergeRounds:
         """
         learner = self._known(push.learner, push.generation, push.epoch)
         learner.seen_at = now
-        number, fragment, attempt = push.due
+        number = push.due.round
         said = f"The push of {push.learner} for round {number}"
         if push.steps < 1 or not 0 < push.tokens < math.inf:
             raise Refused("steps", f"{said} has {push.steps} steps and {push.tokens} tokens.")
@@ -455,7 +455,7 @@ class MergeRounds:
             return
         if one is None:
             raise Refused("not open", f"{said} is early: no such round is open.")
-        if fragment != one.due.fragment or attempt != one.due.attempt:
+        if push.due != one.due:
             raise Refused("attempt", f"{said} is of {push.due}, and {one.due} is asked for.")
         if push.learner in one.pushes:
             raise Refused("duplicate", f"{said} is there.")
@@ -469,20 +469,12 @@ class MergeRounds:
     def _keep_late(self, push: Push, said: str) -> None:
         if not self.settings.keep_late:
             raise Refused("late", f"{said} is late.")
-        number, fragment, _ = push.due
-        if number > 0 and (number - 1) % self.settings.fragments != fragment:
-            raise Refused("attempt", f"{said} is of {push.due}.")
         self._check_base(push, said)
-        late = self._late.setdefault(push.due.fragment, [])
-        if any(push in one.pushes.values() for one in self.open.values()):
+        late = self._late.setdefault(push.due.fragment, {})
+        before = late.get(_progress_of(push))
+        if before is not None and push.steps <= before.steps:
             raise Refused("duplicate", f"{said} is there.")
-        for other in late:
-            if _is_same_progress(push, other):
-                if push.steps <= other.steps:
-                    raise Refused("duplicate", f"{said} is there.")
-                late.remove(other)
-                break
-        late.append(push)
+        late[_progress_of(push)] = push
 
     def _check_base(self, push: Push, said: str) -> None:
         base, fragment = push.base, push.due.fragment
@@ -540,13 +532,9 @@ class MergeRounds:
 
     def _pushes_of(self, one: OpenRound) -> list[Push]:
         """Return the pushes of a merge, and note that they are used."""
-        fragment, in_time = one.due.fragment, list(one.pushes.values())
-        late = [
-            push
-            for push in self._late.pop(fragment, [])
-            if not any(_is_same_progress(push, other) for other in in_time)
-        ]
-        pushes = sorted(late + in_time, key=lambda one: (one.learner, one.generation, one.base))
+        fragment, found = one.due.fragment, self._late.pop(one.due.fragment, {})
+        found.update((_progress_of(push), push) for push in one.pushes.values())
+        pushes = [found[progress] for progress in sorted(found)]
         for push in pushes:
             self._used[push.learner, fragment] = push.base
         oldest = self._merges_until(one.due.round) - self.settings.max_age
@@ -561,7 +549,7 @@ class MergeRounds:
         """Return the pushes that may come to be merged; pseudo-gradients of others can go."""
         merging = set() if self._merging is None else {*self._merging.pushes}
         in_time = {push for one in self.open.values() for push in one.pushes.values()}
-        return merging | in_time.union(*self._late.values())
+        return merging | in_time.union(*(late.values() for late in self._late.values()))
 
     def _try_again_or_close(self, one: OpenRound, now: float) -> None:
         if one.is_closed:
@@ -587,22 +575,16 @@ class MergeRounds:
             self.open[number] = OpenRound(due, now, now, frozenset(self.learners))
             self._since_opening -= self._gap
 
-    def commit(self, number: int, now: float) -> None:
-        """Publish a merge that has been computed and saved.
-
-        Raises:
-            ValueError: If it is not the merge that :meth:`advance` has returned.
-        """
-        merging = None if self._merging is None else self._merging.due.round
-        if number != merging:
-            raise ValueError(f"Round {number} is not being merged, but {merging}.")
+    def commit(self, now: float) -> None:
+        """Publish the merge that :meth:`advance` has returned: it was computed and saved."""
         assert self._merging is not None
         for push in self._merging.pushes:
             learner = self.learners.get(push.learner)
             if learner is not None and learner.generation == push.generation:
                 learner.note_merged(push.steps)
-        fragment = self.open.pop(number).due.fragment
-        self.committed, self._merging = number, None
+        self.committed, fragment, _ = self._merging.due
+        self._merging = None
+        del self.open[self.committed]
         self._merge_s += _NEW * (now - self._merge_began - self._merge_s)
         before = self._merged_at_progress.get(fragment)
         if before is not None:
@@ -623,6 +605,6 @@ class MergeRounds:
         return min(times, default=None)
 
 
-def _is_same_progress(push: Push, other: Push) -> bool:
-    """Whether one push has all that the other has: both begin at the same version."""
-    return (push.learner, push.base) == (other.learner, other.base)
+def _progress_of(push: Push) -> tuple[str, Version]:
+    """Return what is equal for two pushes of which one has all that the other has."""
+    return push.learner, push.base

@@ -372,7 +372,7 @@ class Syncer:
                 self._saves_again_at = self._clock.now() + _RETRY_SAVE_S
                 return False
         self._merging = None
-        self.rounds.commit(number, self._clock.now())
+        self.rounds.commit(self._clock.now())
         self._published[fragment] = self._states[fragment]["outer"].clone()
         self.counts["merges"] += 1
         if self._on_merge is not None:

@@ -163,14 +163,12 @@ def test_rounds_are_committed_in_their_order() -> None:
     assert merge is not None
     assert merge.due == first
     assert rounds.advance(1.0) is None  # one at a time
-    with pytest.raises(ValueError, match="Round 2 is not being merged, but 1"):
-        rounds.commit(2, 1.0)
     assert rounds.versions() == (Version(1, 0),) * 2
-    rounds.commit(1, 1.0)
+    rounds.commit(1.0)
     assert rounds.versions() == (Version(1, 1), Version(1, 0))
     merge = rounds.advance(1.0)
     assert merge is not None
-    rounds.commit(2, 1.0)
+    rounds.commit(1.0)
     assert rounds.versions() == (Version(1, 1), Version(1, 2))
 
 
@@ -187,7 +185,7 @@ def test_the_pace_follows_the_learners_steps() -> None:
             push(rounds, "b", due, float(step))
             merge = rounds.advance(float(step))
             assert merge is not None
-            rounds.commit(due.round, float(step))
+            rounds.commit(float(step))
             opened.append(step)
     assert opened == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
     assert rounds.measured_sync_every == 8
@@ -212,7 +210,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     merge = rounds.advance(1.0)
     assert merge is not None
     assert refusal(rounds, "b", due) == "late"  # it is being merged
-    rounds.commit(1, 1.0)
+    rounds.commit(1.0)
     assert refusal(rounds, "b", due) == "late"
     with pytest.raises(Refused, match="newer process") as caught:
         rounds.join("a", 0, 0, 1.0)
@@ -233,7 +231,7 @@ def test_old_bases_have_an_age_and_a_limit() -> None:
         merge = rounds.advance(float(number))
         assert merge is not None
         assert merge.ages == ((0, 2) if number == 3 else (0,))
-        rounds.commit(number, float(number))
+        rounds.commit(float(number))
 
 
 def test_late_pushes_are_in_the_next_merge_of_their_fragment() -> None:
@@ -246,7 +244,7 @@ def test_late_pushes_are_in_the_next_merge_of_their_fragment() -> None:
     push(rounds, "b", first, 1.5, steps=2)  # while the others are being merged
     assert refusal(rounds, "b", first, steps=2) == "duplicate"  # that came twice
     push(rounds, "b", first, 1.5, steps=3)  # again, after a reply was lost: it has all of before
-    rounds.commit(1, 2.0)
+    rounds.commit(2.0)
     assert [(one.learner, one.steps) for one in rounds.waiting_pushes()] == [("b", 3)]
     (second,) = stepped(rounds, "ab", 2, 3.0)[0]
     push(rounds, "a", second, 3.0)
@@ -256,7 +254,7 @@ def test_late_pushes_are_in_the_next_merge_of_their_fragment() -> None:
     found = [(one.learner, one.due.round, age) for one, age in zip(*merge[1:], strict=True)]
     assert found == [("a", 2, 0), ("b", 1, 1), ("b", 2, 0)]
     assert rounds.waiting_pushes() == set(merge.pushes)
-    rounds.commit(2, 4.0)
+    rounds.commit(4.0)
     assert rounds.waiting_pushes() == set()
     assert refusal(rounds, "b", first, base=Version(1, 0)) == "base"  # that came very late
 
@@ -269,7 +267,7 @@ def test_progress_on_one_base_is_merged_once() -> None:
     (first,) = stepped(rounds, "ab", 1, 1.0)[0]
     push(rounds, "a", first, 1.0)
     assert rounds.advance(1.0) is not None
-    rounds.commit(1, 1.0)
+    rounds.commit(1.0)
     push(rounds, "b", first, 1.0, base=start)  # late
     (second,) = stepped(rounds, "ab", 2, 2.0)[0]
     assert refusal(rounds, "a", second, base=start) == "base"
@@ -277,7 +275,7 @@ def test_progress_on_one_base_is_merged_once() -> None:
     merge = rounds.advance(2.0)
     assert merge is not None
     assert [(one.learner, one.steps) for one in merge.pushes] == [("b", 5)]
-    rounds.commit(2, 2.0)
+    rounds.commit(2.0)
     for again in (rounds, MergeRounds(rounds.settings, rounds.state_dict())):
         # Another process, which may continue from before the push; also after a restart.
         again.join("a", 2, 0, 3.0)
@@ -287,6 +285,25 @@ def test_progress_on_one_base_is_merged_once() -> None:
         push(again, "a", third, 4.0, generation=2)
 
 
+def test_a_later_process_that_began_earlier_does_not_make_a_base_new() -> None:
+    """It continues from a save before what the process before it has pushed."""
+    rounds = syncer(fragments=1, sync_every=1, grace=0.0)
+    joined(rounds, "a", "b")
+    (first,) = stepped(rounds, "ab", 1, 1.0)[0]
+    push(rounds, "b", first, 1.0)
+    assert rounds.advance(1.0) is not None
+    rounds.commit(1.0)
+    (second,) = stepped(rounds, "ab", 2, 2.0)[0]
+    push(rounds, "a", second, 2.0)
+    rounds.join("a", 2, 1, 2.0)
+    push(rounds, "a", first, 2.0, generation=2, base=Version(1, 0))
+    merge = rounds.advance(2.0)
+    assert merge is not None
+    assert [one.base.round for one in merge.pushes] == [0, 1]
+    rounds.commit(2.0)
+    assert refusal(rounds, "a", second, generation=2, base=Version(1, 1)) == "base"
+
+
 def test_a_push_that_is_many_merges_old_is_refused() -> None:
     rounds = syncer(fragments=1, sync_every=1, grace=0.0, max_age=3)
     joined(rounds, "a", "b")
@@ -294,7 +311,7 @@ def test_a_push_that_is_many_merges_old_is_refused() -> None:
         (due,) = stepped(rounds, "a", 2 * number, float(number))[0]
         push(rounds, "a", due, float(number))
         assert rounds.advance(float(number)) is not None
-        rounds.commit(number, float(number))
+        rounds.commit(float(number))
     stepped(rounds, "b", 9, 8.0)
     assert refusal(rounds, "b", Due(6, 0, 0), base=Version(1, 2)) == "base"
     push(rounds, "b", Due(6, 0, 0), 8.0, base=Version(1, 3))
@@ -309,7 +326,7 @@ def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
         (due,) = stepped(rounds, "a", number, float(number))[0]
         push(rounds, "a", due, 1.0)
         rounds.advance(float(number))
-        rounds.commit(number, float(number))
+        rounds.commit(float(number))
         if number == 2:
             saved = rounds.state_dict()
     again = MergeRounds(rounds.settings, saved)
@@ -321,7 +338,7 @@ def test_a_version_that_was_lost_is_not_taken_for_its_successor() -> None:
     assert refusal(again, "a", due, base=Version(1, 3)) == "base"
     push(again, "a", due, 10.0)
     again.advance(10.0)
-    again.commit(3, 10.0)
+    again.commit(10.0)
     assert again.version(0) == Version(2, 3)
     assert MergeRounds(rounds.settings, again.state_dict()).version(0) == Version(2, 3)
 
@@ -333,7 +350,8 @@ def test_a_learner_answers_once_and_a_lost_push_has_more_later() -> None:
     learner.count(8.0)
     assert learner.listen(Reply(1, (due,), versions)) == [0, 1]
     assert learner.answers() == []  # nothing received yet
-    assert [learner.receive(0, versions[0]), learner.receive(1, versions[1])] == [1, 1]
+    for fragment, version in enumerate(versions):
+        learner.receive(fragment, version)
     assert learner.listen(Reply(1, (due,), versions)) == []
     assert learner.answers() == []  # no steps
     learner.count(8.0)
@@ -346,7 +364,7 @@ def test_a_learner_answers_once_and_a_lost_push_has_more_later() -> None:
     assert (second.steps, second.tokens) == (2, 24.0)
     assert learner.listen(Reply(1, (due._replace(attempt=1),), versions)) == []
     assert len(learner.answers()) == 1
-    assert learner.receive(0, Version(1, 1)) == 2
+    learner.receive(0, Version(1, 1))
     assert (learner.steps, learner.tokens, learner.total_steps) == ([0, 2], [0.0, 24.0], 3)
 
 
