@@ -73,13 +73,8 @@ class LearnerRounds:
             self.tokens[fragment] += tokens
 
     def listen(self, reply: Reply) -> list[int]:
-        """Note what the syncer has said; return the fragments to fetch.
-
-        Replies may arrive late, so those of a syncer that has been restarted since are ignored.
-        """
-        if reply.epoch < self.epoch:
-            return []
-        if reply.epoch > self.epoch:
+        """Note what the syncer has said; return the fragments to fetch."""
+        if reply.epoch != self.epoch:
             self.epoch = reply.epoch
             self._answered.clear()
             # Pushes that waited for their merge were lost with the syncer before.
@@ -97,11 +92,12 @@ class LearnerRounds:
         """Return whether a version that has arrived is to be applied.
 
         After a restart of the syncer, ``epoch``, it may be older than the one that was received: if
-        that one was not saved, nothing relative to it can be merged.
+        that one was not saved, nothing relative to it can be merged. The epoch is smaller than
+        before if the folder of the syncer was lost and the clock was set back.
         """
         own = self.received[fragment]
         is_later = own is None or version.round > own.round
-        return epoch == self.epoch and (is_later or self._said_by[fragment] < epoch)
+        return epoch == self.epoch and (is_later or self._said_by[fragment] != epoch)
 
     def leftover(self, fragment: int, version: Version) -> Push | None:
         """Return the push, late, of progress of which a version that has arrived has nothing.

@@ -396,10 +396,14 @@ def test_a_learner_follows_a_restarted_syncer_to_an_older_version() -> None:
     assert not learner.is_news(1, 0, Version(1, 2))  # a reply that took long
     assert learner.listen(Reply(2, (), (Version(1, 2),))) == [0]
     assert not learner.is_news(1, 0, Version(1, 4))  # of the syncer that was killed
-    assert learner.listen(Reply(1, (due,), (Version(1, 4),))) == []
     assert learner.is_news(2, 0, Version(1, 2))
     learner.receive(0, Version(1, 2))
     assert not learner.is_news(2, 0, Version(1, 2))
     # If its version was saved, it needs nothing.
     assert learner.listen(Reply(3, (), (Version(1, 2),))) == []
     assert not learner.is_news(3, 0, Version(1, 1))
+    # Its folder was lost, and the clock was set back.
+    assert learner.listen(Reply(2, (), (Version(2, 0),))) == [0]
+    assert learner.is_news(2, 0, Version(2, 0))
+    learner.receive(0, Version(2, 0))
+    assert learner.listen(Reply(2, (), (Version(2, 0),))) == []
