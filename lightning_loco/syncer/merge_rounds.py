@@ -450,6 +450,8 @@ class MergeRounds:
         if push.steps < 1 or not 0 < push.tokens < math.inf:
             raise Refused("steps", f"{said} has {push.steps} steps and {push.tokens} tokens.")
         one = self.open.get(number)
+        if one is not None and push.learner in one.pushes:
+            raise Refused("duplicate", f"{said} is there.")
         if number <= self.committed or (one is not None and one.is_closed):
             self._keep_late(push, said)
             return
@@ -457,8 +459,6 @@ class MergeRounds:
             raise Refused("not open", f"{said} is early: no such round is open.")
         if push.due != one.due:
             raise Refused("attempt", f"{said} is of {push.due}, and {one.due} is asked for.")
-        if push.learner in one.pushes:
-            raise Refused("duplicate", f"{said} is there.")
         self._check_base(push, said)
         one.pushes[push.learner] = push
         if one.merges_at is None and len(one.pushes) >= self.settings.min_quorum:

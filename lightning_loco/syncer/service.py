@@ -104,7 +104,7 @@ class SyncerServer:
         self.server.close()
 
     def _follow_the_clock(self) -> None:
-        wait_s: float | None = 0.0
+        wait_s: float | None = None
         while not self._is_ending.wait(min(_LONGEST_WAIT_S, wait_s or _LONGEST_WAIT_S)):
             wait_s = None if self.syncer is None else self.syncer.advance()
 

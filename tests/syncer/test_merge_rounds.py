@@ -158,6 +158,7 @@ def test_rounds_are_committed_in_their_order() -> None:
     first, second = stepped(rounds, "ab", 2, 1.0)[0]
     push(rounds, "a", second, 1.0)
     assert rounds.advance(1.0) is None
+    assert refusal(rounds, "a", second) == "duplicate"
     push(rounds, "a", first, 1.0)
     merge = rounds.advance(1.0)
     assert merge is not None
