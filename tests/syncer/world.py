@@ -151,6 +151,9 @@ class SyncerProcess:
     def _note_merge(self, merge: Merge) -> None:
         self.world.merges.append(merge)
         assert merge.due.round == len(self.world.merges), "rounds follow each other"
+        in_time = [push for push in merge.pushes if push.due.round >= merge.due.round]
+        assert len(in_time) >= self.world.settings.min_quorum
+        assert all(push.due == merge.due for push in in_time), "pushes of this attempt"
 
     def _before(self, operation: str) -> None:
         assert self.is_alive, "a process writes after its end"
