@@ -80,14 +80,11 @@ class Outgoing(NamedTuple):
         push: What is said of it.
         local: The parameters of the learner.
         received: Those that it had received before.
-        is_leftover: Whether the model does not have this progress any more, so that no later push
-            has it.
     """
 
     push: Push
     local: Tensor
     received: Tensor
-    is_leftover: bool = False
 
 
 class Learner:
@@ -189,7 +186,7 @@ class Learner:
             leftover = self.rounds.leftover(fragment, version)
             mixes = method.mix > 0 and self.rounds.received[fragment] is not None
             if leftover is not None:
-                self._send(leftover, read(fragment), is_leftover=True)
+                self._send(leftover, read(fragment))
             own = read(fragment) if mixes else None
             written[fragment] = params if own is None else method.continue_from(params, own)
             stored = params if self._as_stored is None else self._as_stored(fragment, params)
@@ -217,9 +214,8 @@ class Learner:
         self.rounds.drop_progress()
         return Boundary(dict(enumerate(self.received)), is_reset=True)
 
-    def _send(self, push: Push, local: Tensor, is_leftover: bool = False) -> None:
-        received = self.received[push.due.fragment]
-        self._outgoing.append(Outgoing(push, local, received, is_leftover))
+    def _send(self, push: Push, local: Tensor) -> None:
+        self._outgoing.append(Outgoing(push, local, self.received[push.due.fragment]))
 
     def raise_error(self) -> None:
         """Raise RuntimeError if this learner cannot go on."""
@@ -325,7 +321,7 @@ class Learner:
         codec = self._contract.codec
         while (outgoing := self._next_outgoing()) is not None:
             push = outgoing.push
-            if outgoing.is_leftover:  # it may have waited for a syncer that was restarted
+            if self._is_replaced(push):  # it may have waited for a syncer that was restarted
                 push = push._replace(epoch=self.rounds.epoch)
             delta = self._contract.method.propose(outgoing.local, outgoing.received)
             if not is_finite(delta):
@@ -357,12 +353,16 @@ class Learner:
         with self._lock:
             return self._outgoing.popleft() if self._outgoing else None
 
+    def _is_replaced(self, push: Push) -> bool:
+        """Return whether the model does not have this progress any more, nor a later push."""
+        return push.base != self.rounds.received[push.due.fragment]
+
     def _forget_waiting(self) -> None:
-        """Drop the pushes that wait: what is due then is answered again. Others stay."""
+        """Drop the pushes that wait, unless no later one has their progress."""
         for one in self._outgoing:
-            if not one.is_leftover:
+            if not self._is_replaced(one.push):
                 self.rounds.lost(one.push.due)
-        self._outgoing = deque(one for one in self._outgoing if one.is_leftover)
+        self._outgoing = deque(one for one in self._outgoing if self._is_replaced(one.push))
 
     def note_loss(self, error: OSError) -> None:
         """Note that an exchange has ended because the syncer could not be reached."""

@@ -24,7 +24,7 @@ from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.compression import E3M0, BFloat16, Int8
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.syncer.engine import LearnerEngine
-from lightning_loco.syncer.merge_rounds import Due, MergeSettings
+from lightning_loco.syncer.merge_rounds import MergeSettings
 from lightning_loco.syncer.service import SyncerServer
 from lightning_loco.syncer.settings import Address, DecoupledSettings
 from lightning_loco.syncer.syncer import Syncer
@@ -176,27 +176,6 @@ def test_what_was_not_sent_is_sent_when_the_syncer_answers_again(tmp_path: Path)
             status = server.status()
     assert status["learners"] == {}
     assert status["late"] == ROUNDS.fragments
-
-
-def test_progress_that_was_replaced_is_sent_after_a_failure(tmp_path: Path) -> None:
-    """It waits for a syncer that is away or was restarted, behind a push that is lost."""
-    port = free_ports()[0]
-    with learner_alone(tmp_path, port) as (engine, _):
-        part = engine.learner
-        assert part is not None
-        with part._lock:
-            waits = part.rounds.epoch
-            for fragment in range(ROUNDS.fragments):
-                version = part.rounds.received[fragment]
-                assert version is not None
-                part.rounds.count(8.0)
-                push = part.rounds._push(Due(version.round, fragment, 0))
-                part._send(push, engine._fragments.read(fragment), is_leftover=fragment > 0)
-                part.rounds.receive(fragment, version)
-        with serving(tmp_path, port) as server:
-            wait_until(lambda: server.status().get("late", 0) >= ROUNDS.fragments - 1)
-            assert part.rounds.epoch > waits
-            assert not part._outgoing
 
 
 def test_nan_at_the_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -427,6 +427,7 @@ def _check_run(seed: int) -> None:
     world.run(world.now + 100.0)
     assert world.syncer is not None
     for name, process in world.learners.items():
+        process.check_heard()
         versions = world.syncer.syncer.rounds.versions()
         assert tuple(process.learner.rounds.received) == versions, (seed, name)
         for fragment, params in enumerate(process.learner.received):

@@ -151,9 +151,8 @@ class SyncerProcess:
     def _note_merge(self, merge: Merge) -> None:
         self.world.merges.append(merge)
         assert merge.due.round == len(self.world.merges), "rounds follow each other"
-        in_time = [push for push in merge.pushes if push.due.round >= merge.due.round]
+        in_time = [push for push in merge.pushes if push.due == merge.due]
         assert len(in_time) >= self.world.settings.min_quorum
-        assert all(push.due == merge.due for push in in_time), "pushes of this attempt"
 
     def _before(self, operation: str) -> None:
         assert self.is_alive, "a process writes after its end"
@@ -234,6 +233,10 @@ class LearnerProcess:
         self.is_leaving = False
         self.frozen_until = 0.0
         self._epochs = [0] * world.settings.fragments
+        # Progress, by its fragment and base: what is not in the model any more, and what was pushed
+        # and taken, or refused for good.
+        self._replaced: set[tuple[int, Any]] = set()
+        self._heard: set[tuple[int, Any]] = set()
         self._waiting_for: object = None
         self._exchange()
         self._later(step_s, self._step)
@@ -272,17 +275,21 @@ class LearnerProcess:
 
     def _leave(self) -> None:
         if self.learner.has_left.is_set():
-            assert not self.learner.rounds.unsent
+            rounds = self.learner.rounds
+            self._replaced |= {one for one in enumerate(rounds.received) if rounds.steps[one[0]]}
+            self.check_heard()
             self.is_alive = False
         else:
             self.learner.prepare_to_leave(self._read)
 
     def _reach_boundary(self) -> None:
         rounds = self.learner.rounds
-        before = [*rounds.received]
+        before, steps = [*rounds.received], [*rounds.steps]
         for fragment, params in self.learner.at_boundary(self._read).written.items():
             self.local[fragment] = params
             old, new = before[fragment], rounds.received[fragment]
+            if steps[fragment]:
+                self._replaced.add((fragment, old))
             assert old != new, "progress is not replaced by what it began from"
             is_back = old is not None and new is not None and new.round < old.round
             assert not is_back or self._epochs[fragment] < rounds.epoch, "back without a restart"
@@ -298,6 +305,10 @@ class LearnerProcess:
             if version is not None:
                 own = learner.received[fragment]
                 assert torch.equal(own, self.world.contents[fragment, version]), (fragment, version)
+
+    def check_heard(self) -> None:
+        """Check that no progress was dropped before the syncer has answered a push of it."""
+        assert self._replaced <= self._heard, self._replaced - self._heard
 
     def _check_push(self, push: Push, delta: Tensor) -> None:
         """Check that a pseudo-gradient is that of its base and its steps."""
@@ -335,6 +346,11 @@ class LearnerProcess:
         def go_on(outcome: Any) -> None:
             if self._waiting_for is mark:  # else there was a reply, or none in time
                 self._waiting_for = None
+                is_lost = isinstance(outcome, OSError) or (
+                    isinstance(outcome, Refused) and outcome.reason in ("epoch", "learner")
+                )
+                if what is Do.PUSH and not is_lost:
+                    self._heard.add((arguments[0].due.fragment, arguments[0].base))
                 self._go_on(exchange, outcome)
 
         def reply(outcome: Any) -> None:
