@@ -150,3 +150,23 @@ def test_a_learner_leaves_after_its_last_push(learner: Learner) -> None:
     assert not learner.has_left.is_set()
     end(exchange)
     assert learner.has_left.is_set()
+
+
+def test_what_arrives_from_another_syncer_than_the_last_one_is_not_taken(learner: Learner) -> None:
+    """A version that a killed syncer had not saved, and one whose syncer was not joined yet."""
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    fetch(exchange, FIRST, Reply(1, (), (FIRST,)))
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    end(exchange, Refused("epoch", "join"))
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.JOIN
+    end(exchange, (True, Reply(2, (), (START,))))
+    assert learner.is_due
+    assert step(learner, -1.0) == {}
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    assert go_on(exchange, Reply(2, (), (Version(2, 1),)))[0] is Do.FETCH
+    end(exchange, Fragment(3, START, full(0.0)))
+    assert not learner.is_due
