@@ -365,6 +365,8 @@ def test_a_learner_answers_once_and_a_lost_push_has_more_later() -> None:
     assert (second.steps, second.tokens) == (2, 24.0)
     assert learner.listen(Reply(1, (due._replace(attempt=1),), versions)) == []
     assert len(learner.answers()) == 1
+    assert learner.listen(Reply(2, (due._replace(attempt=1),), versions)) == []
+    assert len(learner.answers()) == 1  # a syncer that was restarted does not have it
     learner.receive(0, Version(1, 1))
     assert (learner.steps, learner.tokens, learner.total_steps) == ([0, 2], [0.0, 24.0], 3)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -15,8 +14,8 @@ import torch
 from lightning_loco.algorithms import DecoupledDiLoCo
 from lightning_loco.syncer.learner_rounds import LearnerRounds
 from lightning_loco.syncer.merge_rounds import MergeSettings, Refused, Version
-from lightning_loco.syncer.snapshot import save_tensors
 from lightning_loco.syncer.syncer import Syncer
+from tests.harness.model_disk import ModelDisk
 from tests.syncer.world import SIZE, Network, World, contract_of
 
 MEAN = DecoupledDiLoCo(aggregate="mean", weight="equal")
@@ -176,19 +175,21 @@ def test_a_full_disk_keeps_the_last_save_and_says_so(
     assert len(world.merges) > committed + 10
 
 
-class FullFile(io.BytesIO):
-    """A file on a disk that is full after some bytes."""
+def test_a_start_that_cannot_be_saved_is_none() -> None:
+    disk = ModelDisk()
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if self.tell() + len(data) > 1000:
+    def be_full(operation: str) -> None:
+        if operation.startswith("create"):
             raise OSError(28, "No space left on device")
-        return super().write(data)
 
-
-def test_a_full_disk_is_an_os_error() -> None:
-    """PyTorch makes a RuntimeError of it, which the syncer would not expect."""
+    syncer = Syncer(contract_of(MEAN, MergeSettings(fragments=1)), Path("/run"), disk=disk)
+    disk.before = be_full
     with pytest.raises(OSError, match="No space left"):
-        save_tensors({"outer": torch.zeros(10_000)}, FullFile())
+        syncer.start([torch.zeros(SIZE)])
+    assert not syncer.has_started
+    disk.before = bool
+    syncer.start([torch.ones(SIZE)])
+    assert syncer.fetch(0).params.tolist() == [1.0] * SIZE
 
 
 def test_the_status_is_json(tmp_path: Path) -> None:
