@@ -194,30 +194,6 @@ def test_nan_at_the_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "could not be sent" not in caplog.text
 
 
-def test_a_fragment_is_fetched_once_during_a_long_local_step(tmp_path: Path) -> None:
-    fast, slow = Numbers(), Numbers()
-    with (
-        serving(tmp_path) as server,
-        closing(learner(fast, server, name="fast")) as one,
-        closing(learner(slow, server, name="slow")) as other,
-    ):
-        one.start()
-        other.start()
-        train(one, fast, 1.0, lambda: one.statistics.rounds >= 12)
-        assert server.syncer is not None
-        fetch, fetched = server.syncer.fetch, []
-
-        def count(fragment: int) -> Any:
-            found = fetch(fragment)
-            fetched.append((fragment, found.version))
-            return found
-
-        server.syncer.fetch = count  # type: ignore[method-assign]
-        train(one, fast, 1.0, lambda: one.statistics.rounds >= 18)
-        time.sleep(1.5)  # several polls of both
-    assert len(fetched) <= 2 * len(set(fetched))
-
-
 def test_a_model_that_has_nothing_of_the_training_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,14 +54,19 @@ def step(learner: Learner, local: float) -> dict[int, Tensor]:
     return learner.at_boundary(lambda _: full(local)).written
 
 
+CONTRACT = contract_of(DecoupledDiLoCo(), MergeSettings(fragments=1), torch.float32)
+
+
+def new_learner() -> Learner:
+    return Learner(CONTRACT, "a", 1, [full(1.0)], "syncer")
+
+
 @pytest.fixture
 def learner() -> Learner:
     """One that has joined a run of one fragment, which is at zero."""
-    contract = contract_of(DecoupledDiLoCo(), MergeSettings(fragments=1), torch.float32)
-    learner = Learner(contract, "a", 1, [full(1.0)], "syncer")
+    learner = new_learner()
     exchange = learner.exchange()
-    assert go_on(exchange) == (Do.JOIN, ("a", 1, 0, contract.as_plain()))
-    assert not learner.is_ready.is_set()
+    assert go_on(exchange) == (Do.JOIN, ("a", 1, 0, CONTRACT.as_plain()))
     fetch(exchange, START, (True, Reply(1, (), (START,))))
     assert learner.is_ready.is_set()
     assert torch.equal(learner.at_boundary(lambda _: full(1.0)).written[0], full(0.0))
@@ -98,9 +103,11 @@ def test_a_push_that_is_refused_for_good_is_not_repeated(learner: Learner) -> No
     exchange = learner.exchange()
     assert pushed(exchange) == (PUSH, 1.0)
     assert go_on(exchange, Refused("duplicate", "is there"))[0] is Do.POLL
+    end(exchange, Reply(1, (DUE,), (START,)))
     assert learner.counts == {"received": 1, "pushed": 0, "refused": 1}
-    step(learner, -2.0)
     assert not learner.is_due
+    step(learner, -2.0)
+    assert go_on(learner.exchange())[0] is Do.POLL
 
 
 def test_a_push_whose_progress_was_replaced_is_sent_until_it_is_taken(learner: Learner) -> None:
@@ -126,6 +133,9 @@ def test_progress_that_was_not_asked_for_is_sent_before_it_is_replaced(learner: 
     exchange = learner.exchange()
     assert go_on(exchange)[0] is Do.POLL
     fetch(exchange, FIRST, Reply(1, (), (FIRST,)))
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    end(exchange, Reply(1, (), (FIRST,)))  # it is there, and waits for the end of the local step
     assert torch.equal(step(learner, -2.0)[0], full(1.0))
     assert step(learner, -3.0) == {}
     exchange = learner.exchange()
@@ -135,17 +145,21 @@ def test_progress_that_was_not_asked_for_is_sent_before_it_is_replaced(learner: 
 
 def test_a_learner_leaves_after_its_last_push(learner: Learner) -> None:
     step(learner, -1.0)
-    nothing_new = Reply(1, (), (START,))
-    for fails in (True, False):
-        learner.prepare_to_leave(lambda _: full(-1.0))
-        exchange = learner.exchange()
-        assert pushed(exchange) == (PUSH._replace(due=Due(0, 0, 0)), 1.0)
-        if fails:
-            end(exchange, TimeoutError())
-            exchange = learner.exchange()
-        assert go_on(exchange)[0] is Do.POLL
-        if fails:
-            end(exchange, nothing_new)  # without leaving
+    nothing_new, last = Reply(1, (), (START,)), (PUSH._replace(due=Due(0, 0, 0)), 1.0)
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    learner.prepare_to_leave(lambda _: full(-1.0))  # while the poll is on its way
+    end(exchange, nothing_new)
+    exchange = learner.exchange()
+    assert pushed(exchange) == last
+    end(exchange, TimeoutError())
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.POLL
+    end(exchange, nothing_new)  # the push was lost, so it does not leave
+    learner.prepare_to_leave(lambda _: full(-1.0))
+    exchange = learner.exchange()
+    assert pushed(exchange) == last
+    assert go_on(exchange)[0] is Do.POLL
     assert go_on(exchange, nothing_new) == (Do.LEAVE, ("a", 1))
     assert not learner.has_left.is_set()
     end(exchange)
@@ -170,3 +184,12 @@ def test_what_arrives_from_another_syncer_than_the_last_one_is_not_taken(learner
     assert go_on(exchange, Reply(2, (), (Version(2, 1),)))[0] is Do.FETCH
     end(exchange, Fragment(3, START, full(0.0)))
     assert not learner.is_due
+
+
+def test_a_learner_is_ready_when_all_has_arrived() -> None:
+    learner = new_learner()
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.JOIN
+    assert go_on(exchange, (True, Reply(1, (), (START,))))[0] is Do.FETCH
+    end(exchange, Fragment(2, START, full(0.0)))  # the syncer was restarted
+    assert not learner.is_ready.is_set()
