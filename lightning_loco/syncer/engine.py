@@ -46,7 +46,12 @@ from lightning_loco.syncer.merge_rounds import MergeSettings
 from lightning_loco.syncer.service import SyncerClient, SyncerServer
 from lightning_loco.syncer.settings import Address, DecoupledSettings
 from lightning_loco.syncer.syncer import Syncer
-from lightning_loco.transport import JobCertificate, address_towards, read_certificate
+from lightning_loco.transport import (
+    JobCertificate,
+    address_towards,
+    read_certificate,
+    text_without_key_file,
+)
 
 log = logging.getLogger(__name__)
 
@@ -305,12 +310,7 @@ class LearnerEngine(LocalParticipant):
                 self.syncer_server.start()
                 port = self.syncer_server.server.port
                 if not is_local and certificate is None:
-                    log.warning(
-                        "Parameters are sent to other machines without a key file, so anybody who "
-                        "can reach this port can read or change them. Write a key file with "
-                        "`lightning-loco keys FILE`, copy it to all machines and pass "
-                        "key_file=FILE."
-                    )
+                    log.warning("%s", text_without_key_file())
         host = "127.0.0.1" if is_local else address_towards(os.environ.get("MASTER_ADDR", hosts[0]))
         return Address(*group.gather_objects([host, port], _START)[0])
 
