@@ -236,6 +236,17 @@ class DecoupledDiLoCo:
             ValueError: As :meth:`weights`.
         """
         weights = self.weights(pushes) if weights is None else weights
+        return self.step(self.combine(deltas, pushes, state, tensors, weights), state)
+
+    def combine(
+        self,
+        deltas: Tensor,
+        pushes: Sequence[Push],
+        state: State,
+        tensors: Sequence[TensorRange],
+        weights: Sequence[float],
+    ) -> Tensor:
+        """Return the mean pseudo-gradient ``(P,)`` of a merge; arguments as of :meth:`merge`."""
         merged = deltas[0] if len(deltas) == 1 else torch.empty_like(deltas[0])
         for begin, end, is_embedding in tensors:
             rows = deltas[:, begin:end]
@@ -249,6 +260,10 @@ class DecoupledDiLoCo:
                 is_plain = is_embedding or self.aggregate == "mean"
                 average = weighted_mean if is_plain else radial_mean
                 merged[begin:end] = average(rows, weights)
+        return merged
+
+    def step(self, merged: Tensor, state: State) -> Tensor:
+        """Take an outer step with the mean pseudo-gradient; return the new parameters ``(P,)``."""
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, merged, state)

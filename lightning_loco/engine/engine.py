@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from lightning_loco.algorithms import Restart
 from lightning_loco.algorithms.algorithm import has_own
+from lightning_loco.algorithms.persistence import Products
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
@@ -28,7 +29,6 @@ from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, HasArrived, Round
 from lightning_loco.engine.link_emulator import LinkEmulator
-from lightning_loco.engine.persistence import Products
 from lightning_loco.engine.resume import FittingState
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.model.flat import local_tensor

@@ -31,6 +31,7 @@ from torch.autograd import profiler
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco.algorithms import Restart, RoundInfo, State
+from lightning_loco.algorithms.persistence import UNKNOWN, Persistence
 from lightning_loco.distributed.worker_status import (
     KnownStatuses,
     PendingStatuses,
@@ -40,7 +41,6 @@ from lightning_loco.distributed.worker_status import (
 from lightning_loco.engine.buckets import BucketChunk
 from lightning_loco.engine.exchanges.exchange import Exchange, Handle
 from lightning_loco.engine.fragment_memory import FragmentMemory
-from lightning_loco.engine.persistence import UNKNOWN, Persistence
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.model.flat import are_finite
 

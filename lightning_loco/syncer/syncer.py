@@ -17,6 +17,7 @@ from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.disk import DISK, Disk
 from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.decoupled_diloco import Push as Progress
+from lightning_loco.algorithms.persistence import Persistence
 from lightning_loco.algorithms.robust import is_finite
 from lightning_loco.syncer.contract import Contract, first_difference
 from lightning_loco.syncer.merge_rounds import (
@@ -73,6 +74,8 @@ class Syncer:
         rounds: The decisions.
         counts: Numbers since the start: ``joins``, ``merges``, ``pushes``, ``late`` ones among
             them, and requests that were ``refused``.
+        persistence: Cosine of the mean pseudo-gradients of the last two merges of the fragment that
+            was merged last; None if there is none.
         failure: Why a merge could not be computed, such as MemoryError. Nothing is merged or saved
             any more: start it again.
 
@@ -109,6 +112,9 @@ class Syncer:
         self._saves_again_at = 0.0
         self._is_closed = False
         self.failure: Exception | None = None
+        self.persistence: float | None = None
+        lengths = contract.lengths
+        self._persistence = [Persistence(sum(lengths)) for _ in lengths]
         self.counts = dict.fromkeys(("joins", "merges", "pushes", "late", "refused"), 0)
         self._states: list[State] = []
         self._published: list[Tensor] = []
@@ -283,6 +289,7 @@ class Syncer:
                 "open": {number: sorted(one.pushes) for number, one in sorted(rounds.open.items())},
                 "min_quorum": rounds.settings.min_quorum,
                 "measured_sync_every": rounds.measured_sync_every,
+                "persistence": self.persistence,
                 "failure": None if self.failure is None else repr(self.failure),
                 **self.counts,
             }
@@ -348,9 +355,11 @@ class Syncer:
         weights, epoch, tape = self._method.weights(progress), self.rounds.epoch, self._tape
         # Before the merge, which may overwrite them.
         kept = None if tape is None else tape.keep_deltas(merge, epoch, deltas)
-        outer = self._method.merge(
-            deltas, progress, self._states[fragment], self.contract.tensors[fragment], weights
-        )
+        state, tensors = self._states[fragment], self.contract.tensors[fragment]
+        merged = self._method.combine(deltas, progress, state, tensors, weights)
+        self._persistence[fragment].add(merged)
+        self.persistence = self._persistence[fragment].end_round().cosine
+        outer = self._method.step(merged, state)
         if tape is not None and kept is not None:
             tape.write_merge(merge, epoch, weights, kept, outer)
         self._unsaved[fragment] = f"{self.rounds.epoch}_{merge.due.round}"

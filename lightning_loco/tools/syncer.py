@@ -247,7 +247,7 @@ def describe(status: dict[str, Any]) -> str:
 def _totals(status: dict[str, Any]) -> list[str]:
     learners, least = len(status["learners"]), status["min_quorum"]
     waits = f" (waits for {least})" if learners < least else ""
-    measured = status["measured_sync_every"]
+    measured, persistence = status["measured_sync_every"], status["persistence"]
     return [
         f"round {status['committed']}",
         f"learners {learners}{waits}",
@@ -255,6 +255,7 @@ def _totals(status: dict[str, Any]) -> list[str]:
         f"pushes {status['pushes']}, {status['late']} of them late",
         f"refused {status['refused']}",
         f"sync_every {'not measured yet' if measured is None else f'{measured:.1f} measured'}",
+        *([] if persistence is None else [f"persistence {persistence:.2f}"]),
     ]
 
 

@@ -391,6 +391,7 @@ def test_what_is_not_known_is_not_a_number() -> None:
         "learners": {f"w{number}": none for number in range(10)},
         "min_quorum": 12,
         "measured_sync_every": None,
+        "persistence": None,
         **dict.fromkeys(("merges", "pushes", "late", "refused"), 0),
     }
     line = describe(status)

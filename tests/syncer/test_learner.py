@@ -193,3 +193,12 @@ def test_a_learner_is_ready_when_all_has_arrived() -> None:
     assert go_on(exchange, (True, Reply(1, (), (START,))))[0] is Do.FETCH
     end(exchange, Fragment(2, START, full(0.0)))  # the syncer was restarted
     assert not learner.is_ready.is_set()
+
+
+def test_a_learner_that_joins_mixes_nothing_of_its_own() -> None:
+    contract = contract_of(DecoupledDiLoCo(mix=0.5), CONTRACT.settings, torch.float32)
+    learner = Learner(contract, "a", 1, [full(1.0)], "syncer")
+    exchange = learner.exchange()
+    assert go_on(exchange)[0] is Do.JOIN
+    fetch(exchange, START, (True, Reply(1, (), (START,))))
+    assert torch.equal(learner.at_boundary(lambda _: full(1.0)).written[0], full(0.0))

@@ -197,11 +197,13 @@ def test_the_status_is_json(tmp_path: Path) -> None:
     caller = Caller(syncer)
     assert syncer.status()["measured_sync_every"] is None
     assert syncer.status()["learners"]["a"]["step_s"] is None
+    assert syncer.status()["persistence"] is None
     for _ in range(4):
         caller.step(syncer, 1.0)
     status = json.loads(json.dumps(syncer.status()))
     assert (status["committed"], status["merges"], status["pushes"]) == (4, 4, 4)
     assert status["measured_sync_every"] == 2
+    assert status["persistence"] == pytest.approx(1.0)  # all pushes are equal
     assert status["learners"]["a"]["steps"] == 4
 
 
@@ -279,7 +281,7 @@ def test_a_merge_that_cannot_be_computed_is_not_published(
     def fail(*_: object) -> None:
         raise full
 
-    monkeypatch.setattr(DecoupledDiLoCo, "merge", fail)
+    monkeypatch.setattr(DecoupledDiLoCo, "combine", fail)
     with pytest.raises(MemoryError):
         caller.step(syncer, 1.0)
     assert syncer.failure is full
