@@ -9,7 +9,7 @@ from typing import NamedTuple
 STRAGGLES = 1.25
 """A worker is a straggler if its local steps take at least this many times the median."""
 
-MIN_ROUNDS, MOST_ROUNDS = 3, 50
+MIN_ROUNDS, MOST_ROUNDS = 10, 50
 """Rounds that it takes to say so, and the last ones that are looked at."""
 
 

@@ -139,24 +139,24 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
 def test_goodput_of_a_worker_that_waits_for_a_straggler(pool: Pool, tmp_path: Path) -> None:
     callbacks = [CommunicationMonitor(), StragglerSimulator({1: 0.05}), ReportCallback(tmp_path)]
     with_summary = {"algorithm": LocalSGD(), "summary": True}
-    results = pool.run(fit, tmp_path, callbacks, with_summary, {}, 24, world=2)
+    results = pool.run(fit, tmp_path, callbacks, with_summary, {}, 36, world=2)
     rows = read(tmp_path)
     parts = {part: list(column(rows, f"loco/{part}").values()) for part in PARTS}
     for shares in zip(*parts.values(), strict=True):
         assert sum(shares) == pytest.approx(1.0)
     assert parts["joining"][-1] < 0.01
     assert parts["lost"][-1] == parts["restarting"][-1] == 0.0
-    assert parts["waiting"][-1] > 0.4
+    assert parts["waiting"][-1] > 0.25
     assert set(column(rows, "loco/participation").values()) == {1.0}
 
     record = RunRecord.load(tmp_path)
     fast, slow = record.goodput
-    assert fast["goodput"] < 0.6 < 0.8 < slow["goodput"]
+    assert fast["goodput"] + 0.2 < slow["goodput"]
     assert str(record.numbers["straggler"]).startswith("worker 1 took ")
     (summary,) = (text for text in results[0]["texts"] if "Training is over" in text)
     assert re.search(r"goodput +\d+% \(waiting \d+%", summary)
     assert re.search(
-        r"straggler +worker 1 took [\d.]+x the median step in the last 7 rounds", summary
+        r"straggler +worker 1 took [\d.]+x the median step in the last 11 rounds", summary
     )
 
 
