@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 30.0
 """Longest wait at the end of training for the last pushes to arrive, in seconds."""
 
+_WHILE_OTHERS_WAIT = 0.8
+"""Share of the timeout after which a rank ends a wait, so that others get its error in time."""
+
 _MANY = 3
 """Merges of a fragment that a learner misses at the end of training before a warning."""
 
@@ -257,8 +260,12 @@ class LearnerEngine(LocalParticipant):
             if (learner := self._on_first_rank(make_learner)) is not None:
                 self._thread = LearnerThread(learner, self._connect(address), group.clock)
                 self._thread.start()
-                stop = self.worker.stop
-                self._thread.wait_until_ready(group.timeout_s, lambda: stop.requested is not None)
+                stop, limit_s = self.worker.stop, group.timeout_s
+                if group.watchdog is not None:
+                    limit_s *= _WHILE_OTHERS_WAIT
+                self._thread.wait_until_ready(
+                    limit_s, lambda: stop.requested is not None or stop.is_seen
+                )
         self.begin()
 
     def _on_first_rank(self, work: Callable[[Read], T]) -> T | None:

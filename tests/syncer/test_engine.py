@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -475,14 +476,19 @@ def as_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
 TABLE_ROUNDS = MergeSettings(fragments=4, sync_every=8)
 
 
-def train_divided(rank: int, world: int, port: int, by_columns: bool) -> Any:
+def divided(rank: int, world: int, port: int, by_columns: bool, timeout_s: float) -> LearnerEngine:
     model, mesh = Table(), init_device_mesh("cpu", (world,))
     if by_columns:
         parallelize_module(model, mesh, {"layer": RowwiseParallel()})
     else:
         fully_shard(model, mesh=mesh)
-    group = WorkerGroup.create(timeout_s=30.0, replica_size=world)
-    engine = learner(model, port, rounds=TABLE_ROUNDS, group=group)
+    group = WorkerGroup.create(timeout_s=timeout_s, replica_size=world)
+    return learner(model, port, rounds=TABLE_ROUNDS, group=group)
+
+
+def train_divided(rank: int, world: int, port: int, by_columns: bool) -> Any:
+    engine = divided(rank, world, port, by_columns, timeout_s=30.0)
+    model: Any = engine.worker.replica.model
     engine.start()
     targets = torch.cat([target.reshape(-1) for target in model.targets])
     train(engine, model, 1.0, lambda: float((whole(model) - targets).abs().max()) < 1e-6)
@@ -492,6 +498,30 @@ def train_divided(rank: int, world: int, port: int, by_columns: bool) -> Any:
     received = None if rank > 0 else engine._saved["received"]
     engine.close()
     return engine.name, before, whole(model), received
+
+
+def start_divided(rank: int, world: int, port: int, timeout_s: float, stops: bool) -> str:
+    engine = divided(rank, world, port, by_columns=False, timeout_s=timeout_s)
+    if stops and rank == 1:
+        engine.request_stop("SIGTERM")
+    with closing(engine), pytest.raises(RuntimeError) as error:
+        engine.start()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "stops", "why"),
+    [
+        (5.0, False, "has not sent its parameters within 4 s .*refused"),
+        (30.0, True, "was asked to stop"),
+    ],
+    ids=["away", "stop"],
+)
+def test_all_ranks_say_why_a_learner_has_not_started(
+    pool: Pool, timeout_s: float, stops: bool, why: str
+) -> None:
+    for error in pool.run(start_divided, free_ports()[0], timeout_s, stops, world=2):
+        assert re.search(why, error)
 
 
 @pytest.mark.parametrize("by_columns", [False, True], ids=["FSDP2", "tensor parallelism"])
