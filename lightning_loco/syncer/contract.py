@@ -115,6 +115,8 @@ def _follow_each_other(tensors: list[TensorRange]) -> bool:
 def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Name the first entry in which two plain contracts differ; None if they are equal as JSON.
 
+    The order counts as well: parameters follow each other in it in the fragments.
+
     Example:
         >>> first_difference({"settings": {"fragments": 24}}, {"settings": {"fragments": 8}})
         'settings.fragments is 8 there and 24 here'
@@ -126,6 +128,9 @@ def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
                 return f"{key}.{inside}"
         elif json.dumps(here) != json.dumps(there):
             return f"{key} is {there!r} there and {here!r} here"
+    for here, there in zip(own, other, strict=False):
+        if here != there:
+            return f"order has {there!r} there where it has {here!r} here"
     return None
 
 

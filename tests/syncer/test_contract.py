@@ -73,3 +73,6 @@ def test_the_first_difference_has_its_path() -> None:
     assert first_difference(own, other) == "method.outer_lr is 0.5 there and 1.0 here"
     assert first_difference(own, make().as_plain()) is None
     assert first_difference(own, {**own, "new": 1}) == "new is 1 there and None here"
+    assert first_difference({"a": {"b": 1, "c": 1}}, {"a": {"c": 1, "b": 1}}) == (
+        "a.order has 'c' there where it has 'b' here"
+    )
