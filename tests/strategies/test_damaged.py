@@ -398,8 +398,9 @@ def test_all_ranks_must_see_the_folder(pool: Pool, saved: Saved, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["rounds", "pairwise", "remote"])
 def test_folder_of_shards_is_refused(pool: Pool, tmp_path: Path, kind: str) -> None:
-    paths, of_lightning = [], "ModelParallelStrategy of Lightning"
-    writers = {"LocoModelParallelStrategy": {SHARDS: {}}, of_lightning: dict[str, Any]()}
+    paths, of_lightning = [], "ModelParallelStrategy"
+    own = "Loco- or DecoupledModelParallelStrategy"
+    writers = {own: {SHARDS: {}}, of_lightning: dict[str, Any]()}
     for writer, content in writers.items():
         paths.append(tmp_path / f"{writer}.ckpt")
         paths[-1].mkdir()
@@ -416,7 +417,7 @@ def test_states_of_shards_and_of_whole_models_are_not_mixed(
 ) -> None:
     pool.run(fit_and_save, "fsdp, in a file", str(tmp_path), world=4)
     (messages,) = refused_by_all(pool, "rounds of ranks", [tmp_path / "2.ckpt"])
-    assert any("was written by LocoModelParallelStrategy" in message for message in messages)
+    assert any("was written by workers whose ranks hold shards" in message for message in messages)
     (messages,) = refused_by_all(pool, "fsdp", [saved("rounds of ranks") / "2.ckpt"])
     text = "written by workers whose ranks hold the whole model"
     assert any(text in message for message in messages)

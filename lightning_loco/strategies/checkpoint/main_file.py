@@ -86,8 +86,8 @@ class MainFile:
         """Add to the state of an engine what is not in its side file; ValueError without."""
         if isinstance(run.own["engine"].get("params"), dict):
             raise ValueError(
-                f"{files.path} was written by LocoModelParallelStrategy, whose ranks write their "
-                f"shards. Resume with that strategy. {NEW_RUN}"
+                f"{files.path} was written by workers whose ranks hold shards. Resume with the "
+                f"strategy that has written it. {NEW_RUN}"
             )
 
 

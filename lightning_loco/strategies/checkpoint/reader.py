@@ -123,7 +123,7 @@ def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str,
 def _written_in_parts(folder: Path) -> str:
     """Say which strategy has written a checkpoint that is a folder."""
     is_own = SHARDS.encode() in b"".join(plain_parts(str(folder / META)))
-    writer = "LocoModelParallelStrategy" if is_own else "ModelParallelStrategy of Lightning"
+    writer = "Loco- or DecoupledModelParallelStrategy" if is_own else "ModelParallelStrategy"
     return (
         f"The checkpoint {folder} is a folder, to which the ranks of {writer} have written shards. "
         "Use it with that strategy."
