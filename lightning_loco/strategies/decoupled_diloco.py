@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import Unpack
@@ -24,6 +24,7 @@ from lightning_loco.costs import LinkLike
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.arguments import CommonArguments
+from lightning_loco.strategies.elastic_members import TrainerPosition
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.syncer.engine import LearnerEngine
 from lightning_loco.syncer.settings import DecoupledSettings, decoupled_diloco
@@ -75,6 +76,32 @@ class LearnerStrategy(EngineStrategy):
     def _start(self) -> None:
         self._learner.start()
         self._external_updates.take_present()
+        if self._learner.worker.steps == 0 and self._learner.run_steps > 0:
+            self._take_position(self._learner.run_steps)
+
+    def _take_position(self, steps: int) -> None:
+        """Begin after the local steps of the others: a new learner of a run that is under way."""
+        trainer, worker = self._trainer, self._learner.worker
+        configs = trainer.lr_scheduler_configs
+        by_step = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
+        if trainer.max_steps < 0 or len(by_step) < len(configs):
+            if configs:
+                rank_zero_warn(
+                    f"The others have made about {steps:,} local steps, and the schedules of this "
+                    "learner begin at 0. Give all learners the same max_steps and schedules with "
+                    "interval='step', so that it can begin where they are."
+                )
+            return
+        rank_zero_info(f"Training begins after {steps:,} local steps, about where the others are.")
+        worker.steps = steps
+        position = TrainerPosition(trainer, lambda: worker.steps)
+        position.count_steps()
+        lightning_compat.set_logged_step(trainer, steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of schedulers that step before an optimizer
+            for config in by_step:
+                for _ in range(steps // config.frequency):
+                    config.scheduler.step()  # type: ignore[call-arg]
 
     def _resume(self) -> None:
         super()._resume()

@@ -110,6 +110,8 @@ class LearnerEngine(LocalParticipant):
         name: Of the learner, equal on all ranks of this worker.
         statistics: Statistics of the communication so far.
         learner: The part in the background; None on all ranks of a worker but the first.
+        run_steps: Local steps that the learners of the run had made on average when this one joined
+            it, by the number of merges and ``sync_every``.
         syncer_server: The syncer of this job; None elsewhere.
         has_ended: Whether :meth:`finish` was called since the last :meth:`start`.
 
@@ -203,6 +205,7 @@ class LearnerEngine(LocalParticipant):
         self._saved: dict[str, Any] = {}
         self._has_joined = self.has_ended = False
         self._first_epoch = 1
+        self.run_steps = 0
         self._tokens = 0.0
         self._agreed_after = self._started_after = 0
         self._is_due = 0.0
@@ -297,6 +300,12 @@ class LearnerEngine(LocalParticipant):
         self._has_joined, self._saved = True, {}
         self._started_after = self.worker.steps
         self._write(self._meet())
+        self.run_steps = round(self.worker.group.agree([self._run_steps()], _START)[0][0])
+
+    def _run_steps(self) -> float:
+        versions = () if self.learner is None else self.learner.rounds.received
+        merges = max((one.round for one in versions if one is not None), default=0)
+        return merges / len(self._lengths) * self.settings.rounds.sync_every
 
     def _find_syncer(self) -> Address:
         """Return the address of the syncer; of that beside worker 0 if there is no other one."""

@@ -330,6 +330,54 @@ def test_one_job_with_a_syncer_elsewhere(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit_alone, str(tmp_path), world=1)
 
 
+class Scheduled(Line):
+    """With a learning rate that falls with the local steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.05 / (1 + step))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Rates(Slow):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def join_later(rank: int, world: int, folder: str) -> Any:
+    found = []
+    with serving(Path(folder)) as server:
+        for name, max_steps in (("a", 120), ("b", 200), ("c", 40)):
+            rates, module = Rates(), Scheduled()
+            address = f"127.0.0.1:{server.server.port}"
+            strategy = DecoupledDiLoCoStrategy(6, 3, syncer=address, timeout_s=30, name=name)
+            trainer = fit_with(
+                strategy,
+                module,
+                module.loader(),
+                make_loader(9, 2),
+                max_steps=max_steps,
+                max_epochs=-1,
+                callbacks=[rates],
+                use_distributed_sampler=True,
+            )
+            found.append((trainer.global_step, rates.rates, server.status()["committed"]))
+    return found
+
+
+def test_a_new_learner_begins_where_the_others_are(pool: Pool, tmp_path: Path) -> None:
+    ((first, second, third),) = pool.run(join_later, str(tmp_path), world=1)
+    assert first[0] == len(first[1]) == 120
+    begun = first[2] / 3 * 6  # merges of each fragment, every 6 local steps
+    assert second[0] == 200
+    assert len(second[1]) == 200 - begun
+    assert second[1] == [pytest.approx(0.05 / (1 + step)) for step in range(round(begun), 200)]
+    assert third[1] == []  # the run is over
+
+
 def test_samples_are_counted_if_they_can_be_told() -> None:
     assert count_samples({"x": torch.zeros(5, 2)}) == 5.0
     assert count_samples(None) == 1.0
