@@ -148,7 +148,7 @@ class ByteGPT(LightningModule):
             nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if residual else 0.02)
 
     def configure_model(self) -> None:
-        """Shard the model over the ranks of a worker, with ``LocoModelParallelStrategy`` only."""
+        """Shard the model over the ranks of a worker, if the strategy has a device mesh."""
         mesh = self.device_mesh
         if mesh is None or any(isinstance(p, DTensor) for p in self.parameters()):
             return
