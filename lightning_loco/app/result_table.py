@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning_loco._util.text import format_bytes, format_seconds
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.strategies.loco import RoundStrategy
-from lightning_loco.strategies.model_parallel import ShardingStrategy
+from lightning_loco.strategies.model_parallel import ShardedWorkers
 from lightning_loco.strategies.summary import bytes_of_ddp
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
 from lightning_loco.topology import as_topology
@@ -130,7 +130,7 @@ def measure(
     own = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
     totals = strategy.reduce(own, reduce_op="sum").tolist()
     total_steps, total_bytes, total_saved, total_wait_s = totals
-    if isinstance(strategy, ShardingStrategy):
+    if isinstance(strategy, ShardedWorkers):
         total_steps /= strategy.tensor_parallel_size  # these ranks read the same data
         report = replace(report, algorithm=type(strategy.settings.algorithm).__name__)
     is_elastic = statistics.members is not None  # the steps of other members are not known

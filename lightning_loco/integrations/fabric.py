@@ -43,7 +43,7 @@ from lightning_loco.strategies.local_training import (
     loss_in,
     optimized_by,
 )
-from lightning_loco.strategies.model_parallel import ShardingStrategy
+from lightning_loco.strategies.model_parallel import ShardedWorkers
 from lightning_loco.strategies.named import DiLoCoStrategy
 from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
@@ -544,7 +544,7 @@ def _checked(method: EngineStrategy | str | None) -> EngineStrategy:
             "would run the loop as well. Use it with Trainer, or lightning_loco.RemoteOptimizer in "
             "a plain loop."
         )
-    if not isinstance(method, EngineStrategy) or isinstance(method, ShardingStrategy):
+    if not isinstance(method, EngineStrategy) or isinstance(method, ShardedWorkers):
         raise TypeError(
             "method must be a strategy of lightning_loco such as DiLoCoStrategy(sync_every=100), "
             f"or its name, got {method!r}."

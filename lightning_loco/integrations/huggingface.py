@@ -30,7 +30,7 @@ from lightning_loco.strategies.local_training import (
     leave_shared_memory,
     optimized_by,
 )
-from lightning_loco.strategies.model_parallel import ShardingStrategy
+from lightning_loco.strategies.model_parallel import ShardedWorkers
 from lightning_loco.strategies.remote_optimizer import RemoteOptimizerStrategy
 from lightning_loco.strategies.summary import (
     measure_distance,
@@ -595,7 +595,7 @@ def check_method(method: Any) -> None:
             "RemoteOptimizerStrategy steps the optimizer on other ranks, and Trainer of "
             "transformers steps its own. Use it with Lightning's Trainer."
         )
-    if isinstance(method, ShardingStrategy):
+    if isinstance(method, ShardedWorkers):
         raise ValueError(
             f"{type(method).__name__} shards the model as Lightning's Trainer asks it to, and "
             "Trainer of transformers does not. Use it with Lightning's Trainer, or a strategy such "

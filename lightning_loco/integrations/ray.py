@@ -25,7 +25,7 @@ from lightning_loco.strategies import (
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
 )
-from lightning_loco.strategies.model_parallel import ShardingStrategy
+from lightning_loco.strategies.model_parallel import ShardedWorkers
 from lightning_loco.strategies.worker_strategy import WorkerStrategy, runs_on_ray
 
 try:
@@ -233,7 +233,7 @@ _FAMILIES: dict[type[WorkerStrategy], type[RayLocoStrategy]] = {
 
 def _check(method: Any) -> None:
     """Check the argument of :class:`RayLocoStrategy`."""
-    if isinstance(method, ShardingStrategy):
+    if isinstance(method, ShardedWorkers):
         raise ValueError(
             f"{type(method).__name__} does not work under Ray Train, whose prepare_trainer knows "
             "no ModelParallelStrategy of Lightning. Use a method with replica_size=..., whose "

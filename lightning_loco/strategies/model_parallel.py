@@ -35,7 +35,7 @@ from lightning_loco.strategies.loco import LocoStrategy, RoundStrategy
 from lightning_loco.strategies.named import DiLoCoStrategy
 
 
-class ShardingStrategy(EngineStrategy, lightning_compat.ModelParallelPart):
+class ShardedWorkers(EngineStrategy, lightning_compat.ModelParallelPart):
     """Trains workers whose ranks hold shards of the model; a method adds how they exchange."""
 
     def _init_sharded(
@@ -192,7 +192,7 @@ class ShardingStrategy(EngineStrategy, lightning_compat.ModelParallelPart):
         self._added.callback(lightning_compat.clip_gradients_by(plugin, clipping))
 
 
-class LocoModelParallelStrategy(ShardingStrategy, RoundStrategy):
+class LocoModelParallelStrategy(ShardedWorkers, RoundStrategy):
     """Train workers that exchange rarely, each of which shards the model over its ranks.
 
     Consecutive ranks are a worker. Inside it FSDP2 and tensor parallelism work as with Lightning's
@@ -239,7 +239,7 @@ class LocoModelParallelStrategy(ShardingStrategy, RoundStrategy):
         self._init_sharded(method, *sizes, save_distributed_checkpoint)
 
 
-class DecoupledModelParallelStrategy(ShardingStrategy, LearnerStrategy):
+class DecoupledModelParallelStrategy(ShardedWorkers, LearnerStrategy):
     """Train learners of a syncer, each of which shards the model over its ranks.
 
     Inside a learner FSDP2 and tensor parallelism work as in :class:`LocoModelParallelStrategy`. Its
