@@ -287,11 +287,26 @@ def find_holders(blocks: Sequence[Block], group: WorkerGroup) -> list[tuple[int,
 
     All ranks of the worker must call it.
     """
+    everyone = gather_blocks(blocks, group)
+    return [
+        tuple(place for place, theirs in enumerate(everyone) if theirs[index] == own)
+        for index, own in enumerate(blocks)
+    ]
+
+
+def gather_blocks(blocks: Sequence[Block], group: WorkerGroup) -> list[list[Block]]:
+    """Return for each rank of this worker the parts that it holds of the same tensors.
+
+    All ranks of the worker must call it.
+    """
     held = [[list(block.offset), list(block.local_shape)] for block in blocks]
     everyone = group.gather_inside(held, "the comparison of the ranks of a worker")
     return [
-        tuple(place for place, theirs in enumerate(everyone) if theirs[index] == own)
-        for index, own in enumerate(held)
+        [
+            Block(own.shape, tuple(offset), tuple(local_shape))
+            for own, (offset, local_shape) in zip(blocks, theirs, strict=True)
+        ]
+        for theirs in everyone
     ]
 
 

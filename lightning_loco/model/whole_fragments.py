@@ -17,7 +17,7 @@ from lightning_loco.distributed.devices import device_of_group
 from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.model.flat import CHUNK_ELEMENTS, Chunk, Cuts, FlatLayout, local_tensor
-from lightning_loco.model.ownership import Block
+from lightning_loco.model.ownership import Block, gather_blocks
 from lightning_loco.model.same_model import broadcast_inside
 
 _READING = "gathering a fragment from the ranks of a worker"
@@ -71,15 +71,7 @@ class WholeFragments:
         is_divided = any(isinstance(tensor, DTensor) for tensor in self._tensors)
         self.are_sharded = is_divided and group.inner is not None
         blocks = [Block.of(tensor) for tensor in self._tensors]
-        held = [[list(block.offset), list(block.local_shape)] for block in blocks]
-        everyone = group.gather_inside(held, _READING) if self.are_sharded else [held]
-        self._blocks = [
-            [
-                Block(own.shape, tuple(offset), tuple(local_shape))
-                for own, (offset, local_shape) in zip(blocks, one, strict=True)
-            ]
-            for one in everyone
-        ]
+        self._blocks = gather_blocks(blocks, group) if self.are_sharded else [blocks]
         place = group.place if self.are_sharded else 0
         lengths = [self._num_held(place, fragment) for fragment in range(len(slices))]
         self._borders = [*itertools.accumulate(lengths, initial=0)]
