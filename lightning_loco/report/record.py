@@ -202,7 +202,7 @@ class RunRecord:
             ``"send"``.
         shares: For each lane the seconds of each kind, of all events. Time within several events
             counts for the innermost one only, apart from ``"round"`` and ``"send"``.
-        goodput: For each lane what its time was for: shares by name, which add up to 1.
+        goodput: For each lane the shares of its time by name, which add up to 1.
         events_left_out: How many events are counted in ``shares`` only.
         numbers: Rows of the table of results: a name, and a number or text.
         bytes_sent: Bytes that a worker sent; None if not known.

@@ -353,7 +353,7 @@ def format_count(number: float) -> str:
 def as_json(plan: Plan, outcomes: list[Outcome] | None = None) -> dict[str, Any]:
     """Return the plan as plain numbers and strings: seconds, bytes, percent of the loss.
 
-    With ``outcomes`` what failures make of it, too; time and cost are null if nothing counts.
+    With ``outcomes`` it includes the table of failures; time and cost are null at no goodput.
     """
     job = plan.job
 
