@@ -49,6 +49,7 @@ from harness import mean_and_deviation, paired_p
 from simulated import (
     BATCH,
     LocalSteps,
+    OnStep,
     Task,
     batches,
     new_model,
@@ -82,7 +83,7 @@ SMALL = Task(steps=750, clip=1.0)  # clipped as in conf/trainer
 LONGER = SMALL._replace(steps=1500)
 DEMO = Task(steps=600, width=128, layers=4, lr=1e-3, context=128, clip=1.0)
 QUICK = Task(steps=60, width=16, layers=1, clip=1.0)
-PRETRAINING_BYTES = 4_000_000
+PRETRAINING_BYTES, PRETRAINING_STEPS = 4_000_000, 750
 RANK, ADAPTER_LR = 8, 1e-2
 ATTACKS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda pseudo_gradient: pseudo_gradient,
@@ -236,45 +237,56 @@ class Training(NamedTuple):
 
     def key(self, options: argparse.Namespace) -> str:
         """Its key in the file of results; rows that are equal are trained once."""
-        row, task = ROWS[self.name], task_of(self.name, options)
-        rounds = None if row.rounds is None else row.rounds.describe()
-        made = [row.workers, row.optimizer, row.tunes, row.attack, row.shares, BATCH]
-        if row.tunes:
-            made += [PRETRAINING_BYTES, RANK, ADAPTER_LR]
-        return json.dumps([rounds, *made, self.seed, *task], default=str)
+        return key_of(ROWS[self.name], task_of(self.name, options), self.seed)
 
     def train(self, options: argparse.Namespace) -> Result:
         """The validation loss of the consensus, and the bytes that a worker sends."""
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        row, task = ROWS[self.name], task_of(self.name, options)
-        torch.manual_seed(self.seed)
-        start = new_model(task, row.optimizer).state_dict()
-        data = ByteTextData(batch_size=BATCH, context=task.context)
-        if row.tunes:
-            start = pretrained(task, self.seed)
-            help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
-            data = ByteTextData(path=help_text, batch_size=BATCH, context=task.context)
-        n = row.shares or row.workers
-        data.check(n)
-        shares = [batches(data, worker, n, self.seed) for worker in range(n)]
-        models = []
-        for _ in range(row.workers if row.rounds else 1):
-            models.append(new_model(task, row.optimizer))
-            models[-1].load_state_dict(start)
-            if row.tunes == "adapters":
-                add_adapters(models[-1])
-                models[-1].hparams["lr"] = ADAPTER_LR
-        trained = [p for p in models[0].parameters() if p.requires_grad]
-        sent = 8 * sum(p.numel() for p in trained) * task.steps * (row.workers - 1) / row.workers
-        if row.rounds is None:
-            train_alone(models[0], shares, task)
-        else:
-            together = partial(train_attacked, row.attack) if row.attack else train_together
-            simulation = together(models, shares, row.rounds, task)
-            vector_to_parameters(simulation.consensus(), trained)
-            sent = simulation.costs[0].bytes_sent
-        return {"loss": validate(models[0], data), "bytes": sent}
+        return train_row(ROWS[self.name], task_of(self.name, options), self.seed)
+
+
+def key_of(row: Row, task: Task, seed: int) -> str:
+    """The key of a training in a file of results."""
+    rounds = None if row.rounds is None else row.rounds.describe()
+    made = [row.workers, row.optimizer, row.tunes, row.attack, row.shares, BATCH]
+    if row.tunes:
+        made += [PRETRAINING_BYTES, PRETRAINING_STEPS, RANK, ADAPTER_LR]
+    return json.dumps([rounds, *made, seed, *task], default=str)
+
+
+def train_row(row: Row, task: Task, seed: int, on_step: OnStep = lambda simulation: None) -> Result:
+    """The validation loss of the consensus, and the bytes that a worker sends.
+
+    ``on_step`` is called with the simulation before each local step of worker 0.
+    """
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    start = new_model(task, row.optimizer).state_dict()
+    data = ByteTextData(batch_size=BATCH, context=task.context)
+    if row.tunes:
+        start = pretrained(task, seed)
+        help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
+        data = ByteTextData(path=help_text, batch_size=BATCH, context=task.context)
+    n = row.shares or row.workers
+    data.check(n)
+    shares = [batches(data, worker, n, seed) for worker in range(n)]
+    models = []
+    for _ in range(row.workers if row.rounds else 1):
+        models.append(new_model(task, row.optimizer))
+        models[-1].load_state_dict(start)
+        if row.tunes == "adapters":
+            add_adapters(models[-1])
+            models[-1].hparams["lr"] = ADAPTER_LR
+    trained = [p for p in models[0].parameters() if p.requires_grad]
+    sent = 8 * sum(p.numel() for p in trained) * task.steps * (row.workers - 1) / row.workers
+    if row.rounds is None:
+        train_alone(models[0], shares, task)
+    else:
+        together = partial(train_attacked, row.attack) if row.attack else train_together
+        simulation = together(models, shares, row.rounds, task, on_step)
+        vector_to_parameters(simulation.consensus(), trained)
+        sent = simulation.costs[0].bytes_sent
+    return {"loss": validate(models[0], data), "bytes": sent}
 
 
 def task_of(name: str, options: argparse.Namespace) -> Task:
@@ -286,8 +298,9 @@ def pretrained(task: Task, seed: int) -> dict[str, Any]:
     """A model that has been trained on Python source."""
     source = ByteTextData(batch_size=BATCH, context=task.context, max_bytes=PRETRAINING_BYTES)
     source.check(1)
-    model = new_model(task)
-    train_alone(model, [batches(source, 0, 1, seed)], task)
+    longer = task._replace(steps=min(PRETRAINING_STEPS, 10 * task.steps))
+    model = new_model(longer)
+    train_alone(model, [batches(source, 0, 1, seed)], longer)
     return model.state_dict()
 
 
@@ -297,6 +310,7 @@ def train_attacked(
     shares: list[Iterator[Tensor]],
     settings: RoundSettings,
     task: Task,
+    on_step: OnStep,
 ) -> Simulation:
     """All workers by turns; before a round the fourth moves to where it sends what it wants to."""
     simulation = Simulation.from_settings(models, settings)
@@ -306,6 +320,8 @@ def train_attacked(
     def local_step(worker: int) -> None:
         nonlocal outer
         model = models[worker]
+        if worker == 0:
+            on_step(simulation)
         if worker == 3 and steps[worker] % every == 0:
             outer = parameters_to_vector(model.parameters()).detach().clone()
         take(worker, [next(shares[worker])])

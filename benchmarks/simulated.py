@@ -24,6 +24,9 @@ from lightning_loco.engine.settings import RoundSettings
 
 BATCH = 8
 
+OnStep = Callable[[Simulation], None]
+"""Looks at a simulation before each local step of worker 0."""
+
 
 class Task(NamedTuple):
     """A GPT, and how long it is trained. ``clip`` is the largest norm of a gradient."""
@@ -91,19 +94,23 @@ def train_together(
     shares: list[Iterator[Tensor]],
     settings: RoundSettings,
     task: Task,
+    on_step: OnStep = lambda simulation: None,
 ) -> Simulation:
     """All workers by turns, which start from the first one's model."""
     simulation = Simulation.from_settings(models, settings)
     take = LocalSteps(models, task.clip)
 
     def local_step(worker: int) -> None:
+        if worker == 0:
+            on_step(simulation)
         take(worker, [next(shares[worker])])
 
     every, fragments = settings.schedule.sync_every_of(0), settings.schedule.num_fragments
     simulation.run(local_step, num_rounds=task.steps * fragments // every)
-    for _ in range(fragments):
-        simulation.make_round()
-    simulation.drain()
+    if settings.is_overlapped:  # a blocking round has just ended, and the next one has no steps
+        for _ in range(fragments):
+            simulation.make_round()
+        simulation.drain()
     return simulation
 
 

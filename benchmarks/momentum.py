@@ -1,0 +1,325 @@
+"""Which outer momentum a run needs, and whether the persistence of pseudo-gradients tells it.
+
+The demo's GPT, smaller (0.2M parameters), is trained by four simulated workers under DiLoCo with
+``outer_lr=0.7``. Groups:
+
+grid    A round every 5, 10, 40 and 160 local steps, two inner learning rates, outer momentum 0, 0.5
+        and 0.9, plain averaging (``outer_lr=1``), and momentum that follows the persistence
+        (``auto``, see :class:`AutoMomentum`).
+tuning  Fine-tuning of a model of Python source on the text of Python's help: the whole model or
+        LoRA adapters, a round every 10 and 50 local steps, likewise.
+radial  The direction and the length of pseudo-gradients averaged for themselves, as decoupled
+        DiLoCo does (RDA), beside their plain mean, with a round every 10 and 40 local steps.
+
+  python benchmarks/momentum.py                              all groups, two seeds
+  python benchmarks/momentum.py --groups grid --seeds 0 1 2 3 4 --png momentum.png
+
+Finished trainings are kept in the file of ``--out``, so an interrupted run continues where it was.
+
+How to read it: means over the seeds, with standard deviations. ``above`` is the difference to the
+best row of the same block in percent, seed by seed. ``persistence`` is the mean cosine of the angle
+between the mean pseudo-gradients of successive rounds, and ``outer step`` is ``outer_lr / (1 -
+momentum * persistence)``, how far an outer step moves along pseudo-gradients that persist so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from harness import mean_and_deviation
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from quality_seeds import QUICK, Result, Row, every, key_of, train_row
+from simulated import Task, new_model, train_missing
+from torch import Tensor
+
+from lightning_loco import DiLoCo, Simulation
+from lightning_loco.algorithms import RoundInfo, State
+from lightning_loco.algorithms.decoupled_diloco import radial_mean, weighted_mean
+from lightning_loco.algorithms.outer_optimizer import step_outer_sgd
+from lightning_loco.algorithms.robust import RobustMean
+
+OUTER_LR, OUTER_STEP = 0.7, 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoMomentum(DiLoCo):
+    r"""DiLoCo whose momentum holds the outer step :math:`s = \eta / (1 - \mu \rho)`.
+
+    .. math:: \mu = \min\left(0.9, \frac{1 - \eta / s}{\rho}\right)
+
+    where :math:`\rho` is the persistence, averaged over about two rounds.
+    """
+
+    outer_step: float = OUTER_STEP
+
+    def init(self, params: Tensor) -> State:
+        """Return the state with the pseudo-gradient of the round before, and the average."""
+        return {**super().init(params), "before": torch.zeros_like(params), "persistence": 0.0}
+
+    def momentum(self, persistence: float) -> float:
+        """Return the momentum of a round."""
+        assert isinstance(self.outer_lr, float)
+        wanted = max(0.0, 1 - self.outer_lr / self.outer_step)
+        return min(0.9, wanted / max(persistence, 1e-3))
+
+    def update(
+        self,
+        local: Tensor | None,
+        message: Tensor | None,
+        received: Tensor,
+        state: State,
+        info: RoundInfo,
+    ) -> Tensor:
+        """Take an outer step with the momentum that follows from the rounds before."""
+        before: Tensor = state["before"]
+        size = float(before.norm() * received.norm())
+        if size > 0:
+            found, known = float(before @ received) / size, state["persistence"]
+            state["persistence"] = (found + known) / 2 if known else found
+        before.copy_(received)
+        outer: Tensor = state["outer"]
+        assert isinstance(self.outer_lr, float)
+        step_outer_sgd(
+            outer,
+            received,
+            state["momentum"],
+            self.outer_lr,
+            self.momentum(state["persistence"]),
+            self.nesterov,
+        )
+        return outer
+
+
+@dataclasses.dataclass(frozen=True)
+class RadialMean(RobustMean):
+    """The mean of decoupled DiLoCo as an ``aggregate``; the first tensor is an embedding.
+
+    Args:
+        lengths: Of the tensors of the model.
+    """
+
+    lengths: tuple[int, ...]
+
+    is_elementwise = False
+
+    def combine(self, messages: Tensor, weights: Sequence[float]) -> Tensor:
+        """Return the mean of each tensor."""
+        shares = [weight / sum(weights) for weight in weights]
+        embedding, *others = messages.split(self.lengths, dim=1)
+        means = [weighted_mean(embedding, shares), *(radial_mean(one, shares) for one in others)]
+        return torch.cat(means)
+
+
+class Cell(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        every: Local steps between rounds.
+        lr: Inner learning rate.
+        outer_lr: Outer learning rate.
+        momentum: Outer momentum; None for :class:`AutoMomentum`.
+        tunes: What is fine-tuned, as in :class:`quality_seeds.Row`.
+        is_radial: Whether :class:`RadialMean` is used.
+    """
+
+    every: int
+    lr: float
+    outer_lr: float
+    momentum: float | None
+    tunes: Any = ""
+    is_radial: bool = False
+
+    @property
+    def block(self) -> tuple[Any, ...]:
+        """Rows of the same block are compared."""
+        return self.tunes, self.every, self.lr
+
+    @property
+    def title(self) -> str:
+        """What the rows of a block differ in."""
+        momentum = "auto" if self.momentum is None else f"{self.momentum:g}"
+        return f"{self.outer_lr:g}, {momentum}" + (", RDA" if self.is_radial else "")
+
+    @property
+    def steps(self) -> int:
+        """Local steps: eight rounds or more."""
+        return max(-(-300 // self.every), 8) * self.every
+
+    def row(self, task: Task) -> Row:
+        """Return the training."""
+        algorithm: Any = AutoMomentum(self.outer_lr)
+        if self.momentum is not None:
+            algorithm = DiLoCo(self.outer_lr, self.momentum)
+        if self.is_radial:
+            lengths = tuple(p.numel() for p in new_model(task).parameters())
+            algorithm = dataclasses.replace(algorithm, aggregate=RadialMean(lengths))
+        return Row(every(self.every, algorithm), task=task, tunes=self.tunes)
+
+
+FIXED = ((1.0, 0.0), (OUTER_LR, 0.0), (OUTER_LR, 0.5), (OUTER_LR, 0.9))
+SETTINGS: tuple[tuple[float, float | None], ...] = (*FIXED, (OUTER_LR, None))
+GROUPS: dict[str, list[Cell]] = {
+    "grid": [
+        Cell(every, lr, *setting)
+        for every in (5, 10, 40, 160)
+        for lr in (1e-3, 3e-3)
+        for setting in SETTINGS
+    ],
+    "tuning": [
+        Cell(every, 3e-3, *setting, tunes)
+        for tunes in ("whole", "adapters")
+        for every in (10, 50)
+        for setting in SETTINGS
+    ],
+    "radial": [
+        Cell(every, 3e-3, OUTER_LR, momentum, "", is_radial)
+        for every in (10, 40)
+        for momentum in (0.0, 0.5, 0.9)
+        for is_radial in (False, True)
+    ],
+}
+
+
+class Training(NamedTuple):
+    """A cell with a seed."""
+
+    cell: Cell
+    seed: int
+
+    def task(self, options: argparse.Namespace) -> Task:
+        """What is trained."""
+        size = QUICK if options.quick else Task(0, clip=1.0)
+        return size._replace(steps=self.cell.steps, lr=self.cell.lr)
+
+    def key(self, options: argparse.Namespace) -> str:
+        """Its key in the file of results."""
+        task = self.task(options)
+        return key_of(self.cell.row(task), task, self.seed)
+
+    def train(self, options: argparse.Namespace) -> Result:
+        """The loss of the consensus, and the mean persistence of all rounds."""
+        found: dict[int, float] = {}
+
+        def look(simulation: Simulation) -> None:
+            engine: Any = simulation.participants[0]
+            engine.measure_outer_gradient = True
+            if engine.statistics.persistence is not None:
+                found[engine.worker.round_index] = engine.statistics.persistence
+
+        task = self.task(options)
+        result = train_row(self.cell.row(task), task, self.seed, look)
+        return {**result, "persistence": statistics.fmean(found.values())}
+
+
+def values(cell: Cell, column: str, found: dict[str, Result], options: Any) -> list[float]:
+    """A number of a cell for each seed."""
+    return [found[Training(cell, seed).key(options)][column] for seed in options.seeds]
+
+
+def outer_step(cell: Cell, persistence: float) -> float:
+    """How far an outer step moves along pseudo-gradients that persist."""
+    momentum = cell.momentum
+    if momentum is None:
+        momentum = AutoMomentum(cell.outer_lr).momentum(persistence)
+    return cell.outer_lr / (1 - momentum * persistence)
+
+
+def above_best(cell: Cell, found: dict[str, Result], options: Any) -> list[float]:
+    """How far the losses are above those of the best row of the block, in percent."""
+    cells = [other for group in GROUPS.values() for other in group]
+    block = [
+        values(other, "loss", found, options)
+        for other in cells
+        if other.block == cell.block and Training(other, options.seeds[0]).key(options) in found
+    ]
+    best = min(block, key=statistics.fmean)
+    pairs = zip(values(cell, "loss", found, options), best, strict=True)
+    return [100 * (loss / least - 1) for loss, least in pairs]
+
+
+def show(group: str, found: dict[str, Result], options: argparse.Namespace) -> None:
+    """Print the table of a group."""
+    rows = []
+    for cell in GROUPS[group]:
+        persistence = statistics.fmean(values(cell, "persistence", found, options))
+        rows.append(
+            [
+                " ".join(filter(None, (cell.tunes, f"{cell.every}", f"lr {cell.lr:g}"))),
+                cell.title,
+                mean_and_deviation(values(cell, "loss", found, options), 3),
+                mean_and_deviation(above_best(cell, found, options), 1),
+                f"{persistence:.2f}",
+                f"{outer_step(cell, persistence):.2f}",
+            ]
+        )
+    header = [group, "outer lr, momentum", "validation loss", "above, %"]
+    harness.print_table([*header, "persistence", "outer step"], rows)
+
+
+def draw(found: dict[str, Result], options: argparse.Namespace, path: Path) -> None:
+    """The loss of each cell of the grid above the best of its block, by its outer step."""
+    blocks: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for cell in GROUPS["grid"]:
+        persistence = statistics.fmean(values(cell, "persistence", found, options))
+        above = statistics.fmean(above_best(cell, found, options))
+        blocks.setdefault(cell.block, []).append((outer_step(cell, persistence), above))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    panel = figure.subplots()
+    for number, ((_, every_steps, lr), points) in enumerate(blocks.items()):
+        steps, above = zip(*sorted(points), strict=True)
+        panel.plot(
+            steps,
+            above,
+            color=colormaps["tab10"].colors[number // 2],
+            marker="os"[number % 2],
+            linestyle=("-", "--")[number % 2],
+            label=f"a round every {every_steps} steps, lr {lr:g}",
+        )
+    panel.set_xlabel("outer_lr / (1 - momentum * persistence)")
+    panel.set_ylabel("loss above the best of the same line, %")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    options = harness.parse(
+        __doc__,
+        groups=list(GROUPS),
+        seeds=[0, 1],
+        jobs=os.cpu_count() or 1,
+        png="",
+        out=harness.OUTPUTS / "momentum.json",
+        quick={"groups": ["radial"], "seeds": [0]},
+        choices={"groups": GROUPS},
+    )
+    wanted = [
+        Training(cell, seed)
+        for seed in options.seeds
+        for group in options.groups
+        for cell in GROUPS[group]
+    ]
+
+    def describe(training: Training, result: Result) -> str:
+        cell = training.cell
+        return f"{cell.block} {cell.title}, seed {training.seed}: {result['loss']:.4f}"
+
+    results = train_missing({one.key(options): one for one in wanted}, describe, options)
+    for group in options.groups:
+        show(group, results, options)
+    if options.png:
+        draw(results, options, Path(options.png))
+    print(f"All results are in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
