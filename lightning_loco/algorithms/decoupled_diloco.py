@@ -156,9 +156,9 @@ class DecoupledDiLoCo:
             )
         if has_momentum and self.mix == 0:
             warnings.warn(
-                f"outer_momentum={self.outer_momentum} with mix=0 learns worse than no momentum if "
-                "there are fewer than about 64 local steps between two merges of a fragment. Use "
-                "outer_momentum=0, or mix=0.5.",
+                f"outer_momentum={self.outer_momentum} with mix=0 may learn worse than none, in "
+                "particular a high one with few local steps between two merges of a fragment. "
+                "Use outer_momentum=0, or mix=0.5.",
                 stacklevel=3,
             )
 

@@ -44,8 +44,8 @@ class DiLoCo(Algorithm):
     Args:
         outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the index of a
             round to its rate, such as ``Cosine(0.9, 0.1, rounds=200)`` or a function.
-        outer_momentum: Momentum :math:`\mu` in [0, 1). Use lower values with few local steps
-            between rounds: 0.9 suits hundreds, 0.5 suits about ten.
+        outer_momentum: Momentum :math:`\mu` in [0, 1). 0.9 is the paper's, for 500 local steps
+            between rounds; use less with about ten, such as 0.5.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         outer_optimizer: Another outer optimizer, as a callable from a list with one flat parameter
             to a ``torch.optim.Optimizer``, for example

@@ -59,7 +59,7 @@ class GASLoC(Algorithm):
         momentum_on: ``"gossiped"``: as written above; on a complete graph it is DiLoCo with
             Nesterov momentum on every worker. ``"local"``, the form of the paper: the momentum
             :math:`\gamma\,(u_t - u_{t-1})` of what the worker itself has proposed, with
-            :math:`u_{-1} = \theta_0`. The default trains better.
+            :math:`u_{-1} = \theta_0`.
         laplacian_scale: :math:`\Lambda = s\,(I - W)` for the mixing matrix W; set by
             :meth:`prepare` from the topology.
 

@@ -108,7 +108,7 @@ class PairwiseAverage(Algorithm):
         divergence_threshold: T, at least 0; 0 turns it off.
         keep_progress: Blend the parameters from the start of the fetch, and add the progress made
             since. Without it each blend discards the share f of the local steps taken during the
-            fetch, which costs much progress if fetches are frequent.
+            fetch.
 
     The settings of dpwa's sample file are ``PairwiseAverage(fetch_probability=1, factor=0.5,
     divergence_threshold=0.2, keep_progress=False)``.

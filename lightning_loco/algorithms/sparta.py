@@ -29,8 +29,8 @@ class SPARTA(Algorithm):
     workers does not change. With :math:`p = 1` it is Local SGD. The algorithm has no state, and the
     consensus model is the mean.
 
-    It is meant for a round after every local step (``sync_every=1``). Workers that rarely exchange
-    all parameters drift apart, so it suits few workers (up to about 16).
+    It is meant for a round after every local step (``sync_every=1``). Its authors report results
+    for up to 16 workers.
 
     A worker with NaN or infinity cannot recover, because it receives a part of the parameters only:
     the run ends with an error.

@@ -134,8 +134,8 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
 
     The learners are the workers of one job, whose worker 0 also runs the syncer; validation and the
     end of training wait for all of them, and a worker that dies ends the job. Or each learner is a
-    job of its own (``syncer``), and joins, dies and comes back at any time: a learner that is
-    killed costs the others nothing. Then validation, checkpoints and the model after ``fit`` are
+    job of its own (``syncer``), and joins, dies and comes back at any time: the others do not wait
+    for a learner that is killed. Then validation, checkpoints and the model after ``fit`` are
     the syncer's parameters as this learner has received them last.
 
     How many local steps a learner makes until a result arrives depends on the clock, so two runs
@@ -149,7 +149,7 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
             left of them the syncer waits for more learners than the quorum.
         min_quorum: Number of learners whose pushes every merge has at least.
         outer_lr: Outer learning rate, or a schedule of rates.
-        outer_momentum: Outer momentum in [0, 1). With ``sync_every`` below about 64 none is best.
+        outer_momentum: Outer momentum in [0, 1). With ``mix=0`` any gives a warning.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer; only without ``syncer``.
         aggregate: ``"radial"`` keeps the length of the learners' steps, ``"mean"`` averages them.
@@ -159,7 +159,7 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
         correction: Of stale pushes, such as :class:`~lightning_loco.algorithms.HeLoCo`.
         grace: Share in [0, 1] of what is left of ``delay`` that the syncer waits.
         keep_late: Whether a push that comes too late for its merge is in the next one. False is the
-            paper's rule, with which a learner that is much slower than others is in no merge.
+            paper's rule, with which learners that are much slower than others are in fewer merges.
         syncer: ``"HOST:PORT"`` of the syncer, which ``lightning-loco syncer`` runs; equal in all
             jobs. Default: worker 0 of this job runs it.
         key_file: Key file of the run: only learners that have it can take part. Write one with
