@@ -187,6 +187,7 @@ CASES = {
         GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", overlap=True, variant_of="gasloc_overlap"
     ),
     "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),
+    "diloco_auto": Case(DiLoCo(outer_momentum="auto"), variant_of="diloco"),
     "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False), variant_of="diloco"),
     "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2, variant_of="diloco_adamw"),
     "diloco_adamw": Case(

@@ -97,6 +97,10 @@ class Algorithm(ABC):
     """Whether the state is equal on all workers, so that a checkpoint saves it only once, and a run
     with another number of workers keeps it."""
 
+    summed: ClassVar[frozenset[str]] = frozenset()
+    """State entries that :meth:`update` sets for its slice, to tensors of shape ``()``. After the
+    round each is the sum over all slices, a float."""
+
     merge_policy: ClassVar[MergePolicy | None] = None
     """How the local steps taken while a round was pending are kept. None: the algorithm does not
     support overlap."""

@@ -12,11 +12,18 @@ from torch import Tensor
 
 from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.merge_policy import Mix
-from lightning_loco.algorithms.outer_lr import OuterLR, new_counter, next_rate
+from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr, new_counter, next_rate
+from lightning_loco.algorithms.outer_momentum import (
+    SUMMED,
+    OuterMomentum,
+    check_outer_momentum,
+    new_momentum,
+    next_momentum,
+    used_momentum,
+)
 from lightning_loco.algorithms.outer_optimizer import (
     OuterOptimizer,
     check_outer_optimizer,
-    check_outer_sgd,
     step_outer_optimizer,
     step_outer_sgd,
 )
@@ -76,7 +83,8 @@ class DecoupledDiLoCo:
     Args:
         outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the number of
             merges of the fragment to its rate.
-        outer_momentum: Momentum :math:`\mu` in [0, 1).
+        outer_momentum: Momentum :math:`\mu` in [0, 1), or ``"auto"``; see
+            :class:`~lightning_loco.algorithms.DiLoCo`.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         outer_optimizer: Another outer optimizer; see :class:`~lightning_loco.algorithms.DiLoCo`.
         aggregate: ``"radial"`` for :func:`radial_mean`, or ``"mean"``.
@@ -109,7 +117,7 @@ class DecoupledDiLoCo:
     """
 
     outer_lr: OuterLR = 1.0
-    outer_momentum: float = 0.0
+    outer_momentum: OuterMomentum = 0.0
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
     aggregate: Literal["radial", "mean"] = "radial"
@@ -129,7 +137,8 @@ class DecoupledDiLoCo:
 
     def __post_init__(self) -> None:
         """Check types, names and ranges."""
-        check_outer_sgd(self.outer_lr, self.outer_momentum)
+        check_outer_lr(self.outer_lr)
+        check_outer_momentum(self.outer_momentum)
         Mix(self.mix)
         for name, known in (("aggregate", AGGREGATES), ("weight", WEIGHTS)):
             if getattr(self, name) not in known:
@@ -148,7 +157,7 @@ class DecoupledDiLoCo:
                     f"outer_optimizer has its own rate, and outer_lr={self.outer_lr!r} would be "
                     "unused. Leave one of them out."
                 )
-        has_momentum = self.outer_optimizer is None and self.outer_momentum > 0
+        has_momentum = self.outer_optimizer is None and self.outer_momentum != 0
         if self.correction is not None and self.correction.needs_momentum and not has_momentum:
             raise ValueError(
                 f"{type(self.correction).__name__} corrects pseudo-gradients towards the outer "
@@ -169,8 +178,8 @@ class DecoupledDiLoCo:
             params: Start parameters ``(P,)``, which the state keeps.
         """
         state: State = {"outer": params, **new_counter(self.outer_lr)}
-        if self.outer_optimizer is None and self.outer_momentum > 0:
-            state["momentum"] = torch.zeros_like(params)
+        if self.outer_optimizer is None:
+            state |= new_momentum(self.outer_momentum, params)
         return state
 
     def propose(self, local: Tensor, received: Tensor) -> Tensor:
@@ -253,7 +262,8 @@ class DecoupledDiLoCo:
             if self.correction is not None:
                 momentum = None
                 if "momentum" in state:
-                    momentum = state["momentum"][begin:end] * (1 - self.outer_momentum)
+                    momentum = state["momentum"][begin:end]
+                    momentum = momentum * (1 - used_momentum(self.outer_momentum, state))
                 for row, push in zip(rows, pushes, strict=True):
                     self.correction.correct(row, momentum, push.age)
             if len(rows) > 1:
@@ -271,9 +281,9 @@ class DecoupledDiLoCo:
         rate = self.outer_lr
         if callable(rate):
             rate = next_rate(rate, state)
-        step_outer_sgd(
-            outer, merged, state.get("momentum"), rate, self.outer_momentum, self.nesterov
-        )
+        momentum = next_momentum(self.outer_momentum, rate, merged, state)
+        step_outer_sgd(outer, merged, state.get("momentum"), rate, momentum, self.nesterov)
+        state.update({name: float(state[name]) for name in SUMMED & state.keys()})
         return outer
 
 

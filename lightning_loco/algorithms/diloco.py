@@ -12,15 +12,24 @@ from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State, has
 from lightning_loco.algorithms.merge_policy import Restart
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
+    check_outer_lr,
     highest_rate,
     new_counter,
     next_rate,
     outer_lr_metrics,
 )
+from lightning_loco.algorithms.outer_momentum import (
+    HIGHEST,
+    SUMMED,
+    OuterMomentum,
+    check_outer_momentum,
+    new_momentum,
+    next_momentum,
+    used_momentum,
+)
 from lightning_loco.algorithms.outer_optimizer import (
     OuterOptimizer,
     check_outer_optimizer,
-    check_outer_sgd,
     largest_stable_contraction,
     step_outer_optimizer,
     step_outer_sgd,
@@ -45,7 +54,9 @@ class DiLoCo(Algorithm):
         outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the index of a
             round to its rate, such as ``Cosine(0.9, 0.1, rounds=200)`` or a function.
         outer_momentum: Momentum :math:`\mu` in [0, 1). 0.9 is the paper's, for 500 local steps
-            between rounds; use less with about ten, such as 0.5.
+            between rounds; use less with about ten, such as 0.5. ``"auto"`` follows how much
+            successive pseudo-gradients persist, see
+            :func:`~lightning_loco.algorithms.outer_momentum.momentum_for`.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         outer_optimizer: Another outer optimizer, as a callable from a list with one flat parameter
             to a ``torch.optim.Optimizer``, for example
@@ -80,7 +91,7 @@ class DiLoCo(Algorithm):
     """
 
     outer_lr: OuterLR = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: OuterMomentum = 0.9
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
     aggregate: Aggregate = "mean"
@@ -89,11 +100,13 @@ class DiLoCo(Algorithm):
     start_key = "outer"
     consensus_key = "outer"
     replicated = True
+    summed = SUMMED
     merge_policy = Restart()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_outer_sgd(self.outer_lr, self.outer_momentum)
+        check_outer_lr(self.outer_lr)
+        check_outer_momentum(self.outer_momentum)
         as_robust_mean(self.aggregate)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
@@ -139,20 +152,19 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None:
             check_outer_optimizer(self.outer_optimizer)
         elif is_late:
+            momentum = HIGHEST if self.outer_momentum == "auto" else self.outer_momentum
             warn_if_unstable_late(
-                largest_stable_contraction(
-                    highest_rate(self.outer_lr), self.outer_momentum, self.nesterov
-                ),
+                largest_stable_contraction(highest_rate(self.outer_lr), momentum, self.nesterov),
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum}",
                 "Use outer_momentum=0, or (0.7, 0.3), or (0.2, 0.9).",
             )
         return self
 
     def init(self, params: Tensor) -> State:
-        """Return the outer parameters; a buffer with momentum; a counter with a schedule."""
+        """Return the outer parameters; what the momentum needs; a counter with a schedule."""
         state: State = {"outer": params, **new_counter(self.outer_lr)}
-        if self.outer_optimizer is None and self.outer_momentum > 0:
-            state["momentum"] = torch.zeros_like(params)
+        if self.outer_optimizer is None:
+            state |= new_momentum(self.outer_momentum, params)
         return state
 
     def propose(self, params: Tensor, state: State, info: RoundInfo) -> Tensor:
@@ -178,13 +190,16 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
         else:
-            buffer = state.get("momentum")
             rate = self.outer_lr
             if callable(rate):
                 rate = next_rate(rate, state)
-            step_outer_sgd(outer, received, buffer, rate, self.outer_momentum, self.nesterov)
+            momentum = next_momentum(self.outer_momentum, rate, received, state, info.start)
+            step_outer_sgd(outer, received, state.get("momentum"), rate, momentum, self.nesterov)
         return outer
 
     def metrics(self, state: State) -> dict[str, float]:
-        """Return the outer learning rate if it is a schedule."""
-        return outer_lr_metrics(self.outer_lr, state)
+        """Return the outer learning rate and the momentum if they change."""
+        metrics = outer_lr_metrics(self.outer_lr, state)
+        if self.outer_momentum == "auto" and self.outer_optimizer is None:
+            metrics["outer_momentum"] = used_momentum(self.outer_momentum, state)
+        return metrics

@@ -22,14 +22,16 @@ OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 _PREFIX = "optimizer."
 
 
-def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float) -> None:
-    """Check the settings of outer SGD.
+def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float | str) -> None:
+    """Check the settings of outer SGD whose momentum is a number.
 
     Raises:
-        TypeError: If the rate is neither a number nor a schedule.
+        TypeError: If the rate is neither a number nor a schedule, or the momentum not a number.
         ValueError: If the rate is not positive and finite, or the momentum not in [0, 1).
     """
     check_outer_lr(outer_lr)
+    if isinstance(outer_momentum, str):
+        raise TypeError(f"outer_momentum must be a number in [0, 1) here, got {outer_momentum!r}.")
     if not 0 <= outer_momentum < 1:
         raise ValueError(
             f"outer_momentum must be in [0, 1), got {outer_momentum}. "

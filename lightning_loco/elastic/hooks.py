@@ -63,6 +63,7 @@ class ElasticHooks(RoundHooks):
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
                     sync.make_writable()
                     sync.apply(worker.steps)
+                    engine.add_up(sync)
                     worker.replica.share()
                 # The round has begun on the other members.
                 worker.round_index += 1

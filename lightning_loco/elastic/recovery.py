@@ -146,6 +146,7 @@ def apply_saved_rounds(engine: Engine) -> None:
         for handle in sync.drop_pending():
             handle.release()
         sync.apply_saved(pending, engine.worker.steps)
+        engine.add_up(sync)
     engine.worker.replica.share()
 
 

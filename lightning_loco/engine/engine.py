@@ -347,6 +347,7 @@ class Engine(LocalParticipant):
                 statistics.record("round", pending.began_at_s, now_s)
         statistics.outer_grad_norm = fragment.gradient_norm
         statistics.persistence = fragment.gradient_products.cosine
+        self.add_up(fragment)
         if group.inner is None:
             return
         norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
@@ -358,6 +359,13 @@ class Engine(LocalParticipant):
         statistics.outer_grad_norm = None if math.isnan(total) else math.sqrt(total)
         statistics.other_ranks_bytes_sent = int(sum(sent)) - statistics.bytes_sent
         statistics.longest_wait_s = max(waited)
+
+    def add_up(self, fragment: FragmentSync) -> None:
+        """Add up numbers of the algorithm's state over the ranks of this worker, after a round."""
+        own = list(fragment.memory.totals.values())
+        if own and self.worker.group.inner is not None:
+            ranks = self.worker.group.agree(own, "the end of a round")
+            fragment.memory.set_totals([sum(values) for values in zip(*ranks, strict=True)])
 
     def _measure_consensus(self, pending: Round) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""

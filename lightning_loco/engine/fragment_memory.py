@@ -65,6 +65,7 @@ class FragmentMemory:
         self.has_uncut_state = bool(uncut)
         self.state = {**state, **copy.deepcopy(uncut)}
         self.residual = residual
+        self._summed = settings.algorithm.summed & state.keys()
         groups = self._groups()
         lengths = [sum(map(self._message_length, group)) for group in groups]
         self.holds_all = settings.is_overlapped or len(groups) <= PENDING_BUCKETS
@@ -172,6 +173,26 @@ class FragmentMemory:
             )
         if self.has_uncut_state:
             self.state.update({k: v for k, v in seen.items() if not self.is_cut(self.state[k])})
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Entries of the state that are sums over all slices, by name."""
+        return {name: self.state[name] for name in sorted(self._summed)}
+
+    def add_up(self) -> None:
+        """Add up what the chunks have set in a round; only once after it."""
+        values = [chunk.state[name] for name in sorted(self._summed) for chunk in self.chunks]
+        if not self._summed:
+            return
+        parts = torch.stack(values).tolist() if values else []
+        count = len(self.chunks)
+        self.set_totals([sum(parts[i * count :][:count]) for i in range(len(self._summed))])
+
+    def set_totals(self, totals: Sequence[float]) -> None:
+        """Set the values of :attr:`totals`, in this order, for all chunks."""
+        found = dict(zip(sorted(self._summed), totals, strict=True))
+        for state in (self.state, *(chunk.state for chunk in self.chunks)):
+            state.update(found)
 
     def gather(self, wires: Sequence[Tensor]) -> Tensor:
         """Concatenate the messages in ``wires``, one per bucket, in the host's memory."""

@@ -610,6 +610,7 @@ class FragmentSync:
         for handle in ended.handles if ended is not None else ():
             handle.release()
         self.pending = None
+        self.memory.add_up()
         self.memory.take_back_state()
         self.is_torn = False
         if self._squares:
@@ -710,6 +711,7 @@ class FragmentSync:
             )
             is_sound = moved is not None and bool(torch.isfinite(moved).all())
             chunk.unpack(moved.add_(result) if moved is not None and is_sound else result)
+        memory.add_up()
         if memory.has_uncut_state:
             memory.take_back_state()
 

@@ -19,6 +19,7 @@ from lightning_loco.algorithms import (
     NoLoCo,
 )
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_momentum import OuterMomentum
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.costs import LinkLike
@@ -46,7 +47,7 @@ def sparta(sync_every: SyncEvery, fraction: float, seed: int) -> RoundSettings:
 def diloco(
     sync_every: SyncEvery,
     outer_lr: OuterLR,
-    outer_momentum: float,
+    outer_momentum: OuterMomentum,
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
     aggregate: Aggregate,
@@ -59,7 +60,7 @@ def diloco(
 def async_diloco(
     sync_every: SyncEvery,
     outer_lr: OuterLR | None,
-    outer_momentum: float | None,
+    outer_momentum: OuterMomentum | None,
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
     warm_start: bool | None,
@@ -87,7 +88,7 @@ def streaming_diloco(
     delay: int | Literal["auto"],
     mix: float,
     outer_lr: float,
-    outer_momentum: float,
+    outer_momentum: OuterMomentum,
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
     pattern: Literal["strided", "contiguous", "even"] | Sequence[str],

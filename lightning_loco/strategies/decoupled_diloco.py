@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_momentum import OuterMomentum
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.stale_correction import StaleCorrection
 from lightning_loco.compression import Codec
@@ -149,7 +150,7 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
             left of them the syncer waits for more learners than the quorum.
         min_quorum: Number of learners whose pushes every merge has at least.
         outer_lr: Outer learning rate, or a schedule of rates.
-        outer_momentum: Outer momentum in [0, 1). With ``mix=0`` any gives a warning.
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. With ``mix=0`` any gives a warning.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer; only without ``syncer``.
         aggregate: ``"radial"`` keeps the length of the learners' steps, ``"mean"`` averages them.
@@ -193,7 +194,7 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
         delay: int = 2,
         min_quorum: int = 1,
         outer_lr: OuterLR = 1.0,
-        outer_momentum: float = 0.0,
+        outer_momentum: OuterMomentum = 0.0,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         aggregate: Literal["radial", "mean"] = "radial",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_momentum import OuterMomentum
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.robust import Aggregate
 from lightning_loco.compression import Codec, ErrorFeedback
@@ -67,7 +68,7 @@ class DiLoCoStrategy(LocoStrategy):
         self,
         sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: OuterMomentum = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         aggregate: Aggregate = "mean",
@@ -128,8 +129,8 @@ class AsyncDiLoCoStrategy(LocoStrategy):
     Args:
         sync_every: Local steps between the rounds of a fragment.
         outer_lr: Outer learning rate, or a schedule of rates. Default: 0.6; 0.7 without fragments.
-        outer_momentum: Outer momentum in [0, 1). Default: 0.8; 0 without fragments, where
-            (0.7, 0.3) or (0.2, 0.9) are stable.
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. Default: 0.8; 0 without
+            fragments, where (0.7, 0.3) or (0.2, 0.9) are stable.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1`` or None.
@@ -160,7 +161,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         self,
         sync_every: SyncEvery = 100,
         outer_lr: OuterLR | None = None,
-        outer_momentum: float | None = None,
+        outer_momentum: OuterMomentum | None = None,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         warm_start: bool | None = None,
@@ -204,7 +205,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         mix: Share in [0, 1] of the local parameters when a result is applied; with 0 the
             result replaces them.
         outer_lr: Outer learning rate.
-        outer_momentum: Outer momentum in [0, 1).
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1``.
@@ -228,7 +229,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         delay: int | Literal["auto"] = "auto",
         mix: float = 0.5,
         outer_lr: float = 0.4,
-        outer_momentum: float = 0.9,
+        outer_momentum: OuterMomentum = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         pattern: Literal["strided", "contiguous", "even"] | Sequence[str] = "strided",

@@ -99,7 +99,7 @@ def show_settings(engine: LocalParticipant, schedule: Schedule | None) -> None:
 def momentum_advice(settings: Any, every: float) -> Iterator[str]:
     """Yield a line if the outer momentum is too high for so few local steps between rounds."""
     momentum = getattr(settings.algorithm, "outer_momentum", 0.0)
-    if momentum >= 0.9 and every <= SHORT_ROUND:
+    if momentum != "auto" and momentum >= 0.9 and every <= SHORT_ROUND:
         yield (
             f"outer_momentum={momentum:g} suits hundreds of local steps between rounds, and "
             f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from lightning_loco._util.plain import plain
 from lightning_loco.algorithms.decoupled_diloco import DecoupledDiLoCo
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.algorithms.outer_momentum import OuterMomentum
 from lightning_loco.algorithms.outer_optimizer import OuterOptimizer
 from lightning_loco.algorithms.stale_correction import StaleCorrection
 from lightning_loco.compression import CODECS, Codec, check_compression
@@ -199,7 +200,7 @@ def decoupled_diloco(
     delay: int,
     min_quorum: int,
     outer_lr: OuterLR,
-    outer_momentum: float,
+    outer_momentum: OuterMomentum,
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
     aggregate: Literal["radial", "mean"],

@@ -240,6 +240,10 @@ def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
             first = algorithm.message_length(one.start)
             change = received[first : first + len(message)]
             apply_update(algorithm, own, message + change, part, info)
+        for name in algorithm.summed & state.keys():
+            total = sum(float(part[name]) for part in parts)
+            for part in parts:
+                part[name] = total
         params.mul_(0.9)
     whole = [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
     return torch.cat([params, *whole])

@@ -133,6 +133,7 @@ def joined(results: list[dict[str, Any]], name: str) -> Tensor:
 CASES = {
     "local_sgd": (LocalSGD(), False, None),
     "diloco": (DiLoCo(0.7, 0.5), False, None),
+    "diloco auto": (DiLoCo(outer_momentum="auto"), False, None),
     "diloco overlapped": (DiLoCo(0.7, 0.3), True, None),
     "diloco int8": (DiLoCo(0.7, 0.5), False, Int8(8)),
     "diloco trimmed mean": (DiLoCo(0.7, 0.5, aggregate="trimmed_mean"), False, None),

@@ -1,0 +1,126 @@
+"""Outer momentum: a number, or ``"auto"``, which follows how much pseudo-gradients persist."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.algorithm import State
+
+OuterMomentum = float | Literal["auto"]
+"""A number in [0, 1), or ``"auto"``."""
+
+OUTER_STEP = 1.1
+"""How far ``"auto"`` lets an outer step move along pseudo-gradients that persist."""
+
+HIGHEST = 0.9
+"""The highest momentum of ``"auto"``."""
+
+SUMMED = frozenset({"along", "squared"})
+"""State entries of ``"auto"`` that every slice adds to; see :attr:`Algorithm.summed`."""
+
+_MOST_ELEMENTS = 2**16
+_STEPS_OF_MOMENTUM = 1024
+"""A momentum is rounded to a multiple of one in so many, so that workers whose processors round
+sums differently agree."""
+
+
+def check_outer_momentum(outer_momentum: OuterMomentum) -> None:
+    """Check the range of an outer momentum that may be ``"auto"``.
+
+    Raises:
+        ValueError: If it is neither a number in [0, 1) nor ``"auto"``.
+    """
+    if isinstance(outer_momentum, str):
+        if outer_momentum != "auto":
+            raise ValueError(
+                f'outer_momentum must be a number in [0, 1) or "auto", got {outer_momentum!r}.'
+            )
+    elif not 0 <= outer_momentum < 1:
+        raise ValueError(
+            f"outer_momentum must be in [0, 1), got {outer_momentum}. Common values are 0.9 for "
+            'hundreds of local steps, 0.5 for ten, 0 for none; "auto" follows the rounds.'
+        )
+
+
+def outer_step(outer_lr: float, outer_momentum: float, persistence: float) -> float:
+    r"""Return how far an outer step moves along pseudo-gradients that persist.
+
+    .. math:: \eta + \eta\mu\rho + \eta\mu^2\rho^2 + \dots = \frac{\eta}{1 - \mu\rho}
+
+    Example:
+        >>> round(outer_step(0.7, 0.9, persistence=0.98), 2)
+        5.93
+    """
+    return outer_lr / (1 - outer_momentum * persistence)
+
+
+def momentum_for(outer_lr: float, persistence: float) -> float:
+    r"""Return the momentum with which an outer step is :data:`OUTER_STEP`, s below.
+
+    .. math:: \mu = \min\left(0.9, \frac{1 - \eta / s}{\rho}\right)
+
+    It is 0 if :math:`\eta \ge s`.
+
+    Example:
+        >>> [round(momentum_for(0.7, persistence), 2) for persistence in (1.0, 0.7, 0.3)]
+        [0.36, 0.52, 0.9]
+    """
+    wanted = max(0.0, 1 - outer_lr / OUTER_STEP)
+    found = wanted / persistence if persistence * HIGHEST > wanted else HIGHEST * (wanted > 0)
+    return round(found * _STEPS_OF_MOMENTUM) / _STEPS_OF_MOMENTUM
+
+
+def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
+    """Return the state entries of a momentum: a buffer, and what ``"auto"`` knows of the rounds."""
+    if outer_momentum == 0:
+        return {}
+    state: State = {"momentum": torch.zeros_like(params)}
+    if outer_momentum == "auto":
+        stride = max(1, len(params) // _MOST_ELEMENTS)
+        rounds = {"persistence": 1.0, "used_momentum": 0.0, "along": 0.0, "squared": 0.0}
+        state |= {**rounds, "stride": stride}
+    return state
+
+
+def used_momentum(outer_momentum: OuterMomentum, state: State) -> float:
+    """Return the momentum of the last round, 0 before the first one."""
+    return state["used_momentum"] if outer_momentum == "auto" else outer_momentum
+
+
+def next_momentum(
+    outer_momentum: OuterMomentum, outer_lr: float, gradient: Tensor, state: State, start: int = 0
+) -> float:
+    r"""Return the momentum of a round.
+
+    ``"auto"`` estimates the persistence of the round before from the buffer that its
+    pseudo-gradient :math:`\Delta` was added to, which held earlier ones with their momentum,
+
+    .. math::
+        c = \frac{\langle \Delta, m \rangle}{\lVert \Delta \rVert^2}
+        \approx \rho + \mu\rho^2 + \mu^2\rho^3 + \dots, \qquad \rho \approx \frac{c}{1 + \mu c}
+
+    from a fixed sample of the elements, and averages it over about two rounds.
+
+    Args:
+        outer_momentum: The setting.
+        outer_lr: The outer learning rate of this round.
+        gradient: Mean pseudo-gradient of a slice, only read.
+        state: Of the slice; its entries are changed unless the setting is a number.
+        start: Where the slice begins.
+    """
+    if outer_momentum != "auto":
+        return outer_momentum
+    along, squared = float(state["along"]), float(state["squared"])
+    used = state["used_momentum"]
+    if squared > 0 and along != 0:  # not before the second round
+        ratio = max(0.0, along / squared)
+        state["persistence"] = (state["persistence"] + ratio / (1 + used * ratio)) / 2
+    momentum = momentum_for(outer_lr, state["persistence"])
+    sample = slice(-start % state["stride"], None, state["stride"])
+    last, earlier = gradient[sample].double(), state["momentum"][sample].double()
+    state["along"], state["squared"] = torch.dot(last, earlier), torch.dot(last, last)
+    state["used_momentum"] = momentum
+    return momentum

@@ -1,0 +1,99 @@
+"""Outer momentum that follows the persistence of pseudo-gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DelayedNesterov, DiLoCo, EagerDiLoCo
+from lightning_loco.algorithms import DecoupledDiLoCo, Piecewise, RoundInfo
+from lightning_loco.algorithms.decoupled_diloco import Push, TensorRange
+from lightning_loco.algorithms.outer_momentum import OUTER_STEP, momentum_for, outer_step
+
+
+def run(algorithm: DiLoCo, gradients: list[Tensor]) -> tuple[list[float], list[Tensor]]:
+    """Return the momentum of each round, and the outer parameters after it."""
+    state = algorithm.init(torch.zeros_like(gradients[0]))
+    used, outer = [], []
+    for index, gradient in enumerate(gradients):
+        outer.append(
+            algorithm.update(None, None, gradient.clone(), state, RoundInfo(index)).clone()
+        )
+        used.append(algorithm.metrics(state)["outer_momentum"])
+    return used, outer
+
+
+@pytest.mark.parametrize("outer_lr", [0.5, 0.7, 1.0])
+def test_the_step_is_held_whatever_the_persistence(outer_lr: float) -> None:
+    for persistence in (1.0, 0.9, 0.8):
+        momentum = momentum_for(outer_lr, persistence)
+        assert outer_step(outer_lr, momentum, persistence) == pytest.approx(OUTER_STEP, rel=0.01)
+    assert momentum_for(outer_lr, 0.0) == pytest.approx(0.9, abs=1e-3)
+    assert momentum_for(OUTER_STEP, 0.5) == momentum_for(2.0, 0.0) == 0
+
+
+def test_steps_along_equal_pseudo_gradients_are_as_long_as_the_step_says() -> None:
+    used, outer = run(DiLoCo(0.7, "auto"), [torch.full((100,), 2.0)] * 60)
+    assert used[-1] == pytest.approx(1 - 0.7 / OUTER_STEP, abs=1e-3)
+    moved = outer[-2] - outer[-1]
+    torch.testing.assert_close(moved, torch.full((100,), 2 * OUTER_STEP), rtol=0.005, atol=0)
+
+
+@pytest.mark.parametrize("persistence", [0.95, 0.8, 0.6])
+def test_the_persistence_is_found_from_the_momentum_buffer(persistence: float) -> None:
+    """Of pseudo-gradients each of which keeps a share of the one before, of equal length."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(200_000, generator=generator)]  # every third element is in the sample
+    for _ in range(30):
+        new = torch.randn(200_000, generator=generator)
+        share = math.sqrt(1 - persistence**2)
+        gradients.append(persistence * gradients[-1] + share * new)
+    used, _ = run(DiLoCo(0.7, "auto"), gradients)
+    assert used[-1] == pytest.approx(momentum_for(0.7, persistence), abs=0.02)
+
+
+def test_opposite_pseudo_gradients_get_the_highest_momentum_and_stay_small() -> None:
+    gradient = torch.ones(10)
+    used, outer = run(DiLoCo(0.7, "auto"), [gradient, -gradient] * 20)
+    assert used[-1] == pytest.approx(0.9, abs=1e-3)
+    assert max(float(point.abs().max()) for point in outer) < 1.5
+
+
+def test_the_first_round_takes_pseudo_gradients_to_persist() -> None:
+    used, _ = run(DiLoCo(0.7, "auto"), [torch.zeros(3), torch.ones(3)])
+    assert used == [momentum_for(0.7, 1.0)] * 2  # zero, as without local steps, says nothing
+
+
+def test_a_rate_that_changes_changes_the_momentum() -> None:
+    algorithm = DiLoCo(Piecewise({0: 0.7, 2: 0.35, 4: 1.2}), "auto")
+    used, _ = run(algorithm, [torch.ones(5)] * 5)
+    assert used[0] == momentum_for(0.7, 1.0) < used[3]
+    assert used[4] == 0
+
+
+def test_the_syncer_computes_the_same() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about momentum without mixing
+        method = DecoupledDiLoCo(0.7, "auto", aggregate="mean")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(50, generator=generator).add_(1) for _ in range(8)]
+    used, outer = run(DiLoCo(0.7, "auto"), gradients)
+    state = method.init(torch.zeros(50))
+    for expected, gradient in zip(outer, gradients, strict=True):
+        push = Push(steps=1, tokens=1)
+        found = method.merge(gradient[None].clone(), [push], state, [TensorRange(0, 50)])
+        assert torch.equal(found, expected)
+    assert state["used_momentum"] == used[-1] != used[0]
+    assert all(isinstance(value, (Tensor, float, int)) for value in state.values())
+
+
+def test_other_names_and_other_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match="a number in \\[0, 1\\) or \"auto\", got 'atuo'"):
+        DiLoCo(outer_momentum="atuo")  # type: ignore[arg-type]
+    for method in (EagerDiLoCo, DelayedNesterov):
+        with pytest.raises(TypeError, match="outer_momentum must be a number"):
+            method(outer_momentum="auto")  # type: ignore[arg-type]
