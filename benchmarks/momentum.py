@@ -3,9 +3,8 @@
 The demo's GPT, smaller (0.2M parameters), is trained by four simulated workers under DiLoCo with
 ``outer_lr=0.7``. Groups:
 
-grid    A round every 5, 10, 40 and 160 local steps, two inner learning rates, outer momentum 0, 0.5
-        and 0.9, plain averaging (``outer_lr=1``), and momentum that follows the persistence
-        (``auto``, see :class:`AutoMomentum`).
+grid    A round every 5, 10, 40 and 160 local steps, two inner learning rates, outer momentum 0,
+        0.5, 0.9 and ``"auto"``, and plain averaging (``outer_lr=1``).
 tuning  Fine-tuning of a model of Python source on the text of Python's help: the whole model or
         LoRA adapters, a round every 10 and 50 local steps, likewise.
 radial  The direction and the length of pseudo-gradients averaged for themselves, as decoupled
@@ -42,61 +41,11 @@ from simulated import Task, new_model, train_missing
 from torch import Tensor
 
 from lightning_loco import DiLoCo, Simulation
-from lightning_loco.algorithms import RoundInfo, State
 from lightning_loco.algorithms.decoupled_diloco import radial_mean, weighted_mean
-from lightning_loco.algorithms.outer_optimizer import step_outer_sgd
+from lightning_loco.algorithms.outer_momentum import OuterMomentum, momentum_for, outer_step
 from lightning_loco.algorithms.robust import RobustMean
 
-OUTER_LR, OUTER_STEP = 0.7, 1.1
-
-
-@dataclasses.dataclass(frozen=True)
-class AutoMomentum(DiLoCo):
-    r"""DiLoCo whose momentum holds the outer step :math:`s = \eta / (1 - \mu \rho)`.
-
-    .. math:: \mu = \min\left(0.9, \frac{1 - \eta / s}{\rho}\right)
-
-    where :math:`\rho` is the persistence, averaged over about two rounds.
-    """
-
-    outer_step: float = OUTER_STEP
-
-    def init(self, params: Tensor) -> State:
-        """Return the state with the pseudo-gradient of the round before, and the average."""
-        return {**super().init(params), "before": torch.zeros_like(params), "persistence": 0.0}
-
-    def momentum(self, persistence: float) -> float:
-        """Return the momentum of a round."""
-        assert isinstance(self.outer_lr, float)
-        wanted = max(0.0, 1 - self.outer_lr / self.outer_step)
-        return min(0.9, wanted / max(persistence, 1e-3))
-
-    def update(
-        self,
-        local: Tensor | None,
-        message: Tensor | None,
-        received: Tensor,
-        state: State,
-        info: RoundInfo,
-    ) -> Tensor:
-        """Take an outer step with the momentum that follows from the rounds before."""
-        before: Tensor = state["before"]
-        size = float(before.norm() * received.norm())
-        if size > 0:
-            found, known = float(before @ received) / size, state["persistence"]
-            state["persistence"] = (found + known) / 2 if known else found
-        before.copy_(received)
-        outer: Tensor = state["outer"]
-        assert isinstance(self.outer_lr, float)
-        step_outer_sgd(
-            outer,
-            received,
-            state["momentum"],
-            self.outer_lr,
-            self.momentum(state["persistence"]),
-            self.nesterov,
-        )
-        return outer
+OUTER_LR = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +75,7 @@ class Cell(NamedTuple):
         every: Local steps between rounds.
         lr: Inner learning rate.
         outer_lr: Outer learning rate.
-        momentum: Outer momentum; None for :class:`AutoMomentum`.
+        momentum: Outer momentum.
         tunes: What is fine-tuned, as in :class:`quality_seeds.Row`.
         is_radial: Whether :class:`RadialMean` is used.
     """
@@ -134,7 +83,7 @@ class Cell(NamedTuple):
     every: int
     lr: float
     outer_lr: float
-    momentum: float | None
+    momentum: OuterMomentum
     tunes: Any = ""
     is_radial: bool = False
 
@@ -146,8 +95,7 @@ class Cell(NamedTuple):
     @property
     def title(self) -> str:
         """What the rows of a block differ in."""
-        momentum = "auto" if self.momentum is None else f"{self.momentum:g}"
-        return f"{self.outer_lr:g}, {momentum}" + (", RDA" if self.is_radial else "")
+        return f"{self.outer_lr:g}, {self.momentum}" + (", RDA" if self.is_radial else "")
 
     @property
     def steps(self) -> int:
@@ -156,9 +104,7 @@ class Cell(NamedTuple):
 
     def row(self, task: Task) -> Row:
         """Return the training."""
-        algorithm: Any = AutoMomentum(self.outer_lr)
-        if self.momentum is not None:
-            algorithm = DiLoCo(self.outer_lr, self.momentum)
+        algorithm = DiLoCo(self.outer_lr, self.momentum)
         if self.is_radial:
             lengths = tuple(p.numel() for p in new_model(task).parameters())
             algorithm = dataclasses.replace(algorithm, aggregate=RadialMean(lengths))
@@ -166,7 +112,7 @@ class Cell(NamedTuple):
 
 
 FIXED = ((1.0, 0.0), (OUTER_LR, 0.0), (OUTER_LR, 0.5), (OUTER_LR, 0.9))
-SETTINGS: tuple[tuple[float, float | None], ...] = (*FIXED, (OUTER_LR, None))
+SETTINGS: tuple[tuple[float, OuterMomentum], ...] = (*FIXED, (OUTER_LR, "auto"))
 GROUPS: dict[str, list[Cell]] = {
     "grid": [
         Cell(every, lr, *setting)
@@ -225,12 +171,12 @@ def values(cell: Cell, column: str, found: dict[str, Result], options: Any) -> l
     return [found[Training(cell, seed).key(options)][column] for seed in options.seeds]
 
 
-def outer_step(cell: Cell, persistence: float) -> float:
+def step_of(cell: Cell, persistence: float) -> float:
     """How far an outer step moves along pseudo-gradients that persist."""
     momentum = cell.momentum
-    if momentum is None:
-        momentum = AutoMomentum(cell.outer_lr).momentum(persistence)
-    return cell.outer_lr / (1 - momentum * persistence)
+    if momentum == "auto":
+        momentum = momentum_for(cell.outer_lr, persistence)
+    return outer_step(cell.outer_lr, momentum, persistence)
 
 
 def above_best(cell: Cell, found: dict[str, Result], options: Any) -> list[float]:
@@ -258,7 +204,7 @@ def show(group: str, found: dict[str, Result], options: argparse.Namespace) -> N
                 mean_and_deviation(values(cell, "loss", found, options), 3),
                 mean_and_deviation(above_best(cell, found, options), 1),
                 f"{persistence:.2f}",
-                f"{outer_step(cell, persistence):.2f}",
+                f"{step_of(cell, persistence):.2f}",
             ]
         )
     header = [group, "outer lr, momentum", "validation loss", "above, %"]
@@ -271,7 +217,7 @@ def draw(found: dict[str, Result], options: argparse.Namespace, path: Path) -> N
     for cell in GROUPS["grid"]:
         persistence = statistics.fmean(values(cell, "persistence", found, options))
         above = statistics.fmean(above_best(cell, found, options))
-        blocks.setdefault(cell.block, []).append((outer_step(cell, persistence), above))
+        blocks.setdefault(cell.block, []).append((step_of(cell, persistence), above))
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
     for number, ((_, every_steps, lr), points) in enumerate(blocks.items()):
