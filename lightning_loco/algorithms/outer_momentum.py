@@ -15,6 +15,9 @@ OuterMomentum = float | Literal["auto"]
 OUTER_STEP = 1.1
 """How far ``"auto"`` lets an outer step move along pseudo-gradients that persist."""
 
+USUAL_STEPS = (0.5, 2.0)
+"""Outside this range :func:`outer_step` is likely to cost more loss than it saves bytes."""
+
 HIGHEST = 0.9
 """The highest momentum of ``"auto"``."""
 

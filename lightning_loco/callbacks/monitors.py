@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from statistics import median, quantiles
+from collections import deque
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_loco.algorithms import DiLoCo
+from lightning_loco.algorithms.outer_momentum import USUAL_STEPS, momentum_for, outer_step
 from lightning_loco.gossip import PairwiseEngine
-from lightning_loco.model.participant import Participant
+from lightning_loco.model.participant import LocalParticipant, Participant
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
 from lightning_loco.strategies.summary import errors_as_warnings, round_metrics
 from lightning_loco.strategies.worker_strategy import WorkerStrategy
+
+WATCHED_ROUNDS = 10
 
 
 class RoundMonitor(pl.Callback):
@@ -90,7 +95,10 @@ class CommunicationMonitor(RoundMonitor):
     :class:`~lightning_loco.simulation.Goodput`. With a remote optimizer a round is a step, and only
     rounds, bytes, seconds and shares change. If workers join and leave, also ``loco/members`` (of
     the last round) and ``loco/repaired`` (members that had drifted); if they change,
-    ``loco/outer_lr`` and ``loco/sync_every``.
+    ``loco/outer_lr``, ``loco/outer_momentum`` and ``loco/sync_every``.
+
+    With DiLoCo it warns once if the outer steps of ten rounds are too long or too short for how
+    much pseudo-gradients persist.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -105,12 +113,45 @@ class CommunicationMonitor(RoundMonitor):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make rounds measure the outer gradient."""
         super().on_fit_start(trainer, pl_module)
+        self._outer_steps: deque[float] = deque(maxlen=WATCHED_ROUNDS)
+        self._watched, self._has_warned = 0, False
         if (participant := participant_of(trainer)) is not None:
             participant.measure_outer_gradient = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
+        """Log if there is something new, and watch the outer steps; no communication."""
+        super().on_train_batch_end(trainer, *others)
+        participant = participant_of(trainer)
+        if isinstance(participant, LocalParticipant) and not self._has_warned:
+            self._watch_outer_step(participant)
 
     def metrics(self, strategy: WorkerStrategy) -> dict[str, float]:
         """Return rounds, bytes, waiting and staleness of this worker; the mean loss of all."""
         return round_metrics(strategy.statistics, strategy.participant)
+
+    def _watch_outer_step(self, participant: LocalParticipant) -> None:
+        """Warn if the outer steps of the last rounds are too long or too short."""
+        algorithm, statistics = participant.settings.algorithm, participant.statistics
+        if statistics.rounds == self._watched or statistics.persistence is None:
+            return
+        self._watched = statistics.rounds
+        if not isinstance(algorithm, DiLoCo) or algorithm.outer_optimizer is not None:
+            return
+        changing, persistence = participant.metrics(), statistics.persistence
+        outer_lr: Any = changing.get("outer_lr", algorithm.outer_lr)
+        momentum: Any = changing.get("outer_momentum", algorithm.outer_momentum)
+        self._outer_steps.append(outer_step(outer_lr, momentum, persistence))
+        mean, (shortest, longest) = fmean(self._outer_steps), USUAL_STEPS
+        if len(self._outer_steps) < WATCHED_ROUNDS or shortest <= mean <= longest:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"In the last {WATCHED_ROUNDS} rounds outer_lr / (1 - outer_momentum * persistence) "
+            f"was {mean:.2g}, with outer_lr={outer_lr:g}, outer_momentum={momentum:g} and a "
+            f"persistence of {persistence:.2f}. Outside {shortest} to {longest} training is likely "
+            'to be worse. Use outer_lr=0.7 with outer_momentum="auto" or '
+            f"{momentum_for(0.7, persistence):.1f}."
+        )
 
 
 class ConsensusMonitor(RoundMonitor):

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning_loco import (
     WorkerLogs,
 )
 from lightning_loco._util.goodput import PARTS
+from lightning_loco.algorithms import Algorithm, Piecewise
 from lightning_loco.callbacks import straggler
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.report.record import RunRecord
@@ -368,6 +370,59 @@ def fit_twice(rank: int, world: int) -> list[float]:
 
 def test_a_monitor_can_be_used_again(pool: Pool) -> None:
     assert pool.run(fit_twice, world=1) == [[1.0, 1.0]]
+
+
+class Steady(TinyModule):
+    """Moves by the same vector in every local step, so that pseudo-gradients are equal."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return sum((p.sum() for p in self.parameters()), torch.zeros(()))
+
+
+def warnings_of_outer_steps(
+    rank: int, world: int, algorithm: Algorithm, rounds: int
+) -> tuple[list[str], dict[str, float]]:
+    trainer = make_trainer(
+        LocoStrategy(algorithm, sync_every=2),
+        max_epochs=1,
+        log_every_n_steps=1,
+        callbacks=[CommunicationMonitor()],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Steady(), make_loader(rank, 2 * (2 * rounds + 1)))  # one step after the last
+    texts = [str(one.message) for one in caught]
+    found = [text for text in texts if "outer_momentum * persistence" in text]
+    return found, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "step"),
+    [
+        (DiLoCo(0.7, 0.9), "7"),
+        (DiLoCo(Piecewise({0: 0.7, 5: 0.4}), 0.9), "5.2"),  # 7 four times and 4 six times
+        (DiLoCo(0.2, 0.0), "0.2"),
+        (DiLoCo(0.7, 0.5), None),
+        (DiLoCo(0.7, "auto"), None),
+        (DiLoCo(outer_optimizer=torch.optim.Adagrad), None),
+        (GASLoC(0.2, momentum=0.0), None),
+    ],
+    ids=str,
+)
+def test_an_outer_step_that_is_too_long_or_too_short_is_warned_of_once(
+    pool: Pool, algorithm: Algorithm, step: str | None
+) -> None:
+    for found, metrics in pool.run(warnings_of_outer_steps, algorithm, 25, world=2)[:1]:
+        assert metrics["loco/persistence"] == pytest.approx(1)
+        assert len(found) == (step is not None)
+        assert step is None or f"was {step}, with outer_lr=" in found[0]
+        assert (DiLoCo(0.7, "auto") == algorithm) == ("loco/outer_momentum" in metrics)
+
+
+def test_an_outer_step_is_not_warned_of_before_ten_rounds_are_measured(pool: Pool) -> None:
+    for rounds, count in ((10, 0), (11, 1)):
+        found, _ = pool.run(warnings_of_outer_steps, DiLoCo(), rounds, world=2)[0]
+        assert len(found) == count
 
 
 @pytest.mark.parametrize("monitor", [CommunicationMonitor(), ConsensusMonitor()])
