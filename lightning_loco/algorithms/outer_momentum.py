@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -21,7 +22,9 @@ USUAL_STEPS = (0.5, 2.0)
 HIGHEST = 0.9
 """The highest momentum of ``"auto"``."""
 
-SUMMED = frozenset({"along", "squared"})
+_LOWEST_PERSISTENCE = 0.5  # steps that are too long lower it, and more momentum would be worse
+
+SUMMED = frozenset({"along", "squared", "buffer_squared"})
 """State entries of ``"auto"`` that every slice adds to; see :attr:`Algorithm.summed`."""
 
 _MOST_ELEMENTS = 2**16
@@ -63,17 +66,32 @@ def outer_step(outer_lr: float, outer_momentum: float, persistence: float) -> fl
 def momentum_for(outer_lr: float, persistence: float) -> float:
     r"""Return the momentum with which an outer step is :data:`OUTER_STEP`, s below.
 
-    .. math:: \mu = \min\left(0.9, \frac{1 - \eta / s}{\rho}\right)
+    .. math:: \mu = \min\left(0.9, \frac{1 - \eta / s}{\max(\rho, 0.5)}\right)
 
-    It is 0 if :math:`\eta \ge s`.
+    It is 0 if :math:`\eta \ge s`. A persistence below 0.5 may come from steps that are too long.
 
     Example:
         >>> [round(momentum_for(0.7, persistence), 2) for persistence in (1.0, 0.7, 0.3)]
-        [0.36, 0.52, 0.9]
+        [0.36, 0.52, 0.73]
     """
-    wanted = max(0.0, 1 - outer_lr / OUTER_STEP)
-    found = wanted / persistence if persistence * HIGHEST > wanted else HIGHEST * (wanted > 0)
-    return round(found * _STEPS_OF_MOMENTUM) / _STEPS_OF_MOMENTUM
+    found = max(0.0, 1 - outer_lr / OUTER_STEP) / max(persistence, _LOWEST_PERSISTENCE)
+    return round(min(HIGHEST, found) * _STEPS_OF_MOMENTUM) / _STEPS_OF_MOMENTUM
+
+
+def persistence_of(cosine: float, momentum: float) -> float:
+    r"""Return the persistence from the cosine of a pseudo-gradient and the momentum buffer.
+
+    If pseudo-gradients of equal length have the cosine :math:`\rho^k` with that of k rounds before,
+
+    .. math::
+        \cos(\Delta_t, m_{t-1})
+        = \rho\,\sqrt{\frac{1 - \mu^2}{(1 - \mu\rho)\,(1 + \mu\rho)}}
+
+    Example:
+        >>> round(persistence_of(0.5, momentum=0.0), 2), round(persistence_of(0.5, 0.9), 2)
+        (0.5, 0.8)
+    """
+    return math.sqrt(max(0.0, cosine) ** 2 / (1 - momentum**2 * (1 - cosine**2)))
 
 
 def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
@@ -83,8 +101,8 @@ def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
     state: State = {"momentum": torch.zeros_like(params)}
     if outer_momentum == "auto":
         stride = max(1, len(params) // _MOST_ELEMENTS)
-        rounds = {"persistence": 1.0, "used_momentum": 0.0, "along": 0.0, "squared": 0.0}
-        state |= {**rounds, "stride": stride}
+        rounds = {"persistence": 1.0, "used_momentum": 0.0, "stride": stride}
+        state |= {**rounds, **dict.fromkeys(SUMMED, 0.0)}
     return state
 
 
@@ -99,13 +117,8 @@ def next_momentum(
     r"""Return the momentum of a round.
 
     ``"auto"`` estimates the persistence of the round before from the buffer that its
-    pseudo-gradient :math:`\Delta` was added to, which held earlier ones with their momentum,
-
-    .. math::
-        c = \frac{\langle \Delta, m \rangle}{\lVert \Delta \rVert^2}
-        \approx \rho + \mu\rho^2 + \mu^2\rho^3 + \dots, \qquad \rho \approx \frac{c}{1 + \mu c}
-
-    from a fixed sample of the elements, and averages it over about two rounds.
+    pseudo-gradient was added to, see :func:`persistence_of`, on a fixed sample of the elements, and
+    averages it over about two rounds.
 
     Args:
         outer_momentum: The setting.
@@ -116,14 +129,14 @@ def next_momentum(
     """
     if outer_momentum != "auto":
         return outer_momentum
-    along, squared = float(state["along"]), float(state["squared"])
-    used = state["used_momentum"]
-    if squared > 0 and along != 0:  # not before the second round
-        ratio = max(0.0, along / squared)
-        state["persistence"] = (state["persistence"] + ratio / (1 + used * ratio)) / 2
+    size = math.sqrt(float(state["squared"]) * float(state["buffer_squared"]))
+    if size > 0:  # not before the second round
+        found = persistence_of(float(state["along"]) / size, state["used_momentum"])
+        state["persistence"] = (state["persistence"] + found) / 2
     momentum = momentum_for(outer_lr, state["persistence"])
     sample = slice(-start % state["stride"], None, state["stride"])
     last, earlier = gradient[sample].double(), state["momentum"][sample].double()
     state["along"], state["squared"] = torch.dot(last, earlier), torch.dot(last, last)
+    state["buffer_squared"] = torch.dot(earlier, earlier)
     state["used_momentum"] = momentum
     return momentum
