@@ -143,8 +143,9 @@ class Training(NamedTuple):
 
     def task(self, options: argparse.Namespace) -> Task:
         """What is trained."""
-        size = QUICK if options.quick else Task(0, clip=1.0)
-        return size._replace(steps=self.cell.steps, lr=self.cell.lr)
+        if options.quick:
+            return QUICK._replace(steps=4 * self.cell.every)
+        return Task(self.cell.steps, lr=self.cell.lr, clip=1.0)
 
     def key(self, options: argparse.Namespace) -> str:
         """Its key in the file of results."""

@@ -229,6 +229,20 @@ def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
+def test_outer_momenta_are_compared(tmp_path: Path) -> None:
+    output = run("momentum", "--quick", "--out", str(tmp_path / "momentum.json"))
+    rows = [re.split(r"\s{2,}", line) for line in output.splitlines() if line.startswith("10 lr")]
+    assert [row[1] for row in rows[::2]] == ["0.7, 0.0", "0.7, 0.5", "0.7, 0.9"]
+    assert min(float(row[3]) for row in rows) == 0
+    for _, title, loss, _, persistence, step in rows:
+        momentum = float(title.split(", ")[1])
+        assert 1 < float(loss) < math.log(256)
+        expected = 0.7 / (1 - momentum * float(persistence))
+        assert float(step) == pytest.approx(expected, rel=0.06)  # persistence is rounded
+
+
+@pytest.mark.soak
+@pytest.mark.process
 def test_decoupled_learners_are_compared_with_rounds(tmp_path: Path) -> None:
     output = run("decoupled", "--quick", "--out", str(tmp_path / "decoupled.json"))
     for part in output.split("killed every"):

@@ -102,7 +102,7 @@ def momentum_advice(settings: Any, every: float) -> Iterator[str]:
     if momentum != "auto" and momentum >= 0.9 and every <= SHORT_ROUND:
         yield (
             f"outer_momentum={momentum:g} suits hundreds of local steps between rounds, and "
-            f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
+            f'sync_every is {every}. Use outer_momentum="auto" or 0.5, or a longer sync_every.'
         )
 
 
