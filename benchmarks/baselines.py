@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, MergePolicy, RoundInfo, State
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.app.demo.model import learning_rate_factor
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.schedules import Schedule, Staggered, StepInfo
+from lightning_loco.schedules import EverySteps, Staggered, StepInfo, SyncEvery
 from lightning_loco.simulation.rounds import Rounds
 from lightning_loco.simulation.simulation import FAMILIES
 
@@ -65,6 +66,27 @@ class SlowMo(Algorithm):
         momentum: Tensor = state["momentum"].mul_(self.slow_momentum).add_(received, alpha=1 / rate)
         outer: Tensor = state["outer"]
         return outer.add_(momentum, alpha=-self.slow_lr * rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoRate:
+    """The learning rate of the demo's model by the index of a round, up to a factor.
+
+    SlowMo needs no more: another unit of the learning rate changes that of the momentum only.
+
+    Args:
+        rounds: Number of rounds of the run.
+        steps: Local steps of the learning-rate schedule.
+        warmup_steps: Of them, those with a rising rate.
+    """
+
+    rounds: int
+    steps: int
+    warmup_steps: int
+
+    def __call__(self, index: int) -> float:
+        step = (index + 1) * self.steps // self.rounds - 1
+        return learning_rate_factor(step, self.warmup_steps, self.steps)
 
 
 class MergedByAlgorithm(MergePolicy):
@@ -140,7 +162,7 @@ class LateParts(RoundSettings):
 FAMILIES[LateParts] = Rounds
 
 
-def loscar(sync_every: int, delay: int, fraction: float, seed: int = 0) -> LateParts:
+def loscar(sync_every: SyncEvery, delay: int, fraction: float, seed: int = 0) -> LateParts:
     """Return the settings of LOSCAR whose results are ``delay`` local steps late."""
     schedule = Staggered(sync_every, fragments=1, delay=delay, pattern="even")
     return LateParts(LOSCAR(fraction, seed), schedule)
@@ -210,14 +232,11 @@ class FactoredGossip(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoMixes(Schedule):
+class TwoMixes(EverySteps):
     """The two rounds of a phase of :class:`FactoredGossip`: one hidden by it, one at its end.
 
-    Args:
-        sync_every: Local steps of a phase, at least 2.
+    A phase has ``sync_every`` local steps, at least 2.
     """
-
-    sync_every: int = 10
 
     @staticmethod
     def is_hidden(round_index: int) -> bool:
@@ -231,18 +250,15 @@ class TwoMixes(Schedule):
     def is_overlapped(self, round_index: int) -> bool:
         return self.is_hidden(round_index)
 
-    def sync_every_of(self, worker: int) -> int:
-        return self.sync_every
-
     def steps_of_round(self, worker: int, round_index: int) -> int:
-        return self.sync_every - 1 if self.is_hidden(round_index) else 1
+        return self.sync_every_of(worker) - 1 if self.is_hidden(round_index) else 1
 
     def __str__(self) -> str:
         return f"two rounds every {self.sync_every} local steps, the first one hidden"
 
 
 def factored_gossip(
-    sync_every: int, outer_lr: float, outer_momentum: float, topology: str = "random_matching"
+    sync_every: SyncEvery, outer_lr: float, outer_momentum: float, topology: str = "random_matching"
 ) -> RoundSettings:
     """Return the settings of factored gossip DiLoCo."""
     algorithm = FactoredGossip(outer_lr, outer_momentum)

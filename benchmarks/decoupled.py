@@ -34,7 +34,7 @@ import harness
 import numpy as np
 import torch
 from harness import mean_and_deviation, paired_p
-from simulated import BATCH, Task, batches, new_model, train_missing, validate
+from simulated import BATCH, Task, TimedSteps, batches, new_model, train_missing, validate
 
 from lightning_loco import AsyncDiLoCoStrategy, Simulation
 from lightning_loco._util.goodput import Counted
@@ -133,36 +133,6 @@ def kills(every_s: float, seconds: float, seed: int) -> list[Failure]:
         Failure(int(order[number % len(order)]), float(at_s), float(at_s) + AWAY_S)
         for number, at_s in enumerate(times)
     ]
-
-
-class TimedSteps:
-    """Takes local steps whose learning rate follows the virtual time."""
-
-    def __init__(self, models: Sequence[ByteGPT], task: Task, seconds: float) -> None:
-        self._models, self._task, self._seconds = models, task, seconds
-        made: Any = new_model(task).configure_optimizers()
-        self._factor: Callable[[int], float] = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
-        self._optimizers = [self._optimizer(model) for model in models]
-
-    def _optimizer(self, model: ByteGPT) -> torch.optim.Optimizer:
-        made: Any = model.configure_optimizers()
-        optimizer: torch.optim.Optimizer = made["optimizer"]
-        return optimizer
-
-    def renew(self, worker: int) -> None:
-        """Give a worker a new optimizer."""
-        self._optimizers[worker] = self._optimizer(self._models[worker])
-
-    def take(self, worker: int, batch: torch.Tensor, time_s: float) -> None:
-        """Take a local step that ends at a time."""
-        model, optimizer = self._models[worker], self._optimizers[worker]
-        lr = self._task.lr * self._factor(int(self._task.steps * time_s / self._seconds))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.zero_grad()
-        model.loss(batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), self._task.clip)
-        optimizer.step()
 
 
 class Training(NamedTuple):

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, Literal, NamedTuple
 
@@ -82,6 +82,36 @@ class LocalSteps:
         made["lr_scheduler"]["scheduler"].step()
 
 
+class TimedSteps:
+    """Takes local steps whose learning rate follows the virtual time."""
+
+    def __init__(self, models: Sequence[ByteGPT], task: Task, seconds: float) -> None:
+        self._models, self._task, self._seconds = models, task, seconds
+        made: Any = new_model(task).configure_optimizers()
+        self._factor: Callable[[int], float] = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
+        self._optimizers = [self._optimizer(model) for model in models]
+
+    def _optimizer(self, model: ByteGPT) -> torch.optim.Optimizer:
+        made: Any = model.configure_optimizers()
+        optimizer: torch.optim.Optimizer = made["optimizer"]
+        return optimizer
+
+    def renew(self, worker: int) -> None:
+        """Give a worker a new optimizer."""
+        self._optimizers[worker] = self._optimizer(self._models[worker])
+
+    def take(self, worker: int, batch: torch.Tensor, time_s: float) -> None:
+        """Take a local step that ends at a time."""
+        model, optimizer = self._models[worker], self._optimizers[worker]
+        lr = self._task.lr * self._factor(int(self._task.steps * time_s / self._seconds))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), self._task.clip)
+        optimizer.step()
+
+
 def train_alone(model: ByteGPT, shares: list[Iterator[Tensor]], task: Task) -> None:
     """One model, with the mean gradient of a batch of each share."""
     take = LocalSteps([model], task.clip)
@@ -133,15 +163,28 @@ def train_missing(
     if options.out.exists() and not is_fresh:
         results = json.loads(options.out.read_text())
     missing = {key: one for key, one in wanted.items() if key not in results}
+    for key, result in train_all(missing, describe, options):
+        results[key] = result
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def train_all(
+    missing: Mapping[str, Any],
+    describe: Callable[[Any, Any], str],
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, Any]]:
+    """Train in ``options.jobs`` processes; yield the key and the result of each when it is done."""
+    began = time.perf_counter()
     with ProcessPoolExecutor(options.jobs) as pool:
         under_way = {pool.submit(_timed, one, options): key for key, one in missing.items()}
         for number, future in enumerate(as_completed(under_way), start=1):
             key = under_way[future]
-            results[key], seconds = future.result()
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-            text = f"{number}/{len(missing)}: {describe(missing[key], results[key])}"
-            print(f"{text} after {seconds:.0f} s", flush=True)
-    return results
+            result, seconds = future.result()
+            yield key, result
+            left = (time.perf_counter() - began) * (len(missing) / number - 1) / 60
+            text = f"{number}/{len(missing)}: {describe(missing[key], result)}"
+            print(f"{text} after {seconds:.0f} s, about {left:.0f} min left", flush=True)
 
 
 def _timed(training: Any, options: argparse.Namespace) -> tuple[Any, float]:
