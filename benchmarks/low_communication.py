@@ -67,7 +67,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 
 BASE, ALWAYS = "diloco", ("ddp", "alone", "diloco", "ddp_muon", "muloco")
 CLOSE = 1.02
-"""With ``--screen``, rows that are not in ``ALWAYS`` have all seeds up to this ratio to the best."""
+"""Of ``--screen``: how far above the best a row may be that is not in ``ALWAYS``, as a ratio."""
 
 
 class Row(NamedTuple):
@@ -77,8 +77,7 @@ class Row(NamedTuple):
         name: Of its files.
         title: In the tables.
         source: Address of the paper, or of what describes the method.
-        method: What to instantiate, a strategy or the settings of one; None for the mean gradient
-            of all workers in every step.
+        method: What to instantiate; None for the mean gradient of all workers in every step.
         equal_bytes: Changes of the method for the table of equal bytes; None if it is not there.
         equal_time: The same for the table of equal time.
         workers: How many, of those of the cluster.
@@ -290,12 +289,12 @@ def draw(results: Results, file: Path) -> None:
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.add_subplot()
-    for name, row in ROWS.items():
+    for name in ROWS:
         both = [results.losses(name, criterion) for criterion in CLUSTERS]
         if all(both):
             at = tuple(map(statistics.fmean, both))
             axes.plot(*at, "o", color="C3" if name in ALWAYS else "C0", markersize=4)
-            axes.annotate(row.title, at, (4, 2), textcoords="offset points", fontsize=7)
+            axes.annotate(name, at, (4, 2), textcoords="offset points", fontsize=7)
     axes.set(xlabel="validation loss at equal bytes", ylabel="validation loss at equal time")
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)

@@ -409,3 +409,18 @@ def test_the_evidence_for_gasloc_has_a_table_a_file_and_a_figure(
             assert measured == pytest.approx(predicted, abs=0.05)
     else:
         assert all(1.5 < float(record["loss"]) < 5.7 for record in records)
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_low_communication_keeps_finished_trainings(tmp_path: Path) -> None:
+    arguments = ("--quick", "--results", str(tmp_path))
+    first = run("low_communication", *arguments)
+    assert "10/10: " in first
+    again = run("low_communication", *arguments)
+    assert not re.search(r"^\d+/\d+:", again, re.MULTILINE)
+    for criterion in ("bytes", "time"):
+        table = again[again.index(f"equal {criterion} ") :]
+        assert table.partition("\n\n")[0] in first
+        for row in ("DiLoCo", "DDP, every step", "a single worker", "LOSCAR (baseline)"):
+            assert 2 < float(cells(table, row)[1]) < math.log(256)

@@ -1,0 +1,91 @@
+"""The benchmark of low-communication training: rows, their results and the page agree."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.pages import doc
+from tests.harness.sources import ROOT
+
+PAGE = doc("results/low_communication.md")
+FOLDER = ROOT / "benchmarks" / "low_communication"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER.parent)
+        yield importlib.import_module("low_communication")
+
+
+@pytest.fixture
+def results(benchmark: Any) -> Any:
+    return benchmark.Results(FOLDER / "results", benchmark.TASK)
+
+
+def test_results_belong_to_the_settings_of_their_rows(
+    benchmark: Any, results: Any, subtests: pytest.Subtests
+) -> None:
+    files = sorted((FOLDER / "results").glob("*.json"))
+    assert files
+    for file in files:
+        with subtests.test(file.stem):
+            for criterion, kept in results.found[file.stem].items():
+                hashed = benchmark.ROWS[file.stem].hash(criterion, benchmark.TASK)
+                assert kept["hash"] == hashed, f"Train {file.stem} again: its settings have changed"
+                found = results.of(file.stem, criterion)
+                assert found
+                assert all(1 < one["loss"] < math.log(256) for one in found.values())
+
+
+def test_the_page_has_the_results(benchmark: Any, results: Any) -> None:
+    assert benchmark.with_tables(PAGE.text, results) == PAGE.text
+
+
+def test_rows_send_as_many_bytes(benchmark: Any, results: Any, subtests: pytest.Subtests) -> None:
+    ((_, base), *_) = results.of("diloco", "bytes").items()
+    for name, row in benchmark.ROWS.items():
+        for found in results.of(name, "bytes").values():
+            with subtests.test(name):
+                if row.method is not None and name != "sparseloco":
+                    assert found["sent_mb"] == pytest.approx(base["sent_mb"], rel=0.08)
+
+
+def test_slowmo_knows_the_learning_rate(benchmark: Any, results: Any) -> None:
+    for criterion in benchmark.CLUSTERS:
+        settings = benchmark.make_settings(benchmark.ROWS["slowmo"].settings(criterion))
+        for found in results.of("slowmo", criterion).values():
+            assert abs(found["rounds"] - settings.algorithm.fast_lr.rounds) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:outer_momentum")  # HeLoCo needs it
+def test_each_row_has_settings_for_its_tables(benchmark: Any, subtests: pytest.Subtests) -> None:
+    for name, row in benchmark.ROWS.items():
+        for criterion, cluster in benchmark.CLUSTERS.items():
+            if row.method is None or getattr(row, f"equal_{criterion}") is None:
+                continue
+            with subtests.test(f"{name} {criterion}"):
+                settings = benchmark.make_settings(row.settings(criterion))
+                assert settings.prepare(len(cluster["speeds"])).algorithm is not None
+
+
+def test_results_of_other_settings_are_not_used(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = benchmark.Results(tmp_path, benchmark.TASK)
+    for seed in (1, 0):
+        results.add(benchmark.Training("diloco", "time", seed), {"loss": 2.0 + seed})
+    assert benchmark.Results(tmp_path, benchmark.TASK).losses("diloco", "time") == [2.0, 3.0]
+    assert benchmark.Results(tmp_path, benchmark.QUICK).losses("diloco", "time") == []
+    row = benchmark.ROWS["diloco"]
+    changed = row._replace(equal_time={"sync_every": 9})
+    monkeypatch.setitem(benchmark.ROWS, "diloco", changed)
+    assert benchmark.Results(tmp_path, benchmark.TASK).losses("diloco", "time") == []
+    monkeypatch.setitem(benchmark.ROWS, "diloco", row._replace(title="of no consequence"))
+    assert benchmark.Results(tmp_path, benchmark.TASK).losses("diloco", "time") == [2.0, 3.0]
