@@ -122,7 +122,7 @@ def test_metrics_exist() -> None:
         "members": 2,
     }
     strategy.statistics = Statistics(**values, steps=1, participation=1.0)
-    algorithm = loco.DiLoCo(Linear(0.1, 0.7, rounds=10))
+    algorithm = loco.DiLoCo(Linear(0.1, 0.7, rounds=10), "auto")
     strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm, sync_every={0: 1})
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
