@@ -57,7 +57,9 @@ def step_outer_sgd(
         outer_momentum: In [0, 1).
         nesterov: Nesterov momentum; False is heavy ball.
     """
-    if buffer is None:
+    if buffer is None or outer_momentum == 0:
+        if buffer is not None:  # which sgd would leave as it is, for a later round with momentum
+            buffer.copy_(gradient)
         outer.add_(gradient, alpha=-outer_lr)
         return
     sgd(

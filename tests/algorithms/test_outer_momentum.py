@@ -76,6 +76,15 @@ def test_a_rate_that_changes_changes_the_momentum() -> None:
     assert used[4] == 0
 
 
+def test_rounds_without_momentum_leave_nothing_of_earlier_ones() -> None:
+    algorithm = DiLoCo(Piecewise({0: 0.7, 2: 1.2, 6: 0.7}), "auto")
+    along, across = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    used, outer = run(algorithm, [along, along, *[across] * 6])
+    assert used[2:6] == [0] * 4
+    assert used[6] < momentum_for(0.7, 0.8)  # the last rounds persist
+    assert outer[-1][0] == outer[1][0]  # the first ones moved it last
+
+
 def test_the_syncer_computes_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about momentum without mixing
