@@ -24,7 +24,7 @@ HIGHEST = 0.9
 
 _LOWEST_PERSISTENCE = 0.5  # steps that are too long lower it, and more momentum would be worse
 
-SUMMED = frozenset({"along", "squared", "buffer_squared"})
+SUMMED = frozenset({"along", "squared", "buffer_squared", "elements"})
 """State entries of ``"auto"`` that every slice adds to; see :attr:`Algorithm.summed`."""
 
 _MOST_ELEMENTS = 2**16
@@ -100,9 +100,8 @@ def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
         return {}
     state: State = {"momentum": torch.zeros_like(params)}
     if outer_momentum == "auto":
-        stride = max(1, len(params) // _MOST_ELEMENTS)
-        rounds = {"persistence": 1.0, "used_momentum": 0.0, "stride": stride}
-        state |= {**rounds, **dict.fromkeys(SUMMED, 0.0)}
+        sums = {**dict.fromkeys(SUMMED, 0.0), "elements": float(len(params))}
+        state |= {"persistence": 1.0, "used_momentum": 0.0, **sums}
     return state
 
 
@@ -134,9 +133,12 @@ def next_momentum(
         found = persistence_of(float(state["along"]) / size, state["used_momentum"])
         state["persistence"] = (state["persistence"] + found) / 2
     momentum = momentum_for(outer_lr, state["persistence"])
-    sample = slice(-start % state["stride"], None, state["stride"])
+    # Of all elements: the ranks of a worker may own different numbers of them.
+    stride = max(1, int(state["elements"]) // _MOST_ELEMENTS)
+    sample = slice(-start % stride, None, stride)
     last, earlier = gradient[sample].double(), state["momentum"][sample].double()
     state["along"], state["squared"] = torch.dot(last, earlier), torch.dot(last, last)
     state["buffer_squared"] = torch.dot(earlier, earlier)
+    state["elements"] = last.new_full((), len(gradient))
     state["used_momentum"] = momentum
     return momentum

@@ -199,6 +199,38 @@ def test_nan_in_one_shard_leaves_the_whole_worker_out(pool: Pool, name: str) -> 
     assert (expected - plain).abs().max() > 1e-3
 
 
+WIDE = (3, 66_000)  # the first rank holds 2 rows
+
+
+def train_wide(rank: int, world: int) -> float:
+    """Return the persistence that automatic momentum finds for a single worker of all ranks.
+
+    The first rows keep their direction, and the last one turns by a right angle.
+    """
+    group = WorkerGroup.create(timeout_s=30, replica_size=world)
+    whole = torch.zeros(WIDE)
+    model = nn.Module()
+    model.value = nn.Parameter(whole if world == 1 else sharded(whole, Shard(0), group))
+    settings = RoundSettings(DiLoCo(outer_momentum="auto"), EverySteps(1))
+    engine = Engine.from_settings(model, settings, group)
+    rows = local_tensor(model.value).detach()
+    for step in range(6):
+        moves = torch.ones(WIDE)
+        moves[2:, step % 2 :: 2] = 0
+        rows.add_(moves[: len(rows)] if rank == 0 else moves[-len(rows) :])
+        engine.step()
+    persistence: float = engine.fragments[0].state["persistence"]
+    engine.close()
+    return persistence
+
+
+def test_automatic_momentum_samples_all_ranks_alike(pool: Pool) -> None:
+    (whole,) = pool.run(train_wide, world=1)
+    first, second = pool.run(train_wide, world=2)
+    assert first == second == pytest.approx(whole, rel=1e-9)
+    assert whole < 0.95
+
+
 def average_by_time(rank: int, world: int) -> dict[str, Any]:
     """Average asynchronously; place 0 decides which rounds start and end."""
     group = WorkerGroup.create(timeout_s=30, replica_size=REPLICA_SIZE)
