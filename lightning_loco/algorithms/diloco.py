@@ -23,6 +23,7 @@ from lightning_loco.algorithms.outer_momentum import (
     SUMMED,
     OuterMomentum,
     check_outer_momentum,
+    momentum_for,
     new_momentum,
     next_momentum,
     used_momentum,
@@ -152,7 +153,9 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None:
             check_outer_optimizer(self.outer_optimizer)
         elif is_late:
-            momentum = HIGHEST if self.outer_momentum == "auto" else self.outer_momentum
+            momentum = self.outer_momentum
+            if momentum == "auto":  # the highest it can choose
+                momentum = HIGHEST if callable(self.outer_lr) else momentum_for(self.outer_lr, 0.0)
             warn_if_unstable_late(
                 largest_stable_contraction(highest_rate(self.outer_lr), momentum, self.nesterov),
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum}",

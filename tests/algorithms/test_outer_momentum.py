@@ -85,6 +85,13 @@ def test_rounds_without_momentum_leave_nothing_of_earlier_ones() -> None:
     assert outer[-1][0] == outer[1][0]  # the first ones moved it last
 
 
+def test_the_warning_of_late_results_is_about_a_momentum_that_auto_can_choose() -> None:
+    with pytest.warns(UserWarning, match="outer_momentum=auto is .* covers more than 57%"):
+        DiLoCo(0.7, "auto").prepare(2, None, is_late=True)
+    with pytest.warns(UserWarning, match="covers more than 36%"):  # later rates are lower
+        DiLoCo(Piecewise({0: 0.7}), "auto").prepare(2, None, is_late=True)
+
+
 def test_the_syncer_computes_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about momentum without mixing
