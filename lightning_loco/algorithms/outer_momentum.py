@@ -87,11 +87,16 @@ def persistence_of(cosine: float, momentum: float) -> float:
         \cos(\Delta_t, m_{t-1})
         = \rho\,\sqrt{\frac{1 - \mu^2}{(1 - \mu\rho)\,(1 + \mu\rho)}}
 
+    A pseudo-gradient that points against the buffer counts as one that persists: the steps are too
+    long, and less momentum makes them shorter.
+
     Example:
-        >>> round(persistence_of(0.5, momentum=0.0), 2), round(persistence_of(0.5, 0.9), 2)
-        (0.5, 0.8)
+        >>> [round(persistence_of(cosine, momentum=0.9), 2) for cosine in (0.5, 0.1, -0.1)]
+        [0.8, 0.22, 1.0]
     """
-    return math.sqrt(max(0.0, cosine) ** 2 / (1 - momentum**2 * (1 - cosine**2)))
+    if cosine < 0:
+        return 1.0
+    return cosine / math.sqrt(1 - momentum**2 * (1 - cosine**2))
 
 
 def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
