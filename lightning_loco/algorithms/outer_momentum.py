@@ -14,10 +14,10 @@ OuterMomentum = float | Literal["auto"]
 """A number in [0, 1), or ``"auto"``."""
 
 OUTER_STEP = 1.1
-"""How far ``"auto"`` lets an outer step move along pseudo-gradients that persist."""
+"""The :func:`outer_step` that ``"auto"`` keeps; see docs/results/momentum.md."""
 
 USUAL_STEPS = (0.5, 2.0)
-"""Outside this range :func:`outer_step` is likely to cost more loss than it saves bytes."""
+"""Outside this range of :func:`outer_step` training is likely to be worse."""
 
 HIGHEST = 0.9
 """The highest momentum of ``"auto"``."""
