@@ -359,7 +359,7 @@ def time_out(worker: Any) -> None:
     time.sleep(4 * LONG_S)
 
 
-SHARED = ("curves", "gossip_baselines", "harness", "simulated")
+SHARED = ("baselines", "curves", "gossip_baselines", "harness", "simulated")
 
 
 def test_help_says_how_to_read_it(

@@ -123,29 +123,37 @@ class CommunicationMonitor(RoundMonitor):
         super().on_train_batch_end(trainer, *others)
         participant = participant_of(trainer)
         if isinstance(participant, LocalParticipant) and not self._has_warned:
-            self._watch_outer_step(participant)
+            text = ""
+            with errors_as_warnings(f"{type(self).__name__} cannot watch the outer steps."):
+                text = self._advice_on_outer_steps(participant)
+            if text:
+                self._has_warned = True
+                rank_zero_warn(text)
 
     def metrics(self, strategy: WorkerStrategy) -> dict[str, float]:
         """Return rounds, bytes, waiting and staleness of this worker; the mean loss of all."""
         return round_metrics(strategy.statistics, strategy.participant)
 
-    def _watch_outer_step(self, participant: LocalParticipant) -> None:
-        """Warn if the outer steps of the last rounds are too long or too short."""
+    def _advice_on_outer_steps(self, participant: LocalParticipant) -> str:
+        """What to change if the outer steps of the last rounds are too long or too short."""
         algorithm, statistics = participant.settings.algorithm, participant.statistics
         if statistics.rounds == self._watched or statistics.persistence is None:
-            return
+            return ""
         self._watched = statistics.rounds
         if not isinstance(algorithm, DiLoCo) or algorithm.outer_optimizer is not None:
-            return
-        changing, persistence = participant.metrics(), statistics.persistence
-        outer_lr: Any = changing.get("outer_lr", algorithm.outer_lr)
-        momentum: Any = changing.get("outer_momentum", algorithm.outer_momentum)
+            return ""
+        outer_lr: Any = algorithm.outer_lr
+        momentum: Any = algorithm.outer_momentum
+        persistence = statistics.persistence
+        if callable(outer_lr) or momentum == "auto":
+            changing = participant.metrics()
+            outer_lr = changing.get("outer_lr", outer_lr)
+            momentum = changing.get("outer_momentum", momentum)
         self._outer_steps.append(outer_step(outer_lr, momentum, persistence))
         mean, (shortest, longest) = fmean(self._outer_steps), USUAL_STEPS
         if len(self._outer_steps) < WATCHED_ROUNDS or shortest <= mean <= longest:
-            return
-        self._has_warned = True
-        rank_zero_warn(
+            return ""
+        return (
             f"In the last {WATCHED_ROUNDS} rounds outer_lr / (1 - outer_momentum * persistence) "
             f"was {mean:.2g}, with outer_lr={outer_lr:g}, outer_momentum={momentum:g} and a "
             f"persistence of {persistence:.2f}. Outside {shortest} to {longest} training is likely "
