@@ -28,9 +28,9 @@ SUMMED = frozenset({"along", "squared", "buffer_squared", "elements"})
 """State entries of ``"auto"`` that every slice adds to; see :attr:`Algorithm.summed`."""
 
 _MOST_ELEMENTS = 2**16
-_STEPS_OF_MOMENTUM = 1024
-"""A momentum is rounded to a multiple of one in so many, so that workers whose processors round
-sums differently agree."""
+_DIGITS = 1024
+"""The momentum is rounded to a multiple of 1 / 1024: processors may differ in the last bits of a
+sum, and all workers must use the same momentum."""
 
 
 def check_outer_momentum(outer_momentum: OuterMomentum) -> None:
@@ -75,7 +75,7 @@ def momentum_for(outer_lr: float, persistence: float) -> float:
         [0.36, 0.52, 0.73]
     """
     found = max(0.0, 1 - outer_lr / OUTER_STEP) / max(persistence, _LOWEST_PERSISTENCE)
-    return round(min(HIGHEST, found) * _STEPS_OF_MOMENTUM) / _STEPS_OF_MOMENTUM
+    return round(min(HIGHEST, found) * _DIGITS) / _DIGITS
 
 
 def persistence_of(cosine: float, momentum: float) -> float:
