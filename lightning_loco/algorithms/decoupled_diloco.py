@@ -12,20 +12,19 @@ from torch import Tensor
 
 from lightning_loco.algorithms.algorithm import State
 from lightning_loco.algorithms.merge_policy import Mix
-from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr, new_counter, next_rate
+from lightning_loco.algorithms.outer_lr import OuterLR, new_counter
 from lightning_loco.algorithms.outer_momentum import (
     SUMMED,
     OuterMomentum,
-    check_outer_momentum,
     new_momentum,
-    next_momentum,
     used_momentum,
 )
 from lightning_loco.algorithms.outer_optimizer import (
     OuterOptimizer,
     check_outer_optimizer,
+    check_outer_sgd,
     step_outer_optimizer,
-    step_outer_sgd,
+    step_outer_parameters,
 )
 from lightning_loco.algorithms.stale_correction import StaleCorrection
 
@@ -137,8 +136,7 @@ class DecoupledDiLoCo:
 
     def __post_init__(self) -> None:
         """Check types, names and ranges."""
-        check_outer_lr(self.outer_lr)
-        check_outer_momentum(self.outer_momentum)
+        check_outer_sgd(self.outer_lr, self.outer_momentum, may_be_auto=True)
         Mix(self.mix)
         for name, known in (("aggregate", AGGREGATES), ("weight", WEIGHTS)):
             if getattr(self, name) not in known:
@@ -278,11 +276,8 @@ class DecoupledDiLoCo:
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, merged, state)
             return outer
-        rate = self.outer_lr
-        if callable(rate):
-            rate = next_rate(rate, state)
-        momentum = next_momentum(self.outer_momentum, rate, merged, state)
-        step_outer_sgd(outer, merged, state.get("momentum"), rate, momentum, self.nesterov)
+        settings = self.outer_lr, self.outer_momentum, self.nesterov
+        step_outer_parameters(*settings, merged, state)
         state.update({name: float(state[name]) for name in SUMMED & state.keys()})
         return outer
 

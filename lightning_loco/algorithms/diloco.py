@@ -12,28 +12,25 @@ from lightning_loco.algorithms.algorithm import Algorithm, RoundInfo, State, has
 from lightning_loco.algorithms.merge_policy import Restart
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
-    check_outer_lr,
     highest_rate,
     new_counter,
-    next_rate,
     outer_lr_metrics,
 )
 from lightning_loco.algorithms.outer_momentum import (
     HIGHEST,
     SUMMED,
     OuterMomentum,
-    check_outer_momentum,
     momentum_for,
     new_momentum,
-    next_momentum,
     used_momentum,
 )
 from lightning_loco.algorithms.outer_optimizer import (
     OuterOptimizer,
     check_outer_optimizer,
+    check_outer_sgd,
     largest_stable_contraction,
     step_outer_optimizer,
-    step_outer_sgd,
+    step_outer_parameters,
     warn_if_unstable_late,
 )
 from lightning_loco.algorithms.robust import Aggregate, as_robust_mean
@@ -106,8 +103,7 @@ class DiLoCo(Algorithm):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_outer_lr(self.outer_lr)
-        check_outer_momentum(self.outer_momentum)
+        check_outer_sgd(self.outer_lr, self.outer_momentum, may_be_auto=True)
         as_robust_mean(self.aggregate)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
@@ -193,11 +189,8 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
         else:
-            rate = self.outer_lr
-            if callable(rate):
-                rate = next_rate(rate, state)
-            momentum = next_momentum(self.outer_momentum, rate, received, state, info.start)
-            step_outer_sgd(outer, received, state.get("momentum"), rate, momentum, self.nesterov)
+            settings = self.outer_lr, self.outer_momentum, self.nesterov
+            step_outer_parameters(*settings, received, state, info.start)
         return outer
 
     def metrics(self, state: State) -> dict[str, float]:

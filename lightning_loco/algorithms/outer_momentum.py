@@ -33,24 +33,6 @@ _DIGITS = 1024
 sum, and all workers must use the same momentum."""
 
 
-def check_outer_momentum(outer_momentum: OuterMomentum) -> None:
-    """Check the range of an outer momentum that may be ``"auto"``.
-
-    Raises:
-        ValueError: If it is neither a number in [0, 1) nor ``"auto"``.
-    """
-    if isinstance(outer_momentum, str):
-        if outer_momentum != "auto":
-            raise ValueError(
-                f'outer_momentum must be a number in [0, 1) or "auto", got {outer_momentum!r}.'
-            )
-    elif not 0 <= outer_momentum < 1:
-        raise ValueError(
-            f"outer_momentum must be in [0, 1), got {outer_momentum}. Common values are 0.9 for "
-            'hundreds of local steps, 0.5 for ten, 0 for none; "auto" follows the rounds.'
-        )
-
-
 def outer_step(outer_lr: float, outer_momentum: float, persistence: float) -> float:
     r"""Return how far an outer step moves along pseudo-gradients that persist.
 

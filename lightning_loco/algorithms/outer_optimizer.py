@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.algorithm import State
-from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr
+from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr, next_rate
+from lightning_loco.algorithms.outer_momentum import OuterMomentum, next_momentum
 
 OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A callable from a list with one flat parameter to an optimizer of it."""
@@ -22,21 +23,61 @@ OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 _PREFIX = "optimizer."
 
 
-def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float | str) -> None:
-    """Check the settings of outer SGD whose momentum is a number.
+def check_outer_sgd(
+    outer_lr: OuterLR, outer_momentum: OuterMomentum, *, may_be_auto: bool = False
+) -> None:
+    """Check the settings of outer SGD.
+
+    Args:
+        outer_lr: Outer learning rate.
+        outer_momentum: Outer momentum.
+        may_be_auto: Whether the method knows ``outer_momentum="auto"``.
 
     Raises:
-        TypeError: If the rate is neither a number nor a schedule, or the momentum not a number.
-        ValueError: If the rate is not positive and finite, or the momentum not in [0, 1).
+        TypeError: If the rate is neither a number nor a schedule, or the momentum is text and the
+            method knows no ``"auto"``.
+        ValueError: If the rate is not positive and finite, or the momentum neither in [0, 1) nor
+            ``"auto"``.
     """
     check_outer_lr(outer_lr)
     if isinstance(outer_momentum, str):
-        raise TypeError(f"outer_momentum must be a number in [0, 1) here, got {outer_momentum!r}.")
-    if not 0 <= outer_momentum < 1:
+        if not may_be_auto:
+            raise TypeError(
+                f"outer_momentum must be a number in [0, 1) here, got {outer_momentum!r}."
+            )
+        if outer_momentum != "auto":
+            raise ValueError(
+                f'outer_momentum must be a number in [0, 1) or "auto", got {outer_momentum!r}.'
+            )
+    elif not 0 <= outer_momentum < 1:
         raise ValueError(
-            f"outer_momentum must be in [0, 1), got {outer_momentum}. "
-            "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
+            f"outer_momentum must be in [0, 1), got {outer_momentum}. Common values are 0.9 for "
+            "hundreds of local steps, 0.5 for ten, 0 for none"
+            + ('; "auto" follows the rounds.' if may_be_auto else ".")
         )
+
+
+def step_outer_parameters(
+    outer_lr: OuterLR,
+    outer_momentum: OuterMomentum,
+    nesterov: bool,
+    gradient: Tensor,
+    state: State,
+    start: int = 0,
+) -> None:
+    """Take one step of SGD on ``state["outer"]``, with the rate and the momentum of this round.
+
+    Args:
+        outer_lr: The setting; a schedule counts the round.
+        outer_momentum: The setting.
+        nesterov: Nesterov momentum; False is heavy ball.
+        gradient: Mean pseudo-gradient of a slice; may be overwritten.
+        state: Of the slice.
+        start: Where the slice begins.
+    """
+    rate = next_rate(outer_lr, state)
+    momentum = next_momentum(outer_momentum, rate, gradient, state, start)
+    step_outer_sgd(state["outer"], gradient, state.get("momentum"), rate, momentum, nesterov)
 
 
 def step_outer_sgd(
