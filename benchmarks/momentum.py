@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import statistics
 from collections.abc import Sequence
@@ -68,6 +69,12 @@ class RadialMean(RobustMean):
         return torch.cat(means)
 
 
+@functools.cache  # each look for a result needs them
+def lengths_of(task: Task) -> tuple[int, ...]:
+    """The lengths of the tensors of a model."""
+    return tuple(parameter.numel() for parameter in new_model(task).parameters())
+
+
 class Cell(NamedTuple):
     """One row of a table.
 
@@ -106,8 +113,7 @@ class Cell(NamedTuple):
         """Return the training."""
         algorithm = DiLoCo(self.outer_lr, self.momentum)
         if self.is_radial:
-            lengths = tuple(p.numel() for p in new_model(task).parameters())
-            algorithm = dataclasses.replace(algorithm, aggregate=RadialMean(lengths))
+            algorithm = dataclasses.replace(algorithm, aggregate=RadialMean(lengths_of(task)))
         return Row(every(self.every, algorithm), task=task, tunes=self.tunes)
 
 
