@@ -9,11 +9,17 @@ tuning  Fine-tuning of a model of Python source on the text of Python's help: th
         LoRA adapters, a round every 10 and 50 local steps, likewise.
 radial  The direction and the length of pseudo-gradients averaged for themselves, as decoupled
         DiLoCo does (RDA), beside their plain mean, with a round every 10 and 40 local steps.
+hidden  Async DiLoCo with four fragments and streaming DiLoCo with two, whose results are applied
+        local steps later: outer momentum, and ``mix``, the share of the local parameters that is
+        kept.
 
-  python benchmarks/momentum.py                              all groups, two seeds
-  python benchmarks/momentum.py --groups grid --seeds 0 1 2 3 4 --png momentum.png
+  python benchmarks/momentum.py --screen                     all groups, five seeds for close rows
+  python benchmarks/momentum.py --groups grid --seeds 0 1 --png momentum.png
 
-Finished trainings are kept in the file of ``--out``, so an interrupted run continues where it was.
+A block are the rows with the same method and learning rate and as many steps between rounds.
+``--screen`` trains all rows with the first two seeds, and with the other seeds those whose mean
+loss is within 1 % of the lowest of their block. Finished trainings are kept in the file of
+``--out``, so an interrupted run continues where it was.
 
 How to read it: means over the seeds, with standard deviations. ``above`` is the difference to the
 best row of the same block in percent, seed by seed. ``persistence`` is the mean cosine of the angle
@@ -30,7 +36,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import harness
 import torch
@@ -41,12 +47,14 @@ from quality_seeds import QUICK, Result, Row, every, key_of, train_row
 from simulated import Task, new_model, train_missing
 from torch import Tensor
 
-from lightning_loco import DiLoCo, Simulation
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCo, Simulation, StreamingDiLoCoStrategy
 from lightning_loco.algorithms.decoupled_diloco import radial_mean, weighted_mean
 from lightning_loco.algorithms.outer_momentum import OuterMomentum, momentum_for, outer_step
 from lightning_loco.algorithms.robust import RobustMean
 
 OUTER_LR = 0.7
+CLOSE = 1.01
+"""Of ``--screen``: the mean loss of a row with all seeds, relative to the lowest of its block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +93,8 @@ class Cell(NamedTuple):
         momentum: Outer momentum.
         tunes: What is fine-tuned, as in :class:`quality_seeds.Row`.
         is_radial: Whether :class:`RadialMean` is used.
+        mix: Of async or streaming DiLoCo.
+        method: Whose rounds: of ``"async"`` or ``"streaming"`` DiLoCo, or blocking ones.
     """
 
     every: int
@@ -93,16 +103,19 @@ class Cell(NamedTuple):
     momentum: OuterMomentum
     tunes: Any = ""
     is_radial: bool = False
+    mix: float = 0.0
+    method: Literal["", "async", "streaming"] = ""
 
     @property
     def block(self) -> tuple[Any, ...]:
         """Rows of the same block are compared."""
-        return self.tunes, self.every, self.lr
+        return self.method or self.tunes, self.every, self.lr
 
     @property
     def title(self) -> str:
         """What the rows of a block differ in."""
-        return f"{self.outer_lr:g}, {self.momentum}" + (", RDA" if self.is_radial else "")
+        setting = f"{self.outer_lr:g}, {self.momentum}" + (", RDA" if self.is_radial else "")
+        return setting + (f", mix {self.mix:g}" if self.method else "")
 
     @property
     def steps(self) -> int:
@@ -111,6 +124,12 @@ class Cell(NamedTuple):
 
     def row(self, task: Task) -> Row:
         """Return the training."""
+        outer: Any = {"outer_lr": self.outer_lr, "outer_momentum": self.momentum, "mix": self.mix}
+        if self.method == "async":
+            return Row(AsyncDiLoCoStrategy(self.every, **outer).settings, task=task)
+        if self.method == "streaming":
+            delay = self.every // 10
+            return Row(StreamingDiLoCoStrategy(self.every, 2, delay, **outer).settings, task=task)
         algorithm = DiLoCo(self.outer_lr, self.momentum)
         if self.is_radial:
             algorithm = dataclasses.replace(algorithm, aggregate=RadialMean(lengths_of(task)))
@@ -119,6 +138,12 @@ class Cell(NamedTuple):
 
 FIXED = ((1.0, 0.0), (OUTER_LR, 0.0), (OUTER_LR, 0.5), (OUTER_LR, 0.9))
 SETTINGS: tuple[tuple[float, OuterMomentum], ...] = (*FIXED, (OUTER_LR, "auto"))
+Mixed = tuple[float, OuterMomentum, float]  # outer learning rate, momentum, mix
+MIXED: list[Mixed] = [(0.6, 0.8, 0.25), (OUTER_LR, "auto", 0.25), (OUTER_LR, "auto", 0.1)]
+HIDDEN: dict[Literal["async", "streaming"], list[Mixed]] = {
+    "async": MIXED,
+    "streaming": [(0.4, 0.9, 0.5), *MIXED, (OUTER_LR, 0.8, 0.1)],
+}
 GROUPS: dict[str, list[Cell]] = {
     "grid": [
         Cell(every, lr, *setting)
@@ -137,6 +162,13 @@ GROUPS: dict[str, list[Cell]] = {
         for every in (10, 40)
         for momentum in (0.0, 0.5, 0.9)
         for is_radial in (False, True)
+    ],
+    "hidden": [
+        Cell(every, lr, outer_lr, momentum, "", False, mix, method)
+        for method, settings in HIDDEN.items()
+        for every in (10, 40)
+        for lr in (1e-3, 3e-3)
+        for outer_lr, momentum, mix in settings
     ],
 }
 
@@ -173,9 +205,15 @@ class Training(NamedTuple):
         return {**result, "persistence": statistics.fmean(found.values())}
 
 
-def values(cell: Cell, column: str, found: dict[str, Result], options: Any) -> list[float]:
-    """A number of a cell for each seed."""
-    return [found[Training(cell, seed).key(options)][column] for seed in options.seeds]
+def values(cell: Cell, column: str, found: dict[str, Result], options: Any) -> dict[int, float]:
+    """A number of a cell by seed."""
+    keys = {seed: Training(cell, seed).key(options) for seed in options.seeds}
+    return {seed: found[key][column] for seed, key in keys.items() if key in found}
+
+
+def mean(cell: Cell, column: str, found: dict[str, Result], options: Any) -> float:
+    """The mean of a number of a cell over its seeds."""
+    return statistics.fmean(values(cell, column, found, options).values())
 
 
 def step_of(cell: Cell, persistence: float) -> float:
@@ -187,34 +225,48 @@ def step_of(cell: Cell, persistence: float) -> float:
 
 
 def above_best(cell: Cell, found: dict[str, Result], options: Any) -> list[float]:
-    """How far the losses are above those of the best row of the block, in percent."""
-    cells = [other for group in GROUPS.values() for other in group]
+    """How far the losses are above those of the best row of the block, in percent, by seed.
+
+    Only rows that have all seeds of this one are compared with it.
+    """
+    losses = values(cell, "loss", found, options)
+    cells = [other for group in GROUPS.values() for other in group if other.block == cell.block]
+    others = [values(other, "loss", found, options) for other in cells]
     block = [
-        values(other, "loss", found, options)
-        for other in cells
-        if other.block == cell.block and Training(other, options.seeds[0]).key(options) in found
+        {seed: other[seed] for seed in losses} for other in others if losses.keys() <= other.keys()
     ]
-    best = min(block, key=statistics.fmean)
-    pairs = zip(values(cell, "loss", found, options), best, strict=True)
-    return [100 * (loss / least - 1) for loss, least in pairs]
+    best = min(block, key=lambda of: statistics.fmean(of.values()))
+    return [100 * (loss / best[seed] - 1) for seed, loss in losses.items()]
+
+
+def close(group: str, found: dict[str, Result], options: Any) -> list[Cell]:
+    """The cells of a group whose loss is close to the lowest of their block."""
+    loss = {cell: mean(cell, "loss", found, options) for cell in GROUPS[group]}
+    lowest = {
+        cell.block: min(loss[other] for other in loss if other.block == cell.block) for cell in loss
+    }
+    return [cell for cell in loss if loss[cell] <= CLOSE * lowest[cell.block]]
 
 
 def show(group: str, found: dict[str, Result], options: argparse.Namespace) -> None:
     """Print the table of a group."""
     rows = []
     for cell in GROUPS[group]:
-        persistence = statistics.fmean(values(cell, "persistence", found, options))
+        persistence = mean(cell, "persistence", found, options)
+        losses = list(values(cell, "loss", found, options).values())
+        what = cell.method or cell.tunes
         rows.append(
             [
-                " ".join(filter(None, (cell.tunes, f"{cell.every}", f"lr {cell.lr:g}"))),
+                f"{what} {cell.every} lr {cell.lr:g}".strip(),
                 cell.title,
-                mean_and_deviation(values(cell, "loss", found, options), 3),
+                str(len(losses)),
+                mean_and_deviation(losses, 3),
                 mean_and_deviation(above_best(cell, found, options), 1),
                 f"{persistence:.2f}",
                 f"{step_of(cell, persistence):.2f}",
             ]
         )
-    header = [group, "outer lr, momentum", "validation loss", "above, %"]
+    header = [group, "outer lr, momentum", "seeds", "validation loss", "above, %"]
     harness.print_table([*header, "persistence", "outer step"], rows)
 
 
@@ -222,7 +274,7 @@ def draw(found: dict[str, Result], options: argparse.Namespace, path: Path) -> N
     """The loss of each cell of the grid above the best of its block, by its outer step."""
     blocks: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for cell in GROUPS["grid"]:
-        persistence = statistics.fmean(values(cell, "persistence", found, options))
+        persistence = mean(cell, "persistence", found, options)
         above = statistics.fmean(above_best(cell, found, options))
         blocks.setdefault(cell.block, []).append((step_of(cell, persistence), above))
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -248,25 +300,29 @@ def main() -> None:
     options = harness.parse(
         __doc__,
         groups=list(GROUPS),
-        seeds=[0, 1],
+        seeds=[0, 1, 2, 3, 4],
+        screen=False,  # all but the first two seeds for close rows only
         jobs=os.cpu_count() or 1,
         png="",
         out=harness.OUTPUTS / "momentum.json",
         quick={"groups": ["radial"], "seeds": [0]},
         choices={"groups": GROUPS},
     )
-    wanted = [
-        Training(cell, seed)
-        for seed in options.seeds
-        for group in options.groups
-        for cell in GROUPS[group]
-    ]
 
     def describe(training: Training, result: Result) -> str:
         cell = training.cell
         return f"{cell.block} {cell.title}, seed {training.seed}: {result['loss']:.4f}"
 
-    results = train_missing({one.key(options): one for one in wanted}, describe, options)
+    def train(cells: Sequence[Cell], seeds: Sequence[int]) -> dict[str, Result]:
+        wanted = [Training(cell, seed) for seed in seeds for cell in cells]
+        return train_missing({one.key(options): one for one in wanted}, describe, options)
+
+    first = options.seeds[:2] if options.screen else options.seeds
+    results = train([cell for group in options.groups for cell in GROUPS[group]], first)
+    if options.screen:
+        now = argparse.Namespace(**{**vars(options), "seeds": first})
+        deciding = [cell for group in options.groups for cell in close(group, results, now)]
+        results = train(deciding, options.seeds[2:])
     for group in options.groups:
         show(group, results, options)
     if options.png:
