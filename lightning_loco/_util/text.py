@@ -16,6 +16,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
+def names_of_entries(keys: Iterable[str]) -> str:
+    """List state entries in a message, each once with what belongs to it: its parts have a dot.
+
+    Example:
+        >>> names_of_entries(["persistence.sent", "momentum", "persistence"])
+        'momentum, persistence'
+    """
+    return ", ".join(sorted({key.partition(".")[0] for key in keys}))
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration: minutes from 3 min on, hours from 3 h on, days from 3 d on.
 

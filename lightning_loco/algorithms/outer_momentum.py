@@ -16,7 +16,7 @@ OuterMomentum = float | Literal["auto"]
 OUTER_STEP = 1.1
 """The :func:`outer_step` that ``"auto"`` keeps; see docs/results/momentum.md."""
 
-USUAL_STEPS = (0.5, 2.0)
+USUAL_STEPS = (0.6, 1.5)
 """Outside this range of :func:`outer_step` training is likely to be worse."""
 
 HIGHEST = 0.9
@@ -24,7 +24,12 @@ HIGHEST = 0.9
 
 _LOWEST_PERSISTENCE = 0.5  # steps that are too long lower it, and more momentum would be worse
 
-SUMMED = frozenset({"along", "squared", "buffer_squared", "elements"})
+_USED = "persistence.momentum"
+_SUMS = (
+    *("persistence.along", "persistence.squared", "persistence.buffer_squared"),
+    *("persistence.elements", "persistence.sampled", "persistence.sent"),
+)
+SUMMED = frozenset(_SUMS)
 """State entries of ``"auto"`` that every slice adds to; see :attr:`Algorithm.summed`."""
 
 _MOST_ELEMENTS = 2**16
@@ -87,14 +92,14 @@ def new_momentum(outer_momentum: OuterMomentum, params: Tensor) -> State:
         return {}
     state: State = {"momentum": torch.zeros_like(params)}
     if outer_momentum == "auto":
-        sums = {**dict.fromkeys(SUMMED, 0.0), "elements": float(len(params))}
-        state |= {"persistence": 1.0, "used_momentum": 0.0, **sums}
+        sums = {**dict.fromkeys(SUMMED, 0.0), "persistence.elements": float(len(params))}
+        state |= {"persistence": 1.0, _USED: 0.0, **sums}
     return state
 
 
 def used_momentum(outer_momentum: OuterMomentum, state: State) -> float:
     """Return the momentum of the last round, 0 before the first one."""
-    return state["used_momentum"] if outer_momentum == "auto" else outer_momentum
+    return state[_USED] if outer_momentum == "auto" else outer_momentum
 
 
 def next_momentum(
@@ -104,28 +109,34 @@ def next_momentum(
 
     ``"auto"`` estimates the persistence of the round before from the buffer that its
     pseudo-gradient was added to, see :func:`persistence_of`, on a fixed sample of the elements, and
-    averages it over about two rounds.
+    averages it over about two rounds. Elements that a sparse message does not have move by the
+    momentum alone, whatever the persistence, so it counts as at least their share.
 
     Args:
         outer_momentum: The setting.
-        outer_lr: The outer learning rate of this round.
+        outer_lr: The outer learning rate; the highest one of a schedule, so that lower ones make
+            shorter steps.
         gradient: Mean pseudo-gradient of a slice, only read.
         state: Of the slice; its entries are changed unless the setting is a number.
         start: Where the slice begins.
     """
     if outer_momentum != "auto":
         return outer_momentum
-    size = math.sqrt(float(state["squared"]) * float(state["buffer_squared"]))
-    if size > 0:  # not before the second round
-        found = persistence_of(float(state["along"]) / size, state["used_momentum"])
+    along, squared, buffer_squared, elements, sampled, sent = (float(state[key]) for key in _SUMS)
+    if squared * buffer_squared > 0:  # not before the second round
+        cosine = along / math.sqrt(squared * buffer_squared)
+        found = max(persistence_of(cosine, state[_USED]), 1 - sent / sampled)
         state["persistence"] = (state["persistence"] + found) / 2
     momentum = momentum_for(outer_lr, state["persistence"])
     # Of all elements: the ranks of a worker may own different numbers of them.
-    stride = max(1, int(state["elements"]) // _MOST_ELEMENTS)
+    stride = max(1, int(elements) // _MOST_ELEMENTS)
     sample = slice(-start % stride, None, stride)
     last, earlier = gradient[sample].double(), state["momentum"][sample].double()
-    state["along"], state["squared"] = torch.dot(last, earlier), torch.dot(last, last)
-    state["buffer_squared"] = torch.dot(earlier, earlier)
-    state["elements"] = last.new_full((), len(gradient))
-    state["used_momentum"] = momentum
+    sums = (
+        *(torch.dot(last, earlier), torch.dot(last, last), torch.dot(earlier, earlier)),
+        *(last.new_full((), len(gradient)), last.new_full((), len(last))),
+        last.count_nonzero().double(),
+    )
+    state.update(zip(_SUMS, sums, strict=True))
+    state[_USED] = momentum
     return momentum

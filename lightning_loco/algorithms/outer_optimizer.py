@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.algorithm import State
-from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr, next_rate
+from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr, highest_rate, next_rate
 from lightning_loco.algorithms.outer_momentum import OuterMomentum, next_momentum
 
 OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -76,7 +76,8 @@ def step_outer_parameters(
         start: Where the slice begins.
     """
     rate = next_rate(outer_lr, state)
-    momentum = next_momentum(outer_momentum, rate, gradient, state, start)
+    highest = max(rate, highest_rate(outer_lr))
+    momentum = next_momentum(outer_momentum, highest, gradient, state, start)
     step_outer_sgd(state["outer"], gradient, state.get("momentum"), rate, momentum, nesterov)
 
 

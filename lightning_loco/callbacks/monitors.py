@@ -151,7 +151,8 @@ class CommunicationMonitor(RoundMonitor):
             momentum = changing.get("outer_momentum", momentum)
         self._outer_steps.append(outer_step(outer_lr, momentum, persistence))
         mean, (shortest, longest) = fmean(self._outer_steps), USUAL_STEPS
-        if len(self._outer_steps) < WATCHED_ROUNDS or shortest <= mean <= longest:
+        is_long_enough = mean >= shortest or callable(algorithm.outer_lr)  # which may end low
+        if len(self._outer_steps) < WATCHED_ROUNDS or (is_long_enough and mean <= longest):
             return ""
         return (
             f"In the last {WATCHED_ROUNDS} rounds outer_lr / (1 - outer_momentum * persistence) "

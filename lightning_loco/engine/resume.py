@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_loco._util.text import names_of_entries
 from lightning_loco.algorithms import Algorithm, RoundInfo, State
 from lightning_loco.engine.fragment_sync import FragmentSync
 from lightning_loco.engine.gathered_state import own_state, whole_length
@@ -138,10 +139,10 @@ def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) 
     fresh = algorithm.init((params if start is None else start).clone())
     names = _state_names(algorithm)
     kept = {name: value for name, value in old.items() if name in names}
-    if dropped := sorted(old.keys() - kept.keys()):
+    if dropped := names_of_entries(old.keys() - kept.keys()):
         name = type(algorithm).__name__
-        notes.append(f"the state of {name} ({', '.join(dropped)}) is dropped")
-    if new := sorted(fresh.keys() - kept.keys()):
+        notes.append(f"the state of {name} ({dropped}) is dropped")
+    if new := fresh.keys() - kept.keys():
         notes.append(_reset_note(algorithm, new))
     return {**fresh, **kept}
 
@@ -158,5 +159,5 @@ def _state_names(algorithm: Algorithm) -> set[str]:
     return names | set(state)
 
 
-def _reset_note(algorithm: Algorithm, names: list[str]) -> str:
-    return f"the state of {type(algorithm).__name__} ({', '.join(names)}) is reset"
+def _reset_note(algorithm: Algorithm, names: Iterable[str]) -> str:
+    return f"the state of {type(algorithm).__name__} ({names_of_entries(names)}) is reset"

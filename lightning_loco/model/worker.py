@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_loco._util.fault_points import reach
 from lightning_loco._util.plain import plain
+from lightning_loco._util.text import names_of_entries
 from lightning_loco.costs import Links
 from lightning_loco.distributed.devices import CPU, device_of
 from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
@@ -450,7 +451,7 @@ class EarlierRun:
         """Describe the state that is dropped if all workers start from the consensus."""
         notes = ["all workers start from the consensus"]
         states = [shared["state"] for shared in self.state.get("shared", ())]
-        names = sorted(set().union(*states))
+        names = names_of_entries(set().union(*states))
         if names and not self.is_of(algorithm):
-            notes.append(f"the state of {self.algorithm} ({', '.join(names)}) is dropped")
+            notes.append(f"the state of {self.algorithm} ({names}) is dropped")
         return notes + ["a pending round is dropped"] * self.has_pending

@@ -71,20 +71,37 @@ def test_unrelated_pseudo_gradients_do_not_raise_the_momentum_without_bound() ->
     assert max(used) <= momentum_for(0.7, 0.5) == pytest.approx(0.73, abs=0.01)
 
 
+def test_elements_that_are_not_in_a_sparse_message_move_by_the_momentum_alone() -> None:
+    """So the persistence counts as at least their share, although messages have none in common."""
+    gradients = [torch.zeros(1000) for _ in range(20)]
+    for number, gradient in enumerate(gradients):
+        gradient[50 * number : 50 * (number + 1)] = 1.0
+    used, _ = run(DiLoCo(0.7, "auto"), gradients)
+    assert used[-1] == momentum_for(0.7, 0.95)
+
+
 def test_the_first_round_takes_pseudo_gradients_to_persist() -> None:
     used, _ = run(DiLoCo(0.7, "auto"), [torch.zeros(3), torch.ones(3)])
     assert used == [momentum_for(0.7, 1.0)] * 2  # zero, as without local steps, says nothing
 
 
-def test_a_rate_that_changes_changes_the_momentum() -> None:
-    algorithm = DiLoCo(Piecewise({0: 0.7, 2: 0.35, 4: 1.2}), "auto")
-    used, _ = run(algorithm, [torch.ones(5)] * 5)
-    assert used[0] == momentum_for(0.7, 1.0) < used[3]
-    assert used[4] == 0
+def test_a_schedule_has_the_momentum_of_its_highest_rate() -> None:
+    """Not of each rate, which would keep the steps as long as before."""
+    used, outer = run(DiLoCo(Piecewise({0: 0.35, 20: 0.7}), "auto"), [torch.ones(5)] * 40)
+    assert set(used) == {momentum_for(0.7, 1.0)}
+    early, late = outer[18] - outer[19], outer[38] - outer[39]
+    torch.testing.assert_close(late, torch.full((5,), OUTER_STEP), rtol=0.005, atol=0)
+    torch.testing.assert_close(late, 2 * early)
+
+
+def test_of_a_function_the_first_rate_and_the_present_one_are_known() -> None:
+    used, _ = run(DiLoCo((0.7, 0.35, 1.2).__getitem__, "auto"), [torch.ones(5)] * 3)
+    assert used == [momentum_for(0.7, 1.0)] * 2 + [0]
 
 
 def test_rounds_without_momentum_leave_nothing_of_earlier_ones() -> None:
-    algorithm = DiLoCo(Piecewise({0: 0.7, 2: 1.2, 6: 0.7}), "auto")
+    rates = [0.7, 0.7, *[1.2] * 4, 0.7, 0.7]
+    algorithm = DiLoCo(rates.__getitem__, "auto")
     along, across = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     used, outer = run(algorithm, [along, along, *[across] * 6])
     assert used[2:6] == [0] * 4
@@ -95,8 +112,8 @@ def test_rounds_without_momentum_leave_nothing_of_earlier_ones() -> None:
 def test_the_warning_of_late_results_is_about_a_momentum_that_auto_can_choose() -> None:
     with pytest.warns(UserWarning, match="outer_momentum=auto is .* covers more than 57%"):
         DiLoCo(0.7, "auto").prepare(2, None, is_late=True)
-    with pytest.warns(UserWarning, match="covers more than 36%"):  # later rates are lower
-        DiLoCo(Piecewise({0: 0.7}), "auto").prepare(2, None, is_late=True)
+    with pytest.warns(UserWarning, match="covers more than 57%"):
+        DiLoCo(Piecewise({0: 0.7, 9: 0.1}), "auto").prepare(2, None, is_late=True)
 
 
 def test_the_syncer_computes_the_same() -> None:
@@ -111,7 +128,7 @@ def test_the_syncer_computes_the_same() -> None:
         push = Push(steps=1, tokens=1)
         found = method.merge(gradient[None].clone(), [push], state, [TensorRange(0, 50)])
         assert torch.equal(found, expected)
-    assert state["used_momentum"] == used[-1] != used[0]
+    assert state["persistence.momentum"] == used[-1] != used[0]
     assert all(isinstance(value, (Tensor, float, int)) for value in state.values())
 
 
