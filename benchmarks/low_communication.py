@@ -48,6 +48,7 @@ from simulated import BATCH, Task, TimedSteps, batches, new_model, train_all, tr
 from lightning_loco import LocoStrategy, Simulation
 from lightning_loco.algorithms import LocalSGD
 from lightning_loco.app.demo.data import ByteTextData
+from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.simulation.simulation import SimulatedSettings
 
 FOLDER = Path(__file__).with_suffix("")
@@ -68,6 +69,13 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 BASE, ALWAYS = "diloco", ("ddp", "alone", "diloco", "ddp_muon", "muloco")
 CLOSE = 1.02
 """Of ``--screen``: how far above the best a row may be that is not in ``ALWAYS``, as a ratio."""
+
+
+DEFAULTS = {
+    f"lightning_loco.{method.strategy_name}": dict(method.defaults)
+    for method in METHOD_TABLE.values()
+}
+"""Those of each strategy, which decide the results of a row, too."""
 
 
 class Row(NamedTuple):
@@ -94,10 +102,11 @@ class Row(NamedTuple):
     optimizer: str = "adamw"
 
     def settings(self, criterion: str) -> dict[str, Any] | None:
-        """What to instantiate for a table."""
+        """What to instantiate for a table, with the defaults of its strategy."""
         if self.method is None:
             return None
-        changed = OmegaConf.merge(self.method, getattr(self, f"equal_{criterion}"))
+        defaults = DEFAULTS.get(self.method["_target_"], {})
+        changed = OmegaConf.merge(defaults, self.method, getattr(self, f"equal_{criterion}"))
         return cast(dict[str, Any], OmegaConf.to_container(changed))
 
     def hash(self, criterion: str, task: Task) -> str:
