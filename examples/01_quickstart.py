@@ -41,7 +41,7 @@ def points(count: int, seed: int) -> TensorDataset:
 def main() -> None:
     seed_everything(0, verbose=False)
     trainer = Trainer(
-        strategy=loco.DiLoCoStrategy(sync_every=10, outer_momentum=0.5),  # instead of "ddp"
+        strategy=loco.DiLoCoStrategy(sync_every=10),  # instead of "ddp"
         accelerator="cpu",
         devices=2,
         max_epochs=20,

@@ -27,7 +27,7 @@ def train(worker: int, num_workers: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = StepEngine(model, DiLoCo(outer_momentum=0.5), sync_every=10)
+    engine = StepEngine(model, DiLoCo(), sync_every=10)
 
     generator = torch.Generator().manual_seed(1 + worker)  # every worker draws its own data
     for _ in range(300):

@@ -34,7 +34,7 @@ class Row:
 ROWS = [
     Row("one alone", LocalSGD(), workers=1),
     Row("Local SGD", LocalSGD()),
-    Row("DiLoCo", DiLoCo(outer_momentum=0.5)),
+    Row("DiLoCo", DiLoCo()),
     Row("Async DiLoCo", DiLoCo(outer_momentum=0.0), overlap=True),
     Row("GASLoC, ring", GASLoC(), topology="ring"),
     Row("GASLoC, random pairs", GASLoC(), topology="random_matching"),

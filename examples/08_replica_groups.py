@@ -60,7 +60,7 @@ def points(count: int, seed: int) -> TensorDataset:
 
 def main() -> None:
     seed_everything(0, verbose=False)
-    strategy = loco.DiLoCoStrategy(sync_every=SYNC_EVERY, outer_momentum=0.5, replica_size=2)
+    strategy = loco.DiLoCoStrategy(sync_every=SYNC_EVERY, replica_size=2)
     trainer = Trainer(
         strategy=strategy,
         callbacks=[CompareRanks()],

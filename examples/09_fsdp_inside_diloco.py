@@ -69,7 +69,7 @@ class LanguageModel(LightningModule):
 
 def main() -> None:
     seed_everything(0, verbose=False)
-    method = loco.DiLoCoStrategy(sync_every=10, outer_momentum=0.5)
+    method = loco.DiLoCoStrategy(sync_every=10)
     strategy = loco.LocoModelParallelStrategy(method, data_parallel_size=2)
     trainer = Trainer(
         strategy=strategy,

@@ -57,7 +57,7 @@ def validate(fabric: Fabric, model: nn.Module, loader: DataLoader) -> float:
 
 def main(folder: str) -> None:
     """Train, save, load what was saved, and train on."""
-    strategy = FabricLocoStrategy(DiLoCoStrategy(sync_every=10, outer_momentum=0.6))
+    strategy = FabricLocoStrategy(DiLoCoStrategy(sync_every=10))
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
     fabric.launch()
     fabric.seed_everything(0)

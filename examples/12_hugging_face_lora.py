@@ -77,7 +77,7 @@ def main(folder: str) -> None:
             disable_tqdm=True,
             report_to=[],
         )
-        method = DiLoCoStrategy(sync_every=10, outer_momentum=0.6)
+        method = DiLoCoStrategy(sync_every=10)
         trainer = MyTrainer(
             model, arguments, train_dataset=train_data, eval_dataset=eval_data, loco=method
         )

@@ -165,7 +165,7 @@ CASES = {
     ),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
-    "streaming_diloco": Case(DiLoCo(0.4), fragments=2, delay=5, mix=0.5, not_in=FRAGMENTS),
+    "streaming_diloco": Case(DiLoCo(), fragments=2, delay=5, mix=0.25, not_in=FRAGMENTS),
     "eager_diloco": Case(loco.EagerDiLoCo(), overlap=True, not_in=COUNTS_WORKERS),
     "delayed_nesterov": Case(loco.DelayedNesterov()),
     "gasloc": Case(GASLoC(), "ring"),
@@ -187,7 +187,7 @@ CASES = {
         GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", overlap=True, variant_of="gasloc_overlap"
     ),
     "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),
-    "diloco_auto": Case(DiLoCo(outer_momentum="auto"), variant_of="diloco"),
+    "diloco_momentum": Case(DiLoCo(0.7, 0.9), variant_of="diloco"),
     "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False), variant_of="diloco"),
     "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2, variant_of="diloco_adamw"),
     "diloco_adamw": Case(

@@ -82,7 +82,7 @@ def main() -> None:
     )
     engine = loco.StepEngine(
         model,
-        loco.DiLoCo(outer_momentum=0.0 if args.overlap else 0.5),
+        loco.DiLoCo(outer_momentum=0.0 if args.overlap else "auto"),
         sync_every=args.sync_every,
         overlap=args.overlap,
         membership=membership,

@@ -17,7 +17,6 @@ from lightning_loco.algorithms.outer_lr import (
     outer_lr_metrics,
 )
 from lightning_loco.algorithms.outer_momentum import (
-    HIGHEST,
     SUMMED,
     OuterMomentum,
     momentum_for,
@@ -51,10 +50,10 @@ class DiLoCo(Algorithm):
     Args:
         outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the index of a
             round to its rate, such as ``Cosine(0.9, 0.1, rounds=200)`` or a function.
-        outer_momentum: Momentum :math:`\mu` in [0, 1). 0.9 is the paper's, for 500 local steps
-            between rounds; use less with about ten, such as 0.5. ``"auto"`` follows how much
+        outer_momentum: Momentum :math:`\mu` in [0, 1), or ``"auto"``, which follows how much
             successive pseudo-gradients persist, see
-            :func:`~lightning_loco.algorithms.outer_momentum.momentum_for`.
+            :func:`~lightning_loco.algorithms.outer_momentum.momentum_for`. The paper has 0.9, with
+            500 local steps between rounds; with fewer that is often too much.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         outer_optimizer: Another outer optimizer, as a callable from a list with one flat parameter
             to a ``torch.optim.Optimizer``, for example
@@ -89,7 +88,7 @@ class DiLoCo(Algorithm):
     """
 
     outer_lr: OuterLR = 0.7
-    outer_momentum: OuterMomentum = 0.9
+    outer_momentum: OuterMomentum = "auto"
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
     aggregate: Aggregate = "mean"
@@ -150,10 +149,11 @@ class DiLoCo(Algorithm):
             check_outer_optimizer(self.outer_optimizer)
         elif is_late:
             momentum = self.outer_momentum
+            rate = highest_rate(self.outer_lr)
             if momentum == "auto":  # the highest it can choose
-                momentum = HIGHEST if callable(self.outer_lr) else momentum_for(self.outer_lr, 0.0)
+                momentum = momentum_for(rate, 0.0)
             warn_if_unstable_late(
-                largest_stable_contraction(highest_rate(self.outer_lr), momentum, self.nesterov),
+                largest_stable_contraction(rate, momentum, self.nesterov),
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum}",
                 "Use outer_momentum=0, or (0.7, 0.3), or (0.2, 0.9).",
             )

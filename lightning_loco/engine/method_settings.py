@@ -59,7 +59,7 @@ def diloco(
 
 def async_diloco(
     sync_every: SyncEvery,
-    outer_lr: OuterLR | None,
+    outer_lr: OuterLR,
     outer_momentum: OuterMomentum | None,
     nesterov: bool,
     outer_optimizer: OuterOptimizer | None,
@@ -70,12 +70,9 @@ def async_diloco(
 ) -> RoundSettings:
     """Return the settings of :class:`~lightning_loco.AsyncDiLoCoStrategy`."""
     is_one_round_late = fragments is None and delay is None
-    algorithm = DiLoCo(
-        (0.7 if is_one_round_late else 0.6) if outer_lr is None else outer_lr,
-        (0.0 if is_one_round_late else 0.8) if outer_momentum is None else outer_momentum,
-        nesterov,
-        outer_optimizer,
-    )
+    if outer_momentum is None:
+        outer_momentum = 0.0 if is_one_round_late else "auto"
+    algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
     warm_start = is_one_round_late if warm_start is None else warm_start
     schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
     share = (0.0 if is_one_round_late else 0.25) if mix is None else mix

@@ -68,7 +68,7 @@ class DiLoCoStrategy(LocoStrategy):
         self,
         sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
-        outer_momentum: OuterMomentum = 0.9,
+        outer_momentum: OuterMomentum = "auto",
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         aggregate: Aggregate = "mean",
@@ -124,13 +124,13 @@ class AsyncDiLoCoStrategy(LocoStrategy):
 
     With ``fragments=None`` the whole model is exchanged at once, and its result is applied a whole
     round later, from where local steps restart: the order of PCCL's async DiLoCo. Then outer
-    momentum is off by default, because DiLoCo's (0.7, 0.9) is unstable with a delay of one round.
+    momentum is off by default, because it may be unstable with a delay of one round.
 
     Args:
         sync_every: Local steps between the rounds of a fragment.
-        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.6; 0.7 without fragments.
-        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. Default: 0.8; 0 without
-            fragments, where (0.7, 0.3) or (0.2, 0.9) are stable.
+        outer_lr: Outer learning rate, or a schedule of rates.
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``, the default; without fragments the
+            default is 0, and (0.7, 0.3) or (0.2, 0.9) are stable.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1`` or None.
@@ -160,7 +160,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
     def __init__(
         self,
         sync_every: SyncEvery = 100,
-        outer_lr: OuterLR | None = None,
+        outer_lr: OuterLR = 0.7,
         outer_momentum: OuterMomentum | None = None,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
@@ -203,9 +203,9 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         delay: Local steps after which a result is applied, from 0 (a blocking round) up to
             ``sync_every``. ``"auto"`` is 5, or half of ``sync_every`` if that is less.
         mix: Share in [0, 1] of the local parameters when a result is applied; with 0 the
-            result replaces them.
-        outer_lr: Outer learning rate.
-        outer_momentum: Outer momentum in [0, 1), or ``"auto"``.
+            result replaces them. The paper has 0.5.
+        outer_lr: Outer learning rate. The paper has 0.4.
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. The paper has 0.9.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1``.
@@ -227,9 +227,9 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         sync_every: int | Sequence[int] = 100,
         fragments: int | Literal["auto"] = "auto",
         delay: int | Literal["auto"] = "auto",
-        mix: float = 0.5,
-        outer_lr: float = 0.4,
-        outer_momentum: OuterMomentum = 0.9,
+        mix: float = 0.25,
+        outer_lr: float = 0.7,
+        outer_momentum: OuterMomentum = "auto",
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         pattern: Literal["strided", "contiguous", "even"] | Sequence[str] = "strided",

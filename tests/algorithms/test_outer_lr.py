@@ -151,7 +151,12 @@ def test_a_constant_schedule_is_the_number_bit_for_bit(subtests: pytest.Subtests
 
 
 def test_a_number_needs_no_counter() -> None:
-    for algorithm in (DiLoCo(), GASLoC(momentum=0.3), EagerDiLoCo(), DelayedNesterov(every=1)):
+    for algorithm in (
+        DiLoCo(0.7, 0.9),
+        GASLoC(momentum=0.3),
+        EagerDiLoCo(),
+        DelayedNesterov(every=1),
+    ):
         assert "rounds" not in algorithm.init(randn(4))
         assert algorithm.metrics(algorithm.init(randn(4))) == {}
 

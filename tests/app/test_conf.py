@@ -147,7 +147,7 @@ def test_the_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> Non
             if row.settings is not None:  # a nested group, not a field
                 groups = {"topology", "compression", "link"}
                 assert names & own.keys() == row.defaults.keys() - groups
-            chosen = row.defaults | row.short_rounds
+            chosen = row.defaults | row.demo
             for field in names:
                 if field in chosen:
                     expected = chosen[field]
@@ -167,19 +167,19 @@ def test_the_planner_has_the_same_defaults(subtests: pytest.Subtests) -> None:
             if name not in ("diloco", "streaming_diloco", "async_diloco"):
                 continue
             with subtests.test(option.candidate.title, sync_every=option.sync_every):
-                row = METHOD_TABLE[name]
-                given: dict[str, Any] = {**(row.short_rounds if option.sync_every < 30 else {})}
-                given["sync_every"] = option.sync_every
-                if compression != "none":
+                given: dict[str, Any] = {"sync_every": option.sync_every}
+                if compression == "sparse":
+                    given |= {"outer_lr": 1.5, "outer_momentum": 0.5}
+                    given["compression"] = Compensated(Sparse())
+                elif compression != "none":
                     given["compression"] = compression
                 if name != "diloco":
                     given |= {"fragments": option.fragments, "delay": option.delay}
                 _, python = commands(dataclasses.replace(plan, chosen=option))
                 expression = python.removeprefix("Trainer(strategy=").partition(", devices")[0]
-                assert (
-                    eval(expression, {name: getattr(loco, name) for name in loco.__all__}).settings
-                    == METHODS[name](**given).settings
-                )
+                known = {name: getattr(loco, name) for name in loco.__all__}
+                known |= {"Compensated": Compensated, "Sparse": Sparse}
+                assert eval(expression, known).settings == METHODS[name](**given).settings
 
 
 def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:

@@ -82,7 +82,7 @@ def train_really(rank: int, world: int, strategy: str, clip: str) -> list[float]
     made = {
         "gasloc": lambda: GASLoCStrategy(sync_every=3),
         "noloco": lambda: NoLoCoStrategy(sync_every=3),
-        "diloco": lambda: DiLoCoStrategy(sync_every=3, outer_lr=0.9, outer_momentum=0.6),
+        "diloco": lambda: DiLoCoStrategy(sync_every=3),
         "local_sgd": lambda: LocalSGDStrategy(sync_every=3),
     }[strategy]()
     losses = Losses()

@@ -31,7 +31,7 @@ from lightning_loco import (
     WorkerLogs,
 )
 from lightning_loco._util.goodput import PARTS
-from lightning_loco.algorithms import Algorithm, Piecewise
+from lightning_loco.algorithms import Algorithm, Cosine, Piecewise
 from lightning_loco.callbacks import straggler
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.report.record import RunRecord
@@ -109,7 +109,7 @@ def column(rows: list[dict[str, float]], name: str) -> dict[int, float]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None:
     callbacks: list[pl.Callback] = [CommunicationMonitor()]
-    results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo()}, {}, world=world)
+    results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo(0.7, 0.9)}, {}, world=world)
     rows = read(tmp_path)
     rows_bytes = world * WorkerStatus.width(0) * 8  # the statuses are sent with the messages
     per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
@@ -401,6 +401,7 @@ def warnings_of_outer_steps(
     [
         (DiLoCo(0.7, 0.9), "7"),
         (DiLoCo(Piecewise({0: 0.7, 5: 0.4}), 0.9), "5.2"),  # 7 four times and 4 six times
+        (DiLoCo(Cosine(0.2, 0.1, rounds=9), 0.0), None),  # a rate that falls makes short steps
         (DiLoCo(0.2, 0.0), "0.2"),
         (DiLoCo(0.7, 0.5), None),
         (DiLoCo(0.7, "auto"), None),
@@ -421,7 +422,7 @@ def test_an_outer_step_that_is_too_long_or_too_short_is_warned_of_once(
 
 def test_an_outer_step_is_not_warned_of_before_ten_rounds_are_measured(pool: Pool) -> None:
     for rounds, count in ((10, 0), (11, 1)):
-        found, _ = pool.run(warnings_of_outer_steps, DiLoCo(), rounds, world=2)[0]
+        found, _ = pool.run(warnings_of_outer_steps, DiLoCo(0.7, 0.9), rounds, world=2)[0]
         assert len(found) == count
 
 

@@ -454,7 +454,7 @@ def fit_in_trouble(rank: int, world: int, folder: Path, case: str) -> list[str]:
         "disk": lambda: [path.unlink() for path in logs.iterdir()] and logs.rmdir(),
     }
     trainer = make_trainer(
-        LocoStrategy(Unprintable() if case == "algorithm" else DiLoCo(), sync_every=3),
+        LocoStrategy(Unprintable(0.7, 0.9) if case == "algorithm" else DiLoCo(), sync_every=3),
         callbacks=[CommunicationMonitor(), WorkerLogs(logs), ReportCallback(folder)],
         max_epochs=1,
         log_every_n_steps=STEPS,

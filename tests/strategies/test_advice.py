@@ -23,7 +23,7 @@ from tests.harness.small_model import ValidatedModule, make_loader
 few_rounds = partial(LocalSGDStrategy, sync_every=4)
 long_rounds = partial(LocalSGDStrategy, sync_every=6)
 long_rounds_of_fragments = partial(AsyncDiLoCoStrategy, sync_every=6, fragments=2)
-much_momentum = partial(DiLoCoStrategy, sync_every=2)
+much_momentum = partial(DiLoCoStrategy, sync_every=2, outer_momentum=0.9)
 little_momentum = partial(DiLoCoStrategy, sync_every=2, outer_momentum=0.5)
 a_round_late = partial(EagerDiLoCoStrategy, sync_every=2)
 a_part_of_a_round_late = partial(AsyncDiLoCoStrategy, sync_every=2)

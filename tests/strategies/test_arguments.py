@@ -102,7 +102,7 @@ def test_every_strategy_takes_the_common_arguments(subtests: pytest.Subtests) ->
 def test_help_shows_the_own_arguments_and_names_the_table() -> None:
     text = pydoc.plain(pydoc.render_doc(DiLoCoStrategy))
     signature = text[text.index("DiLoCoStrategy(") : text.index(" -> None")]
-    assert "outer_momentum: 'OuterMomentum' = 0.9" in signature
+    assert "outer_momentum: 'OuterMomentum' = 'auto'" in signature
     assert "**common: 'Unpack[RoundArguments]'" in signature
 
 

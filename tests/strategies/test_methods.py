@@ -55,7 +55,7 @@ def test_a_row_has_the_defaults_of_the_class(subtests: pytest.Subtests) -> None:
             own = dict(inspect.signature(kind).parameters)
             del own["common"]
             assert {key: one.default for key, one in own.items()} == row.defaults
-            assert row.short_rounds.keys() <= row.defaults.keys()
+            assert row.demo.keys() <= row.defaults.keys()
 
 
 def test_the_function_of_a_row_makes_the_settings_of_the_class(subtests: pytest.Subtests) -> None:

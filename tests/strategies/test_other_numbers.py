@@ -423,24 +423,38 @@ class Change(NamedTuple):
 
 OTHER_ADAM = Case(DiLoCo(outer_optimizer=partial(torch.optim.Adam, lr=0.01)))
 CHANGES = {
-    "learning rate": Change("diloco", Case(DiLoCo(0.5, 0.7))),
+    "learning rate": Change("diloco", Case(DiLoCo(0.5))),
     "topology": Change("gasloc", Case(GASLoC(momentum=0.3), "complete")),
     "learning rate of Adam": Change("diloco_adam", OTHER_ADAM),
     "overlap, which starts with a blocking round": Change(
-        "diloco", "async_diloco_momentum", entries={"round_index": 0, "steps_since_round": 2}
+        "diloco_momentum",
+        "async_diloco_momentum",
+        entries={"round_index": 0, "steps_since_round": 2},
     ),
-    "no overlap": Change("async_diloco_momentum", "diloco", "a pending round is dropped."),
+    "no overlap": Change("async_diloco_momentum", "diloco_momentum", "a pending round is dropped."),
     "no overlap and no compression": Change(
         "async_diloco, feedback",
-        "diloco",
+        "diloco_momentum",
         "a pending round is dropped; the residual of the compression is dropped.",
         size=2,
     ),
     "no momentum": Change(
         "diloco",
         "diloco_plain",
-        "the state of DiLoCo (momentum) is dropped.",
+        "the state of DiLoCo (momentum, persistence) is dropped.",
         lambda old: {"outer": old["outer"]},
+    ),
+    "a number as momentum": Change(
+        "diloco",
+        "diloco_momentum",
+        "the state of DiLoCo (persistence) is dropped.",
+        lambda old: {"outer": old["outer"], "momentum": old["momentum"]},
+    ),
+    "automatic momentum": Change(
+        "diloco_momentum",
+        "diloco",
+        "the state of DiLoCo (persistence) is reset.",
+        lambda old: {**DiLoCo().init(old["outer"]), **old},
     ),
     "new momentum": Change(
         "gasloc_plain",
@@ -449,7 +463,7 @@ CHANGES = {
         lambda old: {"start": old["start"], "previous": old["start"]},
     ),
     "a schedule, which counts rounds": Change(
-        "diloco",
+        "diloco_momentum",
         "diloco_schedule",
         "the state of DiLoCo (rounds) is reset.",
         lambda old: {**old, "rounds": 0},
@@ -504,12 +518,12 @@ class Switch(NamedTuple):
 
 
 SWITCHES = [
-    Switch("local_sgd", "diloco", "the state of DiLoCo (momentum) is reset"),
-    Switch("diloco", "gasloc", "the state of DiLoCo (momentum, outer) is dropped"),
-    Switch("diloco", "local_sgd", "the state of DiLoCo (momentum, outer) is dropped"),
+    Switch("local_sgd", "diloco", "the state of DiLoCo (momentum, persistence) is reset"),
+    Switch("diloco", "gasloc", "the state of DiLoCo (momentum, outer, persistence) is dropped"),
+    Switch("diloco", "local_sgd", "the state of DiLoCo (momentum, outer, persistence) is dropped"),
     Switch("async_diloco", "gasloc", "a pending round is dropped"),
     Switch("gasloc", "noloco", "the state of GASLoC (previous, start) is dropped"),
-    Switch("noloco", "diloco", "the state of DiLoCo (momentum) is reset"),
+    Switch("noloco", "diloco", "the state of DiLoCo (momentum, persistence) is reset"),
     Switch("fragments", "gasloc_overlap, int8", "a pending round is dropped", size=2),
     Switch("diloco", "pairwise"),
     Switch("pairwise", "diloco"),

@@ -170,7 +170,7 @@ IDENTITIES: dict[str, tuple[Make, Make]] = {
     ),
     "async DiLoCo of fragments is streaming DiLoCo of even ones": (
         partial(AsyncDiLoCoStrategy, 6, fragments=2),
-        partial(StreamingDiLoCoStrategy, 6, 2, 3, 0.25, 0.6, 0.8, pattern="even"),
+        partial(StreamingDiLoCoStrategy, 6, 2, 3, pattern="even"),
     ),
 }
 
@@ -191,8 +191,8 @@ def test_identities_bit_for_bit(pool: Pool, subtests: pytest.Subtests) -> None:
 
 def test_the_strategies_choose_schedule_and_merge_policy() -> None:
     settings = StreamingDiLoCoStrategy().settings
-    assert settings.algorithm == DiLoCo(0.4, 0.9)
-    assert (settings.schedule, settings.merge_policy) == (Staggered(100, 3, 5), Mix(0.5))
+    assert settings.algorithm == DiLoCo(0.7, "auto") == DiLoCo()
+    assert (settings.schedule, settings.merge_policy) == (Staggered(100, 3, 5), Mix(0.25))
     assert StreamingDiLoCoStrategy(4).settings.schedule == Staggered(4, 3, 2)
     assert StreamingDiLoCoStrategy(1).settings.schedule == Staggered(1, 1, 1)
     assert StreamingDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 3, 4)
@@ -200,7 +200,7 @@ def test_the_strategies_choose_schedule_and_merge_policy() -> None:
         StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.merge_policy is None
     )  # the algorithm's own
     hidden = AsyncDiLoCoStrategy(10).settings
-    assert hidden.algorithm == DiLoCo(0.6, 0.8)
+    assert hidden.algorithm == DiLoCo()
     assert (hidden.schedule, hidden.merge_policy) == (Staggered(10, 4, 2, "even"), Mix(0.25))
     assert AsyncDiLoCoStrategy(3).settings.schedule == Staggered(3, 3, 1, "even")
     assert AsyncDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 4, 2, "even")
@@ -210,7 +210,7 @@ def test_the_strategies_choose_schedule_and_merge_policy() -> None:
     late = AsyncDiLoCoStrategy(10, fragments=None, mix=0.5).settings
     assert (late.schedule, late.merge_policy) == (EverySteps(10, True), Mix(0.5))
     soon = AsyncDiLoCoStrategy(10, fragments=None, delay=2).settings
-    assert soon.algorithm == DiLoCo(0.6, 0.8)
+    assert soon.algorithm == DiLoCo()
     assert (soon.schedule, soon.merge_policy) == (Staggered(10, 1, 2, "even"), Mix(0.25))
 
 
