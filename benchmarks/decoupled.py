@@ -28,6 +28,7 @@ import json
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import harness
@@ -68,13 +69,14 @@ def decoupled(*, keep_late: bool = True, **method: Any) -> DecoupledSettings:
 
 
 MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
+ASYNC = partial(AsyncDiLoCoStrategy, outer_lr=0.6, outer_momentum=0.8)
 
 METHODS: dict[str, Callable[[], SimulatedSettings] | None] = {
     "fastest_alone": None,
     "diloco": lambda: RoundSettings(DiLoCo(0.7, 0.5), EverySteps(EVERY)),
     "diloco_by_speed": lambda: by_speed(DiLoCo(0.7, 0.5)),
-    "async_diloco": lambda: AsyncDiLoCoStrategy(EVERY).settings,
-    "async_diloco_by_speed": lambda: AsyncDiLoCoStrategy([EVERY * one for one in SPEEDS]).settings,
+    "async_diloco": lambda: ASYNC(EVERY).settings,
+    "async_diloco_by_speed": lambda: ASYNC([EVERY * one for one in SPEEDS]).settings,
     "delayed_nesterov_by_speed": lambda: by_speed(DelayedNesterov()),
     "decoupled": decoupled,
     "decoupled_mean": lambda: decoupled(aggregate="mean"),

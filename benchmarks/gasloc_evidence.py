@@ -396,7 +396,7 @@ def gasloc(topology: str, overlap: bool = False) -> Rounds:
 
 
 def streaming(every: int, exchange: int) -> RoundSettings:
-    """Two fragments in turn, with the shortest delay that hides an exchange, as in ``conf/``."""
+    """Two fragments in turn, with the shortest delay that hides an exchange."""
     delay = min(math.ceil(exchange / 2), every - 1)
     return StreamingDiLoCoStrategy(
         every, 2, delay, mix=0.25, outer_lr=0.6, outer_momentum=0.8

@@ -88,9 +88,9 @@ def streaming(fragments: int) -> Make:
     return make
 
 
-def hidden_by_default(every: int, exchange: int) -> RoundSettings:
+def four_fragments(every: int, exchange: int) -> RoundSettings:
     """An exchange may take as long as a whole phase."""
-    return AsyncDiLoCoStrategy(max(every, exchange)).settings
+    return AsyncDiLoCoStrategy(max(every, exchange), outer_lr=0.6, outer_momentum=0.8).settings
 
 
 def back_to_back(every: int, exchange: int) -> RoundSettings:
@@ -103,7 +103,7 @@ METHODS: dict[str, Make | None] = {
     "alone": None,
     "diloco": blocking(DiLoCo(0.9, 0.6)),
     "delayed_nesterov": blocking(DelayedNesterov()),
-    "async_diloco": hidden_by_default,
+    "async_diloco": four_fragments,
     "a_phase_late": whole_phase(DiLoCo(0.7, 0.0)),
     "kept_progress": whole_phase(DiLoCo(0.7, 0.5), KeepProgress()),
     "eager_diloco": whole_phase(EagerDiLoCo(0.7, 0.0)),

@@ -70,11 +70,6 @@ class Row(NamedTuple):
 
 WHOLE = ("algorithm.fragments=null",)
 DELAYED = (*WHOLE, "algorithm.delay=2")
-MORE_MOMENTUM = ("algorithm.outer_lr=0.8", "algorithm.outer_momentum=0.7")
-SHORT_DELAY = (
-    *("algorithm.delay=1", "algorithm.mix=0.1"),
-    *("algorithm.outer_lr=0.7", "algorithm.outer_momentum=0.8"),
-)
 EACH_STEP = ("algorithm.sync_every=1",)
 EACH_FETCH = ("algorithm.fetch_probability=1.0",)
 SPARSE = ("compression=sparse",)
@@ -84,17 +79,15 @@ IN_MODEL = (
 )
 ROWS = {
     "ddp": Row("ddp"),
-    "diloco": Row("diloco", bound=5.5),
-    "diloco_momentum_0.7": Row("diloco", also=MORE_MOMENTUM),
+    "diloco": Row("diloco", bound=3.0),
     "diloco_int8": Row("diloco", None, 0.5, "diloco", ("compression=int8",)),
     "diloco_e3m0": Row("diloco", None, 1.0, "diloco", ("compression=e3m0",)),
-    "diloco_sparse": Row("diloco", None, 3.0, "diloco", (*SPARSE, *IN_MODEL)),
+    "diloco_sparse": Row("diloco", bound=4.0, also=(*SPARSE, *IN_MODEL)),
     "diloco_sparse_fed_back": Row("diloco", also=SPARSE),
     "async_diloco": Row("async_diloco"),
     "async_diloco_late": Row("async_diloco", also=WHOLE),
     "async_diloco_delay_2": Row("async_diloco", also=DELAYED),
     "streaming_diloco": Row("streaming_diloco"),
-    "streaming_diloco_delay_1": Row("streaming_diloco", also=SHORT_DELAY),
     "eager_diloco": Row("eager_diloco"),
     "delayed_nesterov": Row("delayed_nesterov"),
     "gasloc_ring": Row("gasloc", "ring", 4.0),
@@ -116,8 +109,8 @@ HIDDEN = {
 """Algorithms that train on while messages are under way."""
 TITLES = {
     "ddp": "DDP",
-    "diloco_momentum_0.7": "DiLoCo",
-    "streaming_diloco_delay_1": "Streaming DiLoCo",
+    "diloco": "DiLoCo",
+    "streaming_diloco": "Streaming DiLoCo",
     "gasloc_ring": "GASLoC on a ring",
 }
 """Rows in the legend of the picture; others have their own names there."""

@@ -4,7 +4,7 @@ The demo's GPT, smaller (0.2M parameters by default), is trained by simulated wo
 (:class:`lightning_loco.Simulation`: the numbers of real processes) for as many local steps with
 every method, on the same batches. Groups:
 
-methods      The methods with the settings of ``conf/``, a round every 10 local steps.
+methods      The methods, a round every 10 local steps.
 compression  DiLoCo with fewer bytes.
 sparseloco   SparseLoCo with its authors' settings beside DiLoCo, a round every 15, 50 and 250 local
              steps, for twice as many steps.
@@ -127,6 +127,7 @@ def every(
 DILOCO, GOSSIP = DiLoCo(0.9, 0.6), GASLoC()
 AUTHORS = ErrorFeedback(Sparse(k=128, mean_over="senders"), decay=0.95)
 STREAMING = Streaming(10, 2, 2, mix=0.25, outer_lr=0.6, outer_momentum=0.8)
+ASYNC = AsyncDiLoCoStrategy(10, outer_lr=0.6, outer_momentum=0.8)
 SPARSELOCO = {
     f"{name}_{steps}": Row(
         every(steps, algorithm, compression=compression), beside=beside, task=LONGER
@@ -144,7 +145,7 @@ GROUPS: dict[str, dict[str, Row]] = {
         "diloco_0.7_0.5": Row(every(10, DiLoCo(0.7, 0.5))),
         "diloco_1.0_0.3": Row(every(10, DiLoCo(1.0, 0.3))),
         "delayed_nesterov": Row(every(10, DelayedNesterov(1.4, 0.5))),
-        "async_diloco": Row(AsyncDiLoCoStrategy(10).settings),
+        "async_diloco": Row(ASYNC.settings),
         "eager_diloco": Row(EagerDiLoCoStrategy(10).settings),
         "streaming_diloco": Row(STREAMING.settings),
         "gasloc_ring": Row(every(10, GOSSIP, "ring")),
