@@ -16,7 +16,7 @@ hidden  Async DiLoCo with four fragments and streaming DiLoCo with two, whose re
   python benchmarks/momentum.py --screen                     all groups, five seeds for close rows
   python benchmarks/momentum.py --groups grid --seeds 0 1 --png momentum.png
 
-A block are the rows with the same method and learning rate and as many steps between rounds.
+The rows of a block have the same method, learning rate and number of steps between rounds.
 ``--screen`` trains all rows with the first two seeds, and with the other seeds those whose mean
 loss is within 1 % of the lowest of their block. Finished trainings are kept in the file of
 ``--out``, so an interrupted run continues where it was.

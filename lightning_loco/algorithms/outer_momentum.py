@@ -19,9 +19,7 @@ OUTER_STEP = 1.1
 USUAL_STEPS = (0.6, 1.5)
 """Outside this range of :func:`outer_step` training is likely to be worse."""
 
-HIGHEST = 0.9
-"""The highest momentum of ``"auto"``."""
-
+_HIGHEST = 0.9
 _LOWEST_PERSISTENCE = 0.5  # steps that are too long lower it, and more momentum would be worse
 
 _USED = "persistence.momentum"
@@ -62,7 +60,7 @@ def momentum_for(outer_lr: float, persistence: float) -> float:
         [0.36, 0.52, 0.73]
     """
     found = max(0.0, 1 - outer_lr / OUTER_STEP) / max(persistence, _LOWEST_PERSISTENCE)
-    return round(min(HIGHEST, found) * _DIGITS) / _DIGITS
+    return round(min(_HIGHEST, found) * _DIGITS) / _DIGITS
 
 
 def persistence_of(cosine: float, momentum: float) -> float:
@@ -102,26 +100,21 @@ def used_momentum(outer_momentum: OuterMomentum, state: State) -> float:
     return state[_USED] if outer_momentum == "auto" else outer_momentum
 
 
-def next_momentum(
-    outer_momentum: OuterMomentum, outer_lr: float, gradient: Tensor, state: State, start: int = 0
-) -> float:
-    r"""Return the momentum of a round.
+def next_momentum(outer_lr: float, gradient: Tensor, state: State, start: int = 0) -> float:
+    r"""Return the momentum of a round with ``"auto"``.
 
-    ``"auto"`` estimates the persistence of the round before from the buffer that its
+    It estimates the persistence of the round before from the buffer that its
     pseudo-gradient was added to, see :func:`persistence_of`, on a fixed sample of the elements, and
     averages it over about two rounds. Elements that a sparse message does not have move by the
     momentum alone, whatever the persistence, so it counts as at least their share.
 
     Args:
-        outer_momentum: The setting.
         outer_lr: The outer learning rate; the highest one of a schedule, so that lower ones make
             shorter steps.
         gradient: Mean pseudo-gradient of a slice, only read.
-        state: Of the slice; its entries are changed unless the setting is a number.
+        state: Of the slice; its entries are changed.
         start: Where the slice begins.
     """
-    if outer_momentum != "auto":
-        return outer_momentum
     along, squared, buffer_squared, elements, sampled, sent = (float(state[key]) for key in _SUMS)
     if squared * buffer_squared > 0:  # not before the second round
         cosine = along / math.sqrt(squared * buffer_squared)

@@ -76,8 +76,9 @@ def step_outer_parameters(
         start: Where the slice begins.
     """
     rate = next_rate(outer_lr, state)
-    highest = max(rate, highest_rate(outer_lr))
-    momentum = next_momentum(outer_momentum, highest, gradient, state, start)
+    momentum = outer_momentum
+    if momentum == "auto":
+        momentum = next_momentum(max(rate, highest_rate(outer_lr)), gradient, state, start)
     step_outer_sgd(state["outer"], gradient, state.get("momentum"), rate, momentum, nesterov)
 
 
