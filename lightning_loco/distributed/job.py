@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -43,12 +44,27 @@ _REFUSED_KEY = "refused"
 _ENDED_KEY = "lightning_loco/rank 0 has ended"
 _MAX_TEXT = 400
 _LONGEST_PAUSE_S = 0.1
-_stores: dict[tuple[str, int, int], Store] = {}
-_store_ids: dict[Store, str] = {}
-_num_keys: Counter[tuple[Store, str]] = Counter()
 
-_stores_marked_at_exit: set[Store] = set()
-"""Stores in which rank 0 sets ``_ENDED_KEY`` when it ends."""
+
+@dataclass
+class _KeptStore:
+    """The key-value store of a job, which all jobs at its address use until the process ends.
+
+    Attributes:
+        store: The store.
+        id: What rank 0 has called it; empty if that is not known yet.
+        num_keys: How many keys :meth:`Job.next_keys` has returned for each prefix.
+        tells_end: Whether this rank sets ``_ENDED_KEY`` when its process ends.
+    """
+
+    store: Store
+    id: str = ""
+    num_keys: Counter[str] = field(default_factory=Counter)
+    tells_end: bool = False
+
+
+_stores: dict[tuple[str, int, int], _KeptStore] = {}
+"""By address, port and number of ranks."""
 
 
 def init_workers(
@@ -157,8 +173,10 @@ class Job:
                 # With the true world size, rank 0 would wait here for all others, and its error
                 # would not say which of them are missing.
                 handler = torch_rendezvous("env://", self.rank, world_size=1, timeout=timeout)
-                _stores[key], _, _ = with_timeout(lambda: next(handler), self.timeout_s + 1)
-            self.raw_store = _stores[key]
+                store, _, _ = with_timeout(lambda: next(handler), self.timeout_s + 1)
+                _stores[key] = _KeptStore(store)
+            self._kept = _stores[key]
+            self.raw_store = self._kept.store
             self.store = TimeoutStore.from_clone(self.raw_store, self.timeout_s)
         self._job_store = self.store.with_prefix("lightning_loco/job")
         try:
@@ -167,7 +185,8 @@ class Job:
         except BaseException:
             self.close()
             raise
-        if _store_ids.setdefault(self.raw_store, store_id) == store_id:
+        if self._kept.id in ("", store_id):
+            self._kept.id = store_id
             return True
         self.close()
         return False
@@ -237,10 +256,10 @@ class Job:
         num_ranks = len(self.names)
         if self.rank == 0:
             self._job_store.delete_key(_REFUSED_KEY, self.timeout_s)  # of an earlier attempt
-            store_id = _store_ids.setdefault(self.raw_store, uuid.uuid4().hex)
-            published = json.dumps([self._job_name, num_ranks, store_id])
+            self._kept.id = self._kept.id or uuid.uuid4().hex
+            published = json.dumps([self._job_name, num_ranks, self._kept.id])
             self._job_store.set(_JOB_KEY, published, self.timeout_s)
-            return store_id
+            return self._kept.id
         deadline = time.monotonic() + self.timeout_s
         while not self._job_store.check([_JOB_KEY], self.timeout_s):
             if time.monotonic() > deadline:
@@ -292,8 +311,8 @@ class Job:
         Args:
             prefix: Purpose of the keys; all ranks call it equally often with the same one.
         """
-        _num_keys[self.raw_store, prefix] += 1
-        return f"{prefix}{_num_keys[self.raw_store, prefix]}"
+        self._kept.num_keys[prefix] += 1
+        return f"{prefix}{self._kept.num_keys[prefix]}"
 
     def gather(self, keys: str, message: bytes, poll: Callable[[float], object]) -> list[bytes]:
         """Return a message of every rank, in order; all must call it.
@@ -336,9 +355,9 @@ class Job:
 
         A store that torchrun hosts outlives rank 0.
         """
-        if self.rank == 0 and self.raw_store not in _stores_marked_at_exit:
-            _stores_marked_at_exit.add(self.raw_store)
-            atexit.register(_mark_ended, self.raw_store)
+        if self.rank == 0 and not self._kept.tells_end:
+            self._kept.tells_end = True
+            atexit.register(_publish_ends)
 
     def report_written(self, error: BaseException | None) -> None:
         """End the :meth:`wait_until_written` of all other ranks; rank 0 calls it as often as they.
@@ -399,9 +418,11 @@ class Job:
             ) from error
 
 
-def _mark_ended(store: Store) -> None:
-    with suppress(RuntimeError):
-        store.set(_ENDED_KEY, "")
+def _publish_ends() -> None:
+    for kept in _stores.values():
+        if kept.tells_end:
+            with suppress(RuntimeError):
+                kept.store.set(_ENDED_KEY, "")
 
 
 def _describe_job(job_name: str) -> str:

@@ -64,6 +64,7 @@ class Surroundings:
     def restore(self, patience_s: float = 2.0) -> list[str]:
         """Restore the environment and rank_zero_only; return a phrase for each thing left over."""
         left = [f"the process group of torch.distributed ({rank})" for rank in _drop_group()]
+        _forget_stores()
         left += [f"thread {name}" for name in self._new_threads(patience_s)]
         left += [f"process {pid}: {command}" for pid, command in self._new_children(patience_s)]
         left += [f"file {name}" for name in sorted(_files(self.folder) - self.files)]
@@ -158,6 +159,13 @@ def _drop_group() -> list[str]:
     rank = f"rank {distributed.get_rank()} of {distributed.get_world_size()}"
     distributed.destroy_process_group()
     return [rank]
+
+
+def _forget_stores() -> None:
+    """Close the stores that the package keeps until the process ends: each test has its own."""
+    job = sys.modules.get("lightning_loco.distributed.job")
+    if job is not None:
+        job._stores.clear()
 
 
 def _reset_rank_zero() -> None:
