@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_loco._util.clock import REAL_CLOCK, Clock
 from lightning_loco._util.decisions import Decision
+from lightning_loco._util.text import format_bytes
 from lightning_loco.algorithms.pairwise_average import Tag
 from lightning_loco.gossip.peer_selection import PeerSelector
 from lightning_loco.gossip.protocol import (
@@ -40,6 +41,7 @@ CHUNK_BYTES = 3 * 2**18
 
 _MAX_PEERS_PER_FETCH = 3
 _MAX_LOG_LINES = 100
+_TIMEOUTS_BEFORE_WARNING = 10
 _MAX_NORM_RATIO = 10.0
 _MAX_ROOT_MEAN_SQUARE = 1e9  # as long as this worker has published nothing
 
@@ -258,6 +260,7 @@ class FetchDecisions:
         if arrival > deadline:
             self.counts.fetches -= 1
             self.counts.timeouts += 1
+            self._warn_of_timeouts()
             return None
         return accepted._replace(fetch_s=max(seconds, accepted.fetch_s))
 
@@ -285,6 +288,8 @@ class FetchDecisions:
             raise FetcherStopped
         count = outcome.value
         setattr(self.counts, count, getattr(self.counts, count) + 1)
+        if outcome is _Outcome.TIMEOUT:
+            self._warn_of_timeouts()
         if outcome is _Outcome.DONE:
             self._selector.record_success(name)
         elif outcome is not _Outcome.EMPTY:  # a peer that has just started loses no points
@@ -354,6 +359,16 @@ class FetchDecisions:
         if body_bytes != expected_bytes:
             raise MalformedMessage(f"it sends {body_bytes} bytes and not {expected_bytes}")
         return header
+
+    def _warn_of_timeouts(self) -> None:
+        """Log a warning if all of the first requests were too slow: nothing has been averaged."""
+        counts = self.counts
+        if counts.fetches == 0 and counts.timeouts == _TIMEOUTS_BEFORE_WARNING:
+            log.warning(
+                "None of the first %d fetches has ended within fetch_timeout_s=%g s, so nothing "
+                "was averaged yet. Raise fetch_timeout_s if %s take longer on this network.",
+                *(counts.timeouts, self.fetch_timeout_s, format_bytes(self._total_bytes)),
+            )
 
     def _log_once(self, name: str, kind: str, text: str) -> None:
         """Log a warning once for each peer and kind of failure."""

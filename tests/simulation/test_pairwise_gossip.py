@@ -153,3 +153,16 @@ def test_what_cannot_work_is_refused(subtests: pytest.Subtests) -> None:
             simulation_of(**{**pair, **given})
     with pytest.raises(ValueError, match="PairwiseAverage has no rounds. Give seconds"):
         simulation_of(**pair).run(lambda worker: None, num_rounds=1)
+
+
+def test_a_warning_says_that_all_fetches_are_too_slow(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link(BYTES * 8 / 2.6 / 1e6, 0.0)  # the default of fetch_timeout_s is 2.5 s
+    models = points(2)
+    simulation = simulation_of(models, DPWA, speeds=[1.0, 1.0], links=link)
+    simulation.run(lambda w: None, seconds=100.0)
+    assert [costs.rounds for costs in simulation.costs] == [0, 0]
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == 2 * [
+        "None of the first 10 fetches has ended within fetch_timeout_s=2.5 s, so nothing was "
+        "averaged yet. Raise fetch_timeout_s if 8.0 kB take longer on this network."
+    ]
