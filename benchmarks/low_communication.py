@@ -1,16 +1,19 @@
 """The benchmark of low-communication training: the loss of each method at equal bytes and time.
 
 Simulated workers (:class:`lightning_loco.Simulation`: the numbers of real processes) train the
-demo's GPT, smaller (0.2M parameters). Each row is a file in low_communication/rows:
+demo's GPT, smaller (0.2M parameters). Each row is a file in low_communication/rows. Tables:
 
-bytes  Each worker takes 600 local steps, and sends about as many bytes as DiLoCo with a round every
-       ten: ``equal_bytes`` of a row sets how often it exchanges. Workers are equally fast and links
-       take no time, but late results are late by as many local steps as the settings say.
-time   600 s on four workers, of which the last has half the speed of the others, with links of
-       2 Mbit/s and 30 ms. A local step of the fast ones takes a second. Learning rates follow a
-       schedule that ends with the time. ``equal_time`` of a row has its settings for this cluster.
+bytes   Each worker takes 600 local steps, and sends about as many bytes as DiLoCo with a round
+        every ten: ``equal_bytes`` of a row sets how often it exchanges. Workers are equally fast
+        and links take no time, but late results are late by as many local steps as the settings
+        say.
+longer  The same with 3,000 local steps, and DiLoCo with fewer rounds, for rows with ``longer``.
+time    600 s on four workers, of which the last has half the speed of the others, with links of
+        2 Mbit/s and 30 ms. A local step of the fast ones takes a second. Learning rates follow a
+        schedule that ends with the time. ``equal_time`` of a row has its settings for this cluster.
 
-  python benchmarks/low_communication.py --screen       all rows, five seeds for those that decide
+  python benchmarks/low_communication.py                      all rows, in less than two hours
+  python benchmarks/low_communication.py --only ddp diloco --tables longer
   python benchmarks/low_communication.py --only diloco --seeds 0 --results outputs/again
                                                         repeats one seed, in another folder
 
@@ -33,7 +36,7 @@ import platform
 import re
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -56,20 +59,29 @@ PAGE = harness.ROOT / "docs" / "results" / "low_communication.md"
 ROW_LINK = "../../benchmarks/low_communication/rows"
 PICTURE = harness.ROOT / "docs" / "images" / "low_communication.png"
 TASK, QUICK = Task(steps=600, clip=1.0), Task(steps=30, width=16, layers=1, clip=1.0)
-CLUSTERS: dict[str, dict[str, Any]] = {
-    "bytes": {"speeds": [1.0, 1.0, 1.0, 1.0], "links": None, "jitter": 0.0},
-    "time": {
-        "speeds": [1.0, 1.0, 1.0, 0.5],
-        "links": {"mbit_per_s": 2, "latency_s": 0.03},
-        "jitter": 0.1,
-    },
+EQUAL: dict[str, Any] = {"speeds": [1.0, 1.0, 1.0, 1.0], "links": None, "jitter": 0.0}
+UNEQUAL: dict[str, Any] = {
+    "speeds": [1.0, 1.0, 1.0, 0.5],
+    "links": {"mbit_per_s": 2, "latency_s": 0.03},
+    "jitter": 0.1,
 }
-"""The workers of each table, as arguments of the simulation; the fastest takes a step a second."""
+"""Workers, as arguments of the simulation; the fastest takes a step a second."""
 
-BASE, ALWAYS = "diloco", ("ddp", "alone", "diloco", "ddp_muon", "muloco")
-CLOSE = 1.02
-"""Of ``--screen``: how far above the best a row may be that is not in ``ALWAYS``, as a ratio."""
 
+class Table(NamedTuple):
+    """What the rows of a table have in common: the task, and the arguments of the simulation."""
+
+    task: Task
+    cluster: dict[str, Any]
+
+
+TABLES = {
+    "bytes": Table(TASK, EQUAL),
+    "longer": Table(TASK._replace(steps=3000), EQUAL),
+    "time": Table(TASK, UNEQUAL),
+}
+
+BASE = "diloco"
 
 DEFAULTS = {
     f"lightning_loco.{method.strategy_name}": dict(method.defaults)
@@ -88,6 +100,7 @@ class Row(NamedTuple):
         method: What to instantiate; None for the mean gradient of all workers in every step.
         equal_bytes: Changes of the method for the table of equal bytes; None if it is not there.
         equal_time: The same for the table of equal time.
+        longer: The same for the table of longer runs.
         workers: How many, of those of the cluster.
         optimizer: Of the local steps.
     """
@@ -98,21 +111,27 @@ class Row(NamedTuple):
     method: dict[str, Any] | None
     equal_bytes: dict[str, Any] | None
     equal_time: dict[str, Any] | None
+    longer: dict[str, Any] | None = None
     workers: int = 4
     optimizer: str = "adamw"
 
-    def settings(self, criterion: str) -> dict[str, Any] | None:
+    def changes(self, table: str) -> dict[str, Any] | None:
+        """Changes of the method for a table; None if the row is not there."""
+        by_table = {"bytes": self.equal_bytes, "longer": self.longer, "time": self.equal_time}
+        return by_table[table]
+
+    def settings(self, table: str) -> dict[str, Any] | None:
         """What to instantiate for a table, with the defaults of its strategy."""
         if self.method is None:
             return None
         defaults = DEFAULTS.get(self.method["_target_"], {})
-        changed = OmegaConf.merge(defaults, self.method, getattr(self, f"equal_{criterion}"))
+        changed = OmegaConf.merge(defaults, self.method, self.changes(table))
         return cast(dict[str, Any], OmegaConf.to_container(changed))
 
-    def hash(self, criterion: str, task: Task) -> str:
+    def hash(self, table: str, task: Task) -> str:
         """The hash of what decides the results."""
-        of_row = [self.settings(criterion), self.workers, self.optimizer]
-        decides = [*of_row, task._asdict(), BATCH, CLUSTERS[criterion]]
+        of_row = [self.settings(table), self.workers, self.optimizer]
+        decides = [*of_row, task._asdict(), BATCH, TABLES[table].cluster]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
@@ -135,21 +154,21 @@ class Training(NamedTuple):
     """A row of a table with a seed."""
 
     name: str
-    criterion: str
+    table: str
     seed: int
 
     def train(self, options: argparse.Namespace) -> Result:
         """The validation loss, and what a worker has sent."""
         warnings.simplefilter("ignore")  # of settings that are compared although they are bad here
         torch.set_num_threads(1)
-        row, task, n = ROWS[self.name], task_of(options), ROWS[self.name].workers
+        row, task, n = ROWS[self.name], task_of(self.table, options), ROWS[self.name].workers
         data = ByteTextData(batch_size=BATCH, context=task.context)
-        shares_of = len(CLUSTERS[self.criterion]["speeds"])
+        shares_of = len(TABLES[self.table].cluster["speeds"])
         data.check(shares_of)
         shares = [batches(data, worker, shares_of, self.seed) for worker in range(n)]
         torch.manual_seed(self.seed)
         models = [new_model(task, row.optimizer) for _ in range(n)]
-        method = row.settings(self.criterion)
+        method = row.settings(self.table)
         if method is None:
             result = self._train_synchronously(models, shares, task)
         else:
@@ -159,14 +178,14 @@ class Training(NamedTuple):
 
     def _cluster(self, workers: int) -> dict[str, Any]:
         """The arguments of a simulation."""
-        cluster = CLUSTERS[self.criterion]
+        cluster = TABLES[self.table].cluster
         return {**cluster, "speeds": cluster["speeds"][:workers], "seed": self.seed}
 
     def _train_synchronously(self, models: Sequence[Any], shares: Any, task: Task) -> Result:
         """Train the first model with the mean gradient, for as many steps as there is time for."""
         n, steps = len(models), task.steps
         parameters = sum(parameter.numel() for parameter in models[0].parameters())
-        if self.criterion == "time":
+        if self.table == "time":
             settings = LocoStrategy(LocalSGD(), sync_every=1).settings
             simulation = Simulation.from_settings(models, settings, **self._cluster(n))
             simulation.run(lambda worker: None, seconds=task.steps)
@@ -184,7 +203,7 @@ class Training(NamedTuple):
         """Train all models, and give the first one the consensus."""
         n = len(models)
         simulation = Simulation.from_settings(models, settings, **self._cluster(n))
-        steps, by_time = TimedSteps(models, task, task.steps), self.criterion == "time"
+        steps, by_time = TimedSteps(models, task, task.steps), self.table == "time"
 
         def local_step(worker: int) -> None:
             made = simulation.time_s[worker] if by_time else simulation.steps[worker]
@@ -201,9 +220,9 @@ class Training(NamedTuple):
         }
 
 
-def task_of(options: argparse.Namespace) -> Task:
+def task_of(table: str, options: argparse.Namespace) -> Task:
     """What is trained."""
-    return QUICK if options.quick else TASK
+    return QUICK if options.quick else TABLES[table].task
 
 
 class Results:
@@ -212,53 +231,44 @@ class Results:
     A file holds by table the hash of the settings, and the results by seed.
     """
 
-    def __init__(self, folder: Path, task: Task) -> None:
-        self.folder, self.task = folder, task
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options = folder, options
         self.found: dict[str, dict[str, Any]] = {}
         for name in ROWS:
             file = folder / f"{name}.json"
             self.found[name] = json.loads(file.read_text()) if file.exists() else {}
 
-    def of(self, name: str, criterion: str) -> dict[int, Result]:
+    def of(self, name: str, table: str) -> dict[int, Result]:
         """The results of a row by seed, if they belong to its settings."""
-        kept = self.found[name].get(criterion)
-        if kept is None or kept["hash"] != ROWS[name].hash(criterion, self.task):
+        kept = self.found[name].get(table)
+        if kept is None or kept["hash"] != self._hash(name, table):
             return {}
         return {int(seed): result for seed, result in sorted(kept["seeds"].items())}
 
+    def _hash(self, name: str, table: str) -> str:
+        return ROWS[name].hash(table, task_of(table, self.options))
+
     def add(self, training: Training, result: Result) -> None:
         """Keep a result."""
-        name, criterion, seed = training
-        seeds = dict(sorted({**self.of(name, criterion), seed: result}.items()))
-        key = ROWS[name].hash(criterion, self.task)
-        self.found[name][criterion] = {"hash": key, "seeds": seeds}
+        name, table, seed = training
+        seeds = dict(sorted({**self.of(name, table), seed: result}.items()))
+        self.found[name][table] = {"hash": self._hash(name, table), "seeds": seeds}
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.found[name], indent=1, sort_keys=True)
         (self.folder / f"{name}.json").write_text(text + "\n")
 
-    def losses(self, name: str, criterion: str) -> list[float]:
+    def losses(self, name: str, table: str) -> list[float]:
         """The loss of each seed."""
-        return [result["loss"] for result in self.of(name, criterion).values()]
+        return [result["loss"] for result in self.of(name, table).values()]
 
-    def deciding(self, criterion: str, seeds: Sequence[int]) -> set[str]:
-        """Rows that are close to the best one in these seeds, and those with all seeds anyway."""
-        found = {name: self.of(name, criterion) for name in ROWS}
-        means = {
-            name: statistics.fmean(results[seed]["loss"] for seed in seeds)
-            for name, results in found.items()
-            if name not in ALWAYS and results.keys() >= set(seeds)
-        }
-        most = CLOSE * min(means.values(), default=0.0)
-        return {*ALWAYS, *(name for name, mean in means.items() if mean <= most)}
-
-    def table(self, criterion: str) -> list[list[str]]:
-        """The header and the rows, from the lowest loss on."""
+    def lines(self, table: str) -> list[list[str]]:
+        """The header and the rows of a table, from the lowest loss on."""
         header = ["method", "source", "validation loss", "relative to DiLoCo", "p", "seeds", "sent"]
-        lines, base = [], self.of(BASE, criterion)
+        lines, base = [], self.of(BASE, table)
         for name, row in ROWS.items():
-            if not (found := self.of(name, criterion)):
+            if not (found := self.of(name, table)):
                 continue
-            losses, seeds = self.losses(name, criterion), base.keys() & found.keys()
+            losses, seeds = self.losses(name, table), base.keys() & found.keys()
             gaps = [100 * (found[seed]["loss"] / base[seed]["loss"] - 1) for seed in seeds]
             compared = ["", ""]
             if name != BASE and gaps:
@@ -269,62 +279,62 @@ class Results:
             )
             cells = [f"[{row.title}]({ROW_LINK}/{name}.yaml)", f"[paper]({row.source})"]
             cells += [mean_and_deviation(losses, 3), *compared, str(len(losses)), f"{sent:,.1f} MB"]
-            cells += [f"{steps:,.0f}"] if criterion == "time" else []
+            cells += [f"{steps:,.0f}"] if table == "time" else []
             lines.append((statistics.fmean(losses), cells))
-        header += ["local steps of all"] if criterion == "time" else []
+        header += ["local steps of all"] if table == "time" else []
         return [header, *(cells for _, cells in sorted(lines))]
 
 
-def markdown(table: list[list[str]]) -> str:
+def markdown(lines: list[list[str]]) -> str:
     """A table of the page."""
-    header, *rows = table
+    header, *rows = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
 
 
 def with_tables(page: str, results: Results) -> str:
     """The page with the tables of these results between its marks."""
-    for criterion in CLUSTERS:
-        begin, end = f"<!-- {criterion}: written by the command -->", f"<!-- {criterion}: end -->"
-        block = f"{begin}\n\n{markdown(results.table(criterion))}\n\n{end}"
+    for table in TABLES:
+        begin, end = f"<!-- {table}: written by the command -->", f"<!-- {table}: end -->"
+        block = f"{begin}\n\n{markdown(results.lines(table))}\n\n{end}"
         pattern = f"{re.escape(begin)}.*{re.escape(end)}"
         page, count = re.subn(pattern, lambda _, block=block: block, page, flags=re.DOTALL)
-        assert count == 1, f"The page has no marks of the table {criterion}."
+        assert count == 1, f"The page has no marks of the table {table}."
     return page
 
 
 def draw(results: Results, file: Path) -> None:
-    """The losses of all rows that are in both tables, as a PNG."""
+    """The losses of all rows at equal bytes and at equal time, as a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    axes = figure.add_subplot()
-    for name in ROWS:
-        both = [results.losses(name, criterion) for criterion in CLUSTERS]
-        if all(both):
-            at = tuple(map(statistics.fmean, both))
-            axes.plot(*at, "o", color="C3" if name in ALWAYS else "C0", markersize=4)
-            axes.annotate(name, at, (4, 2), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="validation loss at equal bytes", ylabel="validation loss at equal time")
-    axes.grid(alpha=0.3)
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    for panel, table in zip(figure.subplots(1, 2), ("bytes", "time"), strict=True):
+        losses = {name: results.losses(name, table) for name in ROWS}
+        means = {name: statistics.fmean(found) for name, found in losses.items() if found}
+        names = sorted(means, key=lambda name: means[name], reverse=True)
+        for place, name in enumerate(names):
+            color = "C3" if name in ("ddp", BASE, "alone") else "C0"
+            panel.plot(losses[name], [place] * len(losses[name]), ".", color=color, alpha=0.4)
+            panel.plot(means[name], place, "o", color=color)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.set_xlabel(f"validation loss at equal {table}")
+        panel.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
 
 
-def trainings(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[Training]:
-    """The trainings of the chosen rows, seed by seed."""
-    for seed in seeds:
-        for name in options.only:
-            for criterion in options.tables:
-                if getattr(ROWS[name], f"equal_{criterion}") is not None:
-                    yield Training(name, criterion, seed)
-
-
-def fit(wanted: Iterator[Training], results: Results, options: argparse.Namespace) -> None:
-    """Make the results that are missing."""
-    missing = {one: one for one in wanted if one.seed not in results.of(one.name, one.criterion)}
+def fit(results: Results, options: argparse.Namespace) -> None:
+    """Make the results that are missing, seed by seed."""
+    wanted = [
+        Training(name, table, seed)
+        for seed in options.seeds
+        for name in options.only
+        for table in options.tables
+        if ROWS[name].changes(table) is not None
+    ]
+    missing = {one: one for one in wanted if one.seed not in results.of(one.name, one.table)}
 
     def describe(training: Training, result: Result) -> str:
-        name, criterion, seed = training
-        return f"{name}, equal {criterion}, seed {seed}: {result['loss']:.4f}"
+        name, table, seed = training
+        return f"{name}, {table}, seed {seed}: {result['loss']:.4f}"
 
     for training, result in train_all(missing, describe, options):
         results.add(training, result)
@@ -335,28 +345,22 @@ def main() -> None:
     options = harness.parse(
         __doc__,
         only=list(ROWS),
-        tables=list(CLUSTERS),
+        tables=list(TABLES),
         seeds=[0, 1, 2, 3, 4],
-        screen=False,  # all but the first two seeds for rows that decide only
         jobs=os.cpu_count() or 1,
         results=kept,
         quick={
             **{"only": ["alone", "ddp", "diloco", "decoupled", "loscar"], "seeds": [0]},
             **{"results": harness.OUTPUTS / "low_communication_quick"},
         },
-        choices={"only": ROWS, "tables": CLUSTERS},
+        choices={"only": ROWS, "tables": TABLES},
     )
-    results = Results(options.results, task_of(options))
-    first = options.seeds[:2] if options.screen else options.seeds
-    fit(trainings(first, options), results, options)
-    if options.screen:
-        deciding = {table: results.deciding(table, first) for table in options.tables}
-        rest = trainings(options.seeds[2:], options)
-        fit((one for one in rest if one.name in deciding[one.criterion]), results, options)
-    for criterion in options.tables:
-        header, *rows = results.table(criterion)
+    results = Results(options.results, options)
+    fit(results, options)
+    for table in options.tables:
+        header, *rows = results.lines(table)
         shown = [[row[0][1:].partition("]")[0], *row[2:]] for row in rows]
-        harness.print_table([f"equal {criterion}", *header[2:]], shown)
+        harness.print_table([table, *header[2:]], shown)
     print(f"All results are in {options.results}")
     if options.results == kept:
         PAGE.write_text(with_tables(PAGE.read_text(), results))

@@ -18,8 +18,8 @@ hidden  Async DiLoCo with four fragments and streaming DiLoCo with two, whose re
 
 The rows of a block have the same method, learning rate and number of steps between rounds.
 ``--screen`` trains all rows with the first two seeds, and with the other seeds those whose mean
-loss is within 1 % of the lowest of their block. Finished trainings are kept in the file of
-``--out``, so an interrupted run continues where it was.
+loss is within 1 % of the lowest of their block. Finished trainings are kept in momentum.json, so an
+interrupted run continues where it was.
 
 How to read it: means over the seeds, with standard deviations. ``above`` is the difference to the
 best row of the same block in percent, seed by seed. ``persistence`` is the mean cosine of the angle
@@ -304,8 +304,11 @@ def main() -> None:
         screen=False,  # all but the first two seeds for close rows only
         jobs=os.cpu_count() or 1,
         png="",
-        out=harness.OUTPUTS / "momentum.json",
-        quick={"groups": ["radial"], "seeds": [0]},
+        out=Path(__file__).with_suffix(".json"),
+        quick={
+            **{"groups": ["radial"], "seeds": [0]},
+            **{"out": harness.OUTPUTS / "momentum_quick.json"},
+        },
         choices={"groups": GROUPS},
     )
 

@@ -1,11 +1,10 @@
-"""The loss of the methods and recipes over several seeds, with standard deviations and p-values.
+"""The loss of recipes over several seeds, with standard deviations and p-values.
 
 The demo's GPT, smaller (0.2M parameters by default), is trained by simulated workers
 (:class:`lightning_loco.Simulation`: the numbers of real processes) for as many local steps with
 every method, on the same batches. Groups:
 
-methods      The methods, a round every 10 local steps.
-compression  DiLoCo with fewer bytes.
+compression  DiLoCo with a round every 10 local steps, and with fewer bytes.
 sparseloco   SparseLoCo with its authors' settings beside DiLoCo, a round every 15, 50 and 250 local
              steps, for twice as many steps.
 workers      NoLoCo beside DiLoCo on 4 and 16 workers, a round every 50 local steps.
@@ -61,18 +60,7 @@ from simulated import (
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_loco import (
-    AsyncDiLoCoStrategy,
-    DiLoCo,
-    EagerDiLoCoStrategy,
-    GASLoC,
-    LocalSGD,
-    NoLoCo,
-    Simulation,
-)
-from lightning_loco import StreamingDiLoCoStrategy as Streaming
-from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
-from lightning_loco.algorithms.sparta import SPARTA
+from lightning_loco import DiLoCo, NoLoCo, Simulation
 from lightning_loco.app.demo.data import ByteTextData
 from lightning_loco.app.demo.model import ByteGPT
 from lightning_loco.compression import Compensated, ErrorFeedback, Sparse
@@ -124,10 +112,8 @@ def every(
     return RoundSettings(algorithm, EverySteps(steps), topology, compression)
 
 
-DILOCO, GOSSIP = DiLoCo(0.9, 0.6), GASLoC()
+DILOCO = DiLoCo(0.9, 0.6)
 AUTHORS = ErrorFeedback(Sparse(k=128, mean_over="senders"), decay=0.95)
-STREAMING = Streaming(10, 2, 2, mix=0.25, outer_lr=0.6, outer_momentum=0.8)
-ASYNC = AsyncDiLoCoStrategy(10, outer_lr=0.6, outer_momentum=0.8)
 SPARSELOCO = {
     f"{name}_{steps}": Row(
         every(steps, algorithm, compression=compression), beside=beside, task=LONGER
@@ -139,25 +125,11 @@ SPARSELOCO = {
     )
 }
 GROUPS: dict[str, dict[str, Row]] = {
-    "methods": {
-        "ddp": Row(None),
-        "diloco": Row(every(10, DILOCO)),
-        "diloco_0.7_0.5": Row(every(10, DiLoCo(0.7, 0.5))),
-        "diloco_1.0_0.3": Row(every(10, DiLoCo(1.0, 0.3))),
-        "delayed_nesterov": Row(every(10, DelayedNesterov(1.4, 0.5))),
-        "async_diloco": Row(ASYNC.settings),
-        "eager_diloco": Row(EagerDiLoCoStrategy(10).settings),
-        "streaming_diloco": Row(STREAMING.settings),
-        "gasloc_ring": Row(every(10, GOSSIP, "ring")),
-        "gasloc_random_matching": Row(every(10, GOSSIP, "random_matching")),
-        "noloco": Row(every(10, NoLoCo(), "random_matching")),
-        "local_sgd": Row(every(10, LocalSGD())),
-        "sparta": Row(every(1, SPARTA())),
-        "alone": Row(None, workers=1),
-    },
     "compression": {
         name: Row(every(10, algorithm, compression=compression), beside=beside)
         for name, algorithm, compression, beside in (
+            ("diloco", DILOCO, None, "ddp"),
+            ("diloco_0.7_0.5", DiLoCo(0.7, 0.5), None, "ddp"),
             ("int8", DILOCO, "int8", "diloco"),
             ("e3m0", DILOCO, "e3m0", "diloco"),
             ("sparse_fed_back", DILOCO, "sparse", "diloco_0.7_0.5"),
@@ -175,6 +147,8 @@ GROUPS: dict[str, dict[str, Row]] = {
         )
     },
     "optimizers": {
+        "ddp": Row(None),
+        "alone": Row(None, workers=1),
         "ddp_muon": Row(None, optimizer="muon"),
         "muloco": Row(every(10, DILOCO), beside="ddp_muon", optimizer="muon"),
         "snoo": Row(every(30, DiLoCo(0.7, 0.5)), 1, "alone"),

@@ -159,10 +159,10 @@ class Candidate:
         return ", ".join(words)
 
     @property
-    def measured(self) -> str:
-        """Loss relative to DDP on the demo; empty if it is not known."""
+    def measured(self) -> float | None:
+        """Loss relative to DDP in the benchmark, in percent; None if it was not measured."""
         gaps = METHOD_TABLE[self.method].gaps
-        return gaps.get(self.compression) or gaps.get(self.topology, "")
+        return gaps.get(self.compression, gaps.get(self.topology))
 
 
 TOPOLOGY_TITLES = {"random_matching": "random pairs", "ring": "ring"}

@@ -88,7 +88,7 @@ def _row(plan: Plan, option: Option) -> str:
         gap = "0"
     elif option.gap is None:
         measured = option.candidate.measured
-        gap = "not known" + (f"; demo {measured}" if measured else "")
+        gap = "not known" + ("" if measured is None else f"; benchmark {measured:+.1f} %")
     cells = (
         option.candidate.title + (" <-" if option is plan.chosen else ""),
         f"{option.sync_every}",
@@ -121,9 +121,9 @@ def _legend(job: PlannedRun) -> list[str]:
         f"{high} parameters, {FITTED_WORKERS[0]} to {FITTED_WORKERS[1]} workers, "
         f"H = {FITTED_SYNC_EVERY} and {FITTED_TOKENS_PER_PARAMETER} tokens per parameter, with "
         "tuned learning rates.",
-        "* lies outside: an extrapolation. Methods without a law: not known; demo: measured with "
-        "0.8M",
-        f"parameters, 4 workers, H = 10, where DiLoCo has {METHOD_TABLE['diloco'].gaps['']}.",
+        "* lies outside: an extrapolation. Methods without a law: not known; benchmark: of 0.2M",
+        "parameters, 4 workers and 600 local steps, where DiLoCo has "
+        f"{METHOD_TABLE['diloco'].gaps['']:+.1f} %.",
     ]
 
 
