@@ -153,7 +153,8 @@ class ShardedWorkers(EngineStrategy, lightning_compat.ModelParallelPart):
 
     def make_engine(self, group: WorkerGroup) -> LocalParticipant:
         """Make an engine whose checkpoints hold the shards of each rank."""
-        self._check_averaged()
+        with group.errors_shared("the set-up"):
+            self._check_averaged()
         self._set_timeouts()
         engine = super().make_engine(group)
         engine.worker.replica.use_held_vectors(group)
