@@ -367,7 +367,9 @@ class FetchDecisions:
             log.warning(
                 "None of the first %d fetches has ended within fetch_timeout_s=%g s, so nothing "
                 "was averaged yet. Raise fetch_timeout_s if %s take longer on this network.",
-                *(counts.timeouts, self.fetch_timeout_s, format_bytes(self._total_bytes)),
+                counts.timeouts,
+                self.fetch_timeout_s,
+                format_bytes(self._total_bytes),
             )
 
     def _log_once(self, name: str, kind: str, text: str) -> None:

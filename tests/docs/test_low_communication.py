@@ -53,14 +53,16 @@ def test_the_page_has_the_results(benchmark: Any, results: Any) -> None:
 
 
 def test_rows_send_as_many_bytes(benchmark: Any, results: Any, subtests: pytest.Subtests) -> None:
-    def sent_mb(name: str) -> float:
-        return statistics.fmean(one["sent_mb"] for one in results.of(name, "bytes").values())
-
+    ((_, base), *_) = results.of("diloco", "bytes").items()
     for name, row in benchmark.ROWS.items():
-        if row.method is None or row.equal_bytes is None or "sparse" in name:
+        if row.method is None or name in ("diloco_sparse", "sparseloco"):
             continue
-        with subtests.test(name):
-            assert sent_mb(name) == pytest.approx(sent_mb("diloco"), rel=0.08)
+        sent = [found["sent_mb"] for found in results.of(name, "bytes").values()]
+        if name == "pairwise_gossip":  # chance decides in which steps it fetches
+            sent = [statistics.fmean(sent)]
+        for megabytes in sent:
+            with subtests.test(name):
+                assert megabytes == pytest.approx(base["sent_mb"], rel=0.08)
 
 
 def test_slowmo_knows_the_learning_rate(benchmark: Any, results: Any) -> None:

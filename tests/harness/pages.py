@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 from functools import cached_property
@@ -106,3 +107,11 @@ def overrides_of(command: str) -> list[str]:
     words = shlex.split(command, comments=True)
     words = words[next(i for i, word in enumerate(words) if word.endswith("train.py")) + 1 :]
     return [word for word in words if not word.startswith("--") and word != "job"]
+
+
+def benchmark_results(row: str, table: str) -> dict[str, dict[str, float]]:
+    """Return the kept results of a row of the benchmark of low-communication training, by seed."""
+    file = ROOT / "benchmarks" / "low_communication" / "results" / f"{row}.json"
+    tables = json.loads(file.read_text(encoding="utf-8"))
+    seeds: dict[str, dict[str, float]] = tables[table]["seeds"]
+    return seeds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import os
 import pkgutil
 import shutil
@@ -28,6 +27,7 @@ from lightning_loco.compression import CODECS
 from lightning_loco.costs.methods import METHOD_TABLE
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology
+from tests.harness.pages import benchmark_results
 from tests.harness.programs import python_path
 from tests.harness.sources import ROOT
 
@@ -81,12 +81,7 @@ def test_a_row_has_a_configuration_and_a_page(subtests: pytest.Subtests) -> None
 
 
 def test_measured_gaps_are_those_of_the_benchmark(subtests: pytest.Subtests) -> None:
-    def losses(row: str) -> dict[str, float]:
-        file = ROOT / "benchmarks" / "low_communication" / "results" / f"{row}.json"
-        by_seed = json.loads(file.read_text())["bytes"]["seeds"]
-        return {seed: result["loss"] for seed, result in by_seed.items()}
-
-    ddp = losses("ddp")
+    ddp = benchmark_results("ddp", "bytes")
     rows = {
         ("decoupled_diloco", ""): "decoupled",
         ("diloco", "sparse"): "diloco_sparse",
@@ -96,8 +91,8 @@ def test_measured_gaps_are_those_of_the_benchmark(subtests: pytest.Subtests) -> 
     for name, row in METHOD_TABLE.items():
         for key, gap in row.gaps.items():
             with subtests.test(name, key=key):
-                found = losses(rows.get((name, key), name))
-                gaps = [100 * (loss / ddp[seed] - 1) for seed, loss in found.items()]
+                found = benchmark_results(rows.get((name, key), name), "bytes")
+                gaps = [100 * (one["loss"] / ddp[seed]["loss"] - 1) for seed, one in found.items()]
                 assert gap == round(statistics.fmean(gaps), 1)
 
 
