@@ -28,7 +28,6 @@ import json
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import harness
@@ -68,20 +67,18 @@ def decoupled(*, keep_late: bool = True, **method: Any) -> DecoupledSettings:
     return DecoupledSettings(DecoupledDiLoCo(**method), rounds)
 
 
-MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
-ASYNC = partial(AsyncDiLoCoStrategy, outer_lr=0.6, outer_momentum=0.8)
-
 METHODS: dict[str, Callable[[], SimulatedSettings] | None] = {
     "fastest_alone": None,
-    "diloco": lambda: RoundSettings(DiLoCo(0.7, 0.5), EverySteps(EVERY)),
-    "diloco_by_speed": lambda: by_speed(DiLoCo(0.7, 0.5)),
-    "async_diloco": lambda: ASYNC(EVERY).settings,
-    "async_diloco_by_speed": lambda: ASYNC([EVERY * one for one in SPEEDS]).settings,
+    "diloco": lambda: RoundSettings(DiLoCo(), EverySteps(EVERY)),
+    "diloco_by_speed": lambda: by_speed(DiLoCo()),
+    "async_diloco": lambda: AsyncDiLoCoStrategy(EVERY).settings,
+    "async_diloco_by_speed": lambda: AsyncDiLoCoStrategy([EVERY * one for one in SPEEDS]).settings,
     "delayed_nesterov_by_speed": lambda: by_speed(DelayedNesterov()),
     "decoupled": decoupled,
+    "decoupled_no_momentum": lambda: decoupled(outer_lr=1.0, outer_momentum=0.0),
+    "decoupled_momentum": lambda: decoupled(outer_lr=0.7, outer_momentum=0.5),
     "decoupled_mean": lambda: decoupled(aggregate="mean"),
-    "decoupled_momentum": lambda: decoupled(**MOMENTUM),
-    "decoupled_heloco": lambda: decoupled(**MOMENTUM, correction=HeLoCo()),
+    "decoupled_heloco": lambda: decoupled(correction=HeLoCo()),
     "decoupled_cgad": lambda: decoupled(correction=CGAD()),
     "decoupled_late_refused": lambda: decoupled(keep_late=False),
 }

@@ -105,7 +105,7 @@ class DecoupledDiLoCo:
         others have moved. The bound of :func:`radial_mean` is not in the paper.
 
     Example:
-        >>> method = DecoupledDiLoCo()
+        >>> method = DecoupledDiLoCo(outer_lr=1.0, outer_momentum=0.0)
         >>> state = method.init(torch.tensor([10.0]))
         >>> whole = [TensorRange(0, 1)]
         >>> method.merge(torch.tensor([[2.0]]), [Push(steps=5, tokens=40)], state, whole)
@@ -115,8 +115,8 @@ class DecoupledDiLoCo:
         tensor([7.])
     """
 
-    outer_lr: OuterLR = 1.0
-    outer_momentum: OuterMomentum = 0.0
+    outer_lr: OuterLR = 0.7
+    outer_momentum: OuterMomentum = "auto"
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
     aggregate: Literal["radial", "mean"] = "radial"
@@ -159,13 +159,13 @@ class DecoupledDiLoCo:
         if self.correction is not None and self.correction.needs_momentum and not has_momentum:
             raise ValueError(
                 f"{type(self.correction).__name__} corrects pseudo-gradients towards the outer "
-                "momentum, and there is none. Use outer_momentum=0.5, or leave correction out."
+                'momentum, and there is none. Use outer_momentum="auto", or leave correction out.'
             )
-        if has_momentum and self.mix == 0:
+        if has_momentum and self.outer_momentum != "auto" and self.mix == 0:
             warnings.warn(
                 f"outer_momentum={self.outer_momentum} with mix=0 may learn worse than none, in "
                 "particular a high one with few local steps between two merges of a fragment. "
-                "Use outer_momentum=0, or mix=0.5.",
+                'Use outer_momentum="auto", or mix=0.5.',
                 stacklevel=3,
             )
 

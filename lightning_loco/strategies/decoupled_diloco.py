@@ -150,7 +150,8 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
             left of them the syncer waits for more learners than the quorum.
         min_quorum: Number of learners whose pushes every merge has at least.
         outer_lr: Outer learning rate, or a schedule of rates.
-        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. With ``mix=0`` any gives a warning.
+        outer_momentum: Outer momentum in [0, 1), or ``"auto"``. With ``mix=0`` a positive
+            number gives a warning.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer; only without ``syncer``.
         aggregate: ``"radial"`` keeps the length of the learners' steps, ``"mean"`` averages them.
@@ -193,8 +194,8 @@ class DecoupledDiLoCoStrategy(LearnerStrategy, DDPStrategy):
         fragments: int = 24,
         delay: int = 2,
         min_quorum: int = 1,
-        outer_lr: OuterLR = 1.0,
-        outer_momentum: OuterMomentum = 0.0,
+        outer_lr: OuterLR = 0.7,
+        outer_momentum: OuterMomentum = "auto",
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         aggregate: Literal["radial", "mean"] = "radial",

@@ -26,6 +26,7 @@ from lightning_loco.algorithms import (
 
 TENSORS = [TensorRange(0, 6, is_embedding=True), TensorRange(6, 10), TensorRange(10, 17)]
 SIZE = 17
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 def vectors(seed: int, count: int, size: int = SIZE) -> Tensor:
@@ -102,7 +103,7 @@ def pushes(seed: int, count: int) -> list[Push]:
     ],
 )
 def test_merges_equal_a_plain_loop(settings: dict[str, Any]) -> None:
-    method = DecoupledDiLoCo(**settings)
+    method = DecoupledDiLoCo(**{**PLAIN, **settings})
     start = vectors(0, 1)[0]
     state = method.init(start.clone())
     # Of one learner, of two whose pseudo-gradients contradict each other, and of more.
@@ -136,7 +137,7 @@ def test_means_of_equal_weights_are_diloco() -> None:
 
 def test_a_late_push_counts_from_what_its_learner_received() -> None:
     """10, -2, and -1 on the old base make 7: what others have moved is not in a late push."""
-    method = DecoupledDiLoCo()
+    method = DecoupledDiLoCo(1.0, 0.0)
     state = method.init(torch.tensor([10.0]))
     received = state["outer"].clone()
     whole = [TensorRange(0, 1)]
@@ -237,7 +238,7 @@ def test_cgad_is_adam_at_age_zero_and_nothing_at_the_cutoff() -> None:
 
 
 def test_a_schedule_counts_the_merges() -> None:
-    method = DecoupledDiLoCo(outer_lr=Cosine(1.0, 0.5, rounds=2))
+    method = DecoupledDiLoCo(Cosine(1.0, 0.5, rounds=2), 0.0)
     state = method.init(torch.zeros(SIZE, dtype=torch.float64))
     ones = torch.ones(1, SIZE, dtype=torch.float64)
     found = [method.merge(ones.clone(), [Push(1, 1.0)], state, TENSORS)[0].item() for _ in range(3)]
@@ -258,7 +259,7 @@ class Doubled(StaleCorrection):
 
 
 def test_own_corrections() -> None:
-    method = DecoupledDiLoCo(correction=Doubled())
+    method = DecoupledDiLoCo(1.0, 0.0, correction=Doubled())
     found = method.merge(torch.ones(2, SIZE), pushes(0, 2), method.init(torch.zeros(SIZE)), TENSORS)
     torch.testing.assert_close(found, torch.full((SIZE,), -2.0))
 
@@ -272,7 +273,7 @@ def test_own_corrections() -> None:
         ({"aggregate": "median"}, ValueError, "aggregate must be one of 'radial', 'mean'"),
         ({"weight": "token"}, ValueError, "weight must be one of 'tokens', 'steps', 'equal'"),
         ({"correction": "heloco"}, TypeError, r"an object such as HeLoCo\(\)"),
-        ({"correction": HeLoCo()}, ValueError, "outer momentum, and there is none"),
+        ({"correction": HeLoCo(), **PLAIN}, ValueError, "outer momentum, and there is none"),
         ({"outer_optimizer": 3}, ValueError, "cannot be an outer optimizer"),
         (
             {"outer_optimizer": torch.optim.AdamW, "outer_lr": Cosine(1.0, 0.5, 2)},
@@ -308,6 +309,7 @@ def test_momentum_that_replaces_local_parameters_is_warned_of() -> None:
         warnings.simplefilter("error")
         DecoupledDiLoCo(outer_momentum=0.9, mix=0.5)
         DecoupledDiLoCo()
+        DecoupledDiLoCo(correction=HeLoCo())
 
 
 @pytest.mark.parametrize("push", [Push(0, 8.0), Push(3, 0.0), Push(3, math.nan)])

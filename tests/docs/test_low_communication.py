@@ -72,7 +72,6 @@ def test_slowmo_knows_the_learning_rate(benchmark: Any, results: Any) -> None:
             assert abs(found["rounds"] - settings.algorithm.fast_lr.rounds) <= 2
 
 
-@pytest.mark.filterwarnings("ignore:outer_momentum")  # HeLoCo needs it
 def test_each_row_has_settings_for_its_tables(benchmark: Any, subtests: pytest.Subtests) -> None:
     for name, row in benchmark.ROWS.items():
         for table, (_, cluster) in benchmark.TABLES.items():

@@ -70,7 +70,7 @@ def test_functions_are_not_read() -> None:
 
 def test_the_first_difference_has_its_path() -> None:
     own, other = make().as_plain(), make(DecoupledDiLoCo(outer_lr=0.5)).as_plain()
-    assert first_difference(own, other) == "method.outer_lr is 0.5 there and 1.0 here"
+    assert first_difference(own, other) == "method.outer_lr is 0.5 there and 0.7 here"
     assert first_difference(own, make().as_plain()) is None
     assert first_difference(own, {**own, "new": 1}) == "new is 1 there and None here"
     assert first_difference({"a": {"b": 1, "c": 1}}, {"a": {"c": 1, "b": 1}}) == (

@@ -255,7 +255,7 @@ def test_nan_again_and_again_ends_the_learner(tmp_path: Path) -> None:
 
 def test_narrow_parameters_without_progress_stay_as_they_are(tmp_path: Path) -> None:
     """What bfloat16 loses of a fragment is not taken for progress."""
-    model, method = Numbers(dtype=torch.bfloat16), DecoupledDiLoCo(outer_lr=0.3)
+    model, method = Numbers(dtype=torch.bfloat16), DecoupledDiLoCo(0.3, 0.0)
     with serving(tmp_path) as server, closing(learner(model, server, algorithm=method)) as engine:
         engine.start()
         train(engine, model, 1.0, lambda: engine.statistics.rounds >= 6)

@@ -18,7 +18,7 @@ from lightning_loco.syncer.syncer import Syncer
 from tests.harness.model_disk import ModelDisk
 from tests.syncer.world import SIZE, Network, World, contract_of
 
-MEAN = DecoupledDiLoCo(aggregate="mean", weight="equal")
+MEAN = DecoupledDiLoCo(1.0, 0.0, aggregate="mean", weight="equal")
 
 
 def make(folder: Path, method: DecoupledDiLoCo = MEAN, **settings: Any) -> Syncer:
