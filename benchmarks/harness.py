@@ -15,6 +15,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import signal
 import socket
 import statistics
@@ -413,3 +414,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         )
         print("  ".join([first, *others]).rstrip())
     print(flush=True)
+
+
+def with_tables(page: str, tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
+    """Return a Markdown page with these tables between its marks: of each the header and rows."""
+    for name, (header, *rows) in tables.items():
+        begin, end = f"<!-- {name}: written by the command -->", f"<!-- {name}: end -->"
+        lines = [f"| {' | '.join(one)} |" for one in (header, ["---"] * len(header), *rows)]
+        block = "\n".join([begin, "", *lines, "", end])
+        pattern = f"{re.escape(begin)}.*{re.escape(end)}"
+        page, count = re.subn(pattern, lambda _, block=block: block, page, flags=re.DOTALL)
+        assert count == 1, f"The page has no marks of the table {name}."
+    return page

@@ -33,7 +33,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import statistics
 import warnings
 from collections.abc import Sequence
@@ -285,21 +284,9 @@ class Results:
         return [header, *(cells for _, cells in sorted(lines))]
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table of the page."""
-    header, *rows = lines
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
-
-
 def with_tables(page: str, results: Results) -> str:
-    """The page with the tables of these results between its marks."""
-    for table in TABLES:
-        begin, end = f"<!-- {table}: written by the command -->", f"<!-- {table}: end -->"
-        block = f"{begin}\n\n{markdown(results.lines(table))}\n\n{end}"
-        pattern = f"{re.escape(begin)}.*{re.escape(end)}"
-        page, count = re.subn(pattern, lambda _, block=block: block, page, flags=re.DOTALL)
-        assert count == 1, f"The page has no marks of the table {table}."
-    return page
+    """The page with the tables of these results."""
+    return harness.with_tables(page, {table: results.lines(table) for table in TABLES})
 
 
 def draw(results: Results, file: Path) -> None:

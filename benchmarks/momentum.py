@@ -13,18 +13,19 @@ hidden  Async DiLoCo with four fragments and streaming DiLoCo with two, whose re
         local steps later: outer momentum, and ``mix``, the share of the local parameters that is
         kept.
 
-  python benchmarks/momentum.py --screen                     all groups, five seeds for close rows
-  python benchmarks/momentum.py --groups grid --seeds 0 1 --png momentum.png
+  python benchmarks/momentum.py                            all groups, page and picture
+  python benchmarks/momentum.py --groups grid --seeds 0 1
 
-The rows of a block have the same method, learning rate and number of steps between rounds.
-``--screen`` trains all rows with the first two seeds, and with the other seeds those whose mean
-loss is within 1 % of the lowest of their block. Finished trainings are kept in momentum.json, so an
-interrupted run continues where it was.
+The cells of a row have the same method, learning rate and number of steps between rounds. All are
+trained with the first two seeds, and those whose mean loss is then within 1 % of the lowest of
+their row with the other seeds, too. Finished trainings are kept in momentum.json, so an interrupted
+run continues where it was, and the tables and the picture of docs/results/momentum.md are written.
 
-How to read it: means over the seeds, with standard deviations. ``above`` is the difference to the
-best row of the same block in percent, seed by seed. ``persistence`` is the mean cosine of the angle
-between the mean pseudo-gradients of successive rounds, and ``outer step`` is ``outer_lr / (1 -
-momentum * persistence)``, how far an outer step moves along pseudo-gradients that persist so.
+How to read it: means over the seeds, with standard deviations. The lowest of a row is bold, cells
+with two seeds are in italics, and the last column is how far the default is above the lowest of the
+others, seed by seed. ``persistence`` is the mean cosine of the angle between the mean
+pseudo-gradients of successive rounds, and ``outer step`` is ``outer_lr / (1 - momentum *
+persistence)``, how far an outer step moves along pseudo-gradients that persist so.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import dataclasses
 import functools
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +44,7 @@ import torch
 from harness import mean_and_deviation
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from quality_seeds import QUICK, Result, Row, every, key_of, train_row
+from quality_seeds import ADAPTER_LR, QUICK, Result, Row, every, key_of, train_row
 from simulated import Task, new_model, train_missing
 from torch import Tensor
 
@@ -54,7 +55,11 @@ from lightning_loco.algorithms.robust import RobustMean
 
 OUTER_LR = 0.7
 CLOSE = 1.01
-"""Of ``--screen``: the mean loss of a row with all seeds, relative to the lowest of its block."""
+"""A cell is trained with all seeds if its mean loss is at most this times the lowest of its row."""
+
+KEPT = Path(__file__).with_suffix(".json")
+PAGE = harness.ROOT / "docs" / "results" / "momentum.md"
+PICTURE = harness.ROOT / "docs" / "images" / "momentum.png"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ def lengths_of(task: Task) -> tuple[int, ...]:
 
 
 class Cell(NamedTuple):
-    """One row of a table.
+    """One cell of a table.
 
     Attributes:
         every: Local steps between rounds.
@@ -107,22 +112,29 @@ class Cell(NamedTuple):
     method: Literal["", "async", "streaming"] = ""
 
     @property
-    def block(self) -> tuple[Any, ...]:
-        """Rows of the same block are compared."""
-        return self.method or self.tunes, self.every, self.lr
+    def row(self) -> tuple[str, str, str]:
+        """The method or what is tuned, local steps between rounds and learning rate of a row."""
+        lr = ADAPTER_LR if self.tunes == "adapters" else self.lr
+        return self.method or self.tunes or "DiLoCo", str(self.every), f"{lr:g}"
 
     @property
-    def title(self) -> str:
-        """What the rows of a block differ in."""
-        setting = f"{self.outer_lr:g}, {self.momentum}" + (", RDA" if self.is_radial else "")
-        return setting + (f", mix {self.mix:g}" if self.method else "")
+    def column(self) -> str:
+        """The outer settings."""
+        momentum = self.momentum if self.momentum == "auto" else f"{self.momentum:g}"
+        setting = f"({self.outer_lr:g}, {momentum})" + (", RDA" if self.is_radial else "")
+        return setting + (f", {self.mix:g}" if self.method else "")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether these are the settings that the method has by default."""
+        return self.momentum == "auto" and self.mix == (0.25 if self.method else 0)
 
     @property
     def steps(self) -> int:
         """Local steps: eight rounds or more."""
         return max(-(-300 // self.every), 8) * self.every
 
-    def row(self, task: Task) -> Row:
+    def training(self, task: Task) -> Row:
         """Return the training."""
         outer: Any = {"outer_lr": self.outer_lr, "outer_momentum": self.momentum, "mix": self.mix}
         if self.method == "async":
@@ -188,7 +200,7 @@ class Training(NamedTuple):
     def key(self, options: argparse.Namespace) -> str:
         """Its key in the file of results."""
         task = self.task(options)
-        return key_of(self.cell.row(task), task, self.seed)
+        return key_of(self.cell.training(task), task, self.seed)
 
     def train(self, options: argparse.Namespace) -> Result:
         """The loss of the consensus, and the mean persistence of all rounds."""
@@ -201,96 +213,132 @@ class Training(NamedTuple):
                 found[engine.worker.round_index] = engine.statistics.persistence
 
         task = self.task(options)
-        result = train_row(self.cell.row(task), task, self.seed, look)
+        result = train_row(self.cell.training(task), task, self.seed, look)
         return {**result, "persistence": statistics.fmean(found.values())}
 
 
-def values(cell: Cell, column: str, found: dict[str, Result], options: Any) -> dict[int, float]:
-    """A number of a cell by seed."""
-    keys = {seed: Training(cell, seed).key(options) for seed in options.seeds}
-    return {seed: found[key][column] for seed, key in keys.items() if key in found}
+class Results:
+    """What the trainings have found.
 
-
-def mean(cell: Cell, column: str, found: dict[str, Result], options: Any) -> float:
-    """The mean of a number of a cell over its seeds."""
-    return statistics.fmean(values(cell, column, found, options).values())
-
-
-def step_of(cell: Cell, persistence: float) -> float:
-    """How far an outer step moves along pseudo-gradients that persist."""
-    momentum = cell.momentum
-    if momentum == "auto":
-        momentum = momentum_for(cell.outer_lr, persistence)
-    return outer_step(cell.outer_lr, momentum, persistence)
-
-
-def above_best(cell: Cell, found: dict[str, Result], options: Any) -> list[float]:
-    """How far the losses are above those of the best row of the block, in percent, by seed.
-
-    Only rows that have all seeds of this one are compared with it.
+    Args:
+        found: The results by the key of the training.
+        options: Of the command line.
     """
-    losses = values(cell, "loss", found, options)
-    cells = [other for group in GROUPS.values() for other in group if other.block == cell.block]
-    others = [values(other, "loss", found, options) for other in cells]
-    block = [
-        {seed: other[seed] for seed in losses} for other in others if losses.keys() <= other.keys()
-    ]
-    best = min(block, key=lambda of: statistics.fmean(of.values()))
-    return [100 * (loss / best[seed] - 1) for seed, loss in losses.items()]
 
+    def __init__(self, found: Mapping[str, Result], options: argparse.Namespace) -> None:
+        self.found, self.options = found, options
 
-def close(group: str, found: dict[str, Result], options: Any) -> list[Cell]:
-    """The cells of a group whose loss is close to the lowest of their block."""
-    loss = {cell: mean(cell, "loss", found, options) for cell in GROUPS[group]}
-    lowest = {
-        cell.block: min(loss[other] for other in loss if other.block == cell.block) for cell in loss
-    }
-    return [cell for cell in loss if loss[cell] <= CLOSE * lowest[cell.block]]
+    def of(self, cell: Cell, name: str = "loss") -> dict[int, float]:
+        """A number of a cell by seed."""
+        keys = {seed: Training(cell, seed).key(self.options) for seed in self.options.seeds}
+        return {seed: self.found[key][name] for seed, key in keys.items() if key in self.found}
 
+    def mean(self, cell: Cell, name: str = "loss") -> float:
+        """The mean of a number of a cell over its seeds."""
+        return statistics.fmean(self.of(cell, name).values())
 
-def show(group: str, found: dict[str, Result], options: argparse.Namespace) -> None:
-    """Print the table of a group."""
-    rows = []
-    for cell in GROUPS[group]:
-        persistence = mean(cell, "persistence", found, options)
-        losses = list(values(cell, "loss", found, options).values())
-        what = cell.method or cell.tunes
-        rows.append(
-            [
-                f"{what} {cell.every} lr {cell.lr:g}".strip(),
-                cell.title,
-                str(len(losses)),
-                mean_and_deviation(losses, 3),
-                mean_and_deviation(above_best(cell, found, options), 1),
-                f"{persistence:.2f}",
-                f"{step_of(cell, persistence):.2f}",
-            ]
+    def outer_step(self, cell: Cell) -> float:
+        """How far an outer step moves along pseudo-gradients that persist."""
+        persistence, momentum = self.mean(cell, "persistence"), cell.momentum
+        if momentum == "auto":
+            momentum = momentum_for(cell.outer_lr, persistence)
+        return outer_step(cell.outer_lr, momentum, persistence)
+
+    def above(self, cell: Cell, others: Iterable[Cell]) -> list[float]:
+        """How far a cell is above the lowest other, in percent, by seed.
+
+        Of the others only those count that share most seeds with it.
+        """
+        losses = self.of(cell)
+        pairs = [
+            [(loss, found[seed]) for seed, loss in losses.items() if seed in found]
+            for found in map(self.of, others)
+        ]
+        most = max(map(len, pairs))
+        lowest = min(
+            (found for found in pairs if len(found) == most),
+            key=lambda found: sum(other for _, other in found),
         )
-    header = [group, "outer lr, momentum", "seeds", "validation loss", "above, %"]
-    harness.print_table([*header, "persistence", "outer step"], rows)
+        return [100 * (loss / other - 1) for loss, other in lowest]
+
+    def close(self, group: str) -> list[Cell]:
+        """The cells of a group whose mean loss is close to the lowest of their row."""
+        return [
+            cell
+            for cells in rows_of(group).values()
+            for cell in cells
+            if self.mean(cell) <= CLOSE * min(map(self.mean, cells))
+        ]
+
+    def losses(self, group: str) -> list[list[str]]:
+        """The table of the losses: the header, and the rows."""
+        columns = list(dict.fromkeys(cell.column for cell in GROUPS[group]))
+        has_default = any(cell.is_default for cell in GROUPS[group])
+        lines = [[*ROW_TITLES, *columns, *(["the default"] if has_default else [])]]
+        for row, cells in rows_of(group).items():
+            found = [cell for cell in cells if self.of(cell)]
+            most = max((len(self.of(cell)) for cell in found), default=0)
+            complete = [cell for cell in found if len(self.of(cell)) == most]
+            lowest = min(complete, key=self.mean, default=None)
+            texts = dict.fromkeys(lines[0][len(row) :], "")
+            for cell in found:
+                losses = list(self.of(cell).values())
+                mark = "**" if cell == lowest else "*" if len(losses) < most else ""
+                texts[cell.column] = f"{mark}{mean_and_deviation(losses, 3)}{mark}"
+                if cell.is_default and len(found) > 1:
+                    above = self.above(cell, [other for other in found if other != cell])
+                    texts["the default"] = f"{mean_and_deviation(above, 1)} %"
+            lines.append([*row, *texts.values()])
+        return lines
+
+    def steps(self, group: str) -> list[list[str]]:
+        """The table of outer steps, with the persistence: the header, and the rows."""
+        columns = list(dict.fromkeys(cell.column for cell in GROUPS[group]))
+        lines = [[*ROW_TITLES, *columns]]
+        for row, cells in rows_of(group).items():
+            texts = dict.fromkeys(columns, "")
+            for cell in filter(self.of, cells):
+                persistence = self.mean(cell, "persistence")
+                texts[cell.column] = f"{self.outer_step(cell):.2f} ({persistence:.2f})"
+            lines.append([*row, *texts.values()])
+        return lines
+
+    def tables(self, groups: Iterable[str]) -> dict[str, list[list[str]]]:
+        """The tables by name."""
+        losses = {group: self.losses(group) for group in groups}
+        blocking = [group for group in groups if group != "hidden"]
+        return losses | {f"{group}, outer step": self.steps(group) for group in blocking}
 
 
-def draw(found: dict[str, Result], options: argparse.Namespace, path: Path) -> None:
-    """The loss of each cell of the grid above the best of its block, by its outer step."""
-    blocks: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for cell in GROUPS["grid"]:
-        persistence = mean(cell, "persistence", found, options)
-        above = statistics.fmean(above_best(cell, found, options))
-        blocks.setdefault(cell.block, []).append((step_of(cell, persistence), above))
+ROW_TITLES = ("rounds", "every", "learning rate")
+
+
+def rows_of(group: str) -> dict[tuple[str, str, str], list[Cell]]:
+    """The cells of a group by the row of its table."""
+    rows: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in GROUPS[group]:
+        rows.setdefault(cell.row, []).append(cell)
+    return rows
+
+
+def draw(results: Results, path: Path) -> None:
+    """The loss of each cell of the grid above the lowest of its row, by its outer step."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
-    for number, ((_, every_steps, lr), points) in enumerate(blocks.items()):
-        steps, above = zip(*sorted(points), strict=True)
+    for number, ((_, every_steps, lr), cells) in enumerate(rows_of("grid").items()):
+        points = sorted(
+            (results.outer_step(cell), statistics.fmean(results.above(cell, cells)))
+            for cell in cells
+        )
         panel.plot(
-            steps,
-            above,
+            *zip(*points, strict=True),
             color=colormaps["tab10"].colors[number // 2],
             marker="os"[number % 2],
             linestyle=("-", "--")[number % 2],
-            label=f"a round every {every_steps} steps, lr {lr:g}",
+            label=f"a round every {every_steps} steps, lr {lr}",
         )
     panel.set_xlabel("outer_lr / (1 - momentum * persistence)")
-    panel.set_ylabel("loss above the best of the same line, %")
+    panel.set_ylabel("loss above the lowest of the same line, %")
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -301,10 +349,8 @@ def main() -> None:
         __doc__,
         groups=list(GROUPS),
         seeds=[0, 1, 2, 3, 4],
-        screen=False,  # all but the first two seeds for close rows only
         jobs=os.cpu_count() or 1,
-        png="",
-        out=Path(__file__).with_suffix(".json"),
+        out=KEPT,
         quick={
             **{"groups": ["radial"], "seeds": [0]},
             **{"out": harness.OUTPUTS / "momentum_quick.json"},
@@ -314,23 +360,25 @@ def main() -> None:
 
     def describe(training: Training, result: Result) -> str:
         cell = training.cell
-        return f"{cell.block} {cell.title}, seed {training.seed}: {result['loss']:.4f}"
+        return f"{' '.join(cell.row)} {cell.column}, seed {training.seed}: {result['loss']:.4f}"
 
     def train(cells: Sequence[Cell], seeds: Sequence[int]) -> dict[str, Result]:
         wanted = [Training(cell, seed) for seed in seeds for cell in cells]
         return train_missing({one.key(options): one for one in wanted}, describe, options)
 
-    first = options.seeds[:2] if options.screen else options.seeds
-    results = train([cell for group in options.groups for cell in GROUPS[group]], first)
-    if options.screen:
-        now = argparse.Namespace(**{**vars(options), "seeds": first})
-        deciding = [cell for group in options.groups for cell in close(group, results, now)]
-        results = train(deciding, options.seeds[2:])
-    for group in options.groups:
-        show(group, results, options)
-    if options.png:
-        draw(results, options, Path(options.png))
+    first, others = options.seeds[:2], options.seeds[2:]
+    found = train([cell for group in options.groups for cell in GROUPS[group]], first)
+    # Of the first seeds alone: some cells may have more from an earlier run.
+    screened = Results(found, argparse.Namespace(**{**vars(options), "seeds": first}))
+    close = [cell for group in options.groups for cell in screened.close(group)]
+    results = Results(train(close, others), options)
+    for name, (header, *rows) in results.tables(options.groups).items():
+        print(name)
+        harness.print_table(header, rows)
     print(f"All results are in {options.out}")
+    if options.out == KEPT and options.groups == list(GROUPS):
+        PAGE.write_text(harness.with_tables(PAGE.read_text(), results.tables(GROUPS)))
+        draw(results, PICTURE)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ that a worker sends for its rounds, or for an all-reduce in every step.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -239,7 +240,10 @@ def train_row(row: Row, task: Task, seed: int, on_step: OnStep = lambda simulati
     start = new_model(task, row.optimizer).state_dict()
     data = ByteTextData(batch_size=BATCH, context=task.context)
     if row.tunes:
-        start = pretrained(task, seed)
+        start, random_state = pretrained(
+            task._replace(steps=min(PRETRAINING_STEPS, 10 * task.steps)), seed
+        )
+        torch.set_rng_state(random_state)
         help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
         data = ByteTextData(path=help_text, batch_size=BATCH, context=task.context)
     n = row.shares or row.workers
@@ -269,14 +273,14 @@ def task_of(name: str, options: argparse.Namespace) -> Task:
     return QUICK if options.quick else ROWS[name].task
 
 
-def pretrained(task: Task, seed: int) -> dict[str, Any]:
-    """A model that has been trained on Python source."""
+@functools.cache
+def pretrained(task: Task, seed: int) -> tuple[dict[str, Any], Tensor]:
+    """A model that has been trained on Python source, and the state of random numbers then."""
     source = ByteTextData(batch_size=BATCH, context=task.context, max_bytes=PRETRAINING_BYTES)
     source.check(1)
-    longer = task._replace(steps=min(PRETRAINING_STEPS, 10 * task.steps))
-    model = new_model(longer)
-    train_alone(model, [batches(source, 0, 1, seed)], longer)
-    return model.state_dict()
+    model = new_model(task)
+    train_alone(model, [batches(source, 0, 1, seed)], task)
+    return model.state_dict(), torch.get_rng_state()
 
 
 def train_attacked(

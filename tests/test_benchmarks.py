@@ -231,14 +231,19 @@ def test_quality_of_several_seeds_compares_rows(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_outer_momenta_are_compared(tmp_path: Path) -> None:
     output = run("momentum", "--quick", "--out", str(tmp_path / "momentum.json"))
-    rows = [re.split(r"\s{2,}", line) for line in output.splitlines() if line.startswith("10 lr")]
-    assert [row[1] for row in rows[::2]] == ["0.7, 0.0", "0.7, 0.5", "0.7, 0.9"]
-    assert min(float(row[3]) for row in rows) == 0
-    for _, title, loss, _, persistence, step in rows:
-        momentum = float(title.split(", ")[1])
-        assert 1 < float(loss) < math.log(256)
-        expected = 0.7 / (1 - momentum * float(persistence))
-        assert float(step) == pytest.approx(expected, rel=0.06)  # persistence is rounded
+    lines = [re.split(r"\s{2,}", line) for line in output.splitlines()]
+    header = next(line for line in lines if line[0] == "rounds")
+    rows = [line for line in lines if line[0] == "DiLoCo"]
+    assert [row[1] for row in rows] == ["10", "40"] * 2
+    assert header[3::2] == ["(0.7, 0)", "(0.7, 0.5)", "(0.7, 0.9)"]
+    for losses, steps in zip(rows[:2], rows[2:], strict=True):
+        assert sum(cell.startswith("**") for cell in losses) == 1
+        for setting, loss, step in zip(header[3:], losses[3:], steps[3:], strict=True):
+            assert 1 < float(loss.strip("*")) < math.log(256)
+            momentum = float(setting.split(", ")[1].strip(")"))
+            moved, persistence = (float(one) for one in re.findall(r"[-\d.]+", step))
+            expected = 0.7 / (1 - momentum * persistence)
+            assert moved == pytest.approx(expected, rel=0.06)  # persistence is rounded
 
 
 @pytest.mark.soak
