@@ -60,6 +60,7 @@ CLOSE = 1.01
 KEPT = Path(__file__).with_suffix(".json")
 PAGE = harness.ROOT / "docs" / "results" / "momentum.md"
 PICTURE = harness.ROOT / "docs" / "images" / "momentum.png"
+ROW_TITLES = ("rounds", "every", "learning rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +273,8 @@ class Results:
 
     def losses(self, group: str) -> list[list[str]]:
         """The table of the losses: the header, and the rows."""
-        columns = list(dict.fromkeys(cell.column for cell in GROUPS[group]))
         has_default = any(cell.is_default for cell in GROUPS[group])
-        lines = [[*ROW_TITLES, *columns, *(["the default"] if has_default else [])]]
+        lines = [[*ROW_TITLES, *columns_of(group), *(["the default"] if has_default else [])]]
         for row, cells in rows_of(group).items():
             found = [cell for cell in cells if self.of(cell)]
             most = max((len(self.of(cell)) for cell in found), default=0)
@@ -293,10 +293,9 @@ class Results:
 
     def steps(self, group: str) -> list[list[str]]:
         """The table of outer steps, with the persistence: the header, and the rows."""
-        columns = list(dict.fromkeys(cell.column for cell in GROUPS[group]))
-        lines = [[*ROW_TITLES, *columns]]
+        lines = [[*ROW_TITLES, *columns_of(group)]]
         for row, cells in rows_of(group).items():
-            texts = dict.fromkeys(columns, "")
+            texts = dict.fromkeys(columns_of(group), "")
             for cell in filter(self.of, cells):
                 persistence = self.mean(cell, "persistence")
                 texts[cell.column] = f"{self.outer_step(cell):.2f} ({persistence:.2f})"
@@ -310,7 +309,9 @@ class Results:
         return losses | {f"{group}, outer step": self.steps(group) for group in blocking}
 
 
-ROW_TITLES = ("rounds", "every", "learning rate")
+def columns_of(group: str) -> list[str]:
+    """The outer settings of a table."""
+    return list(dict.fromkeys(cell.column for cell in GROUPS[group]))
 
 
 def rows_of(group: str) -> dict[tuple[str, str, str], list[Cell]]:
