@@ -53,7 +53,7 @@ from lightning_loco.distributed import WorkerGroup
 
 MB = 1e6
 BUCKET_BYTES = 16 * 2**20
-SLACK_BYTES = 2**16  # scalars, and the few numbers that travel beside a round
+SLACK_BYTES = 2**18  # scalars, the sample of automatic momentum, what travels beside a round
 # name: (algorithm, overlap, bound in vectors of the model's size without the bucket)
 SETTINGS: dict[str, tuple[Algorithm, bool, int | None]] = {
     "Local SGD": (LocalSGD(), False, 0),
