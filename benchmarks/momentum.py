@@ -227,12 +227,15 @@ class Results:
     """
 
     def __init__(self, found: Mapping[str, Result], options: argparse.Namespace) -> None:
-        self.found, self.options = found, options
+        self.found = found
+        self._by_cell: dict[Cell, dict[int, Result]] = {}
+        for cell in {cell for group in GROUPS.values() for cell in group}:
+            keys = {seed: Training(cell, seed).key(options) for seed in options.seeds}
+            self._by_cell[cell] = {seed: found[key] for seed, key in keys.items() if key in found}
 
     def of(self, cell: Cell, name: str = "loss") -> dict[int, float]:
         """A number of a cell by seed."""
-        keys = {seed: Training(cell, seed).key(self.options) for seed in self.options.seeds}
-        return {seed: self.found[key][name] for seed, key in keys.items() if key in self.found}
+        return {seed: result[name] for seed, result in self._by_cell[cell].items()}
 
     def mean(self, cell: Cell, name: str = "loss") -> float:
         """The mean of a number of a cell over its seeds."""

@@ -240,10 +240,9 @@ def train_row(row: Row, task: Task, seed: int, on_step: OnStep = lambda simulati
     start = new_model(task, row.optimizer).state_dict()
     data = ByteTextData(batch_size=BATCH, context=task.context)
     if row.tunes:
-        start, random_state = pretrained(
-            task._replace(steps=min(PRETRAINING_STEPS, 10 * task.steps)), seed
-        )
-        torch.set_rng_state(random_state)
+        longer = task._replace(steps=min(PRETRAINING_STEPS, 10 * task.steps))
+        start, random_state = pretrained(longer, seed)
+        torch.set_rng_state(random_state)  # whether it was trained now or for an earlier row
         help_text = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
         data = ByteTextData(path=help_text, batch_size=BATCH, context=task.context)
     n = row.shares or row.workers
